@@ -86,17 +86,10 @@ class DriverStartup:
         keepers = assign_buddies([nodes[number] for number in members], same_state_keys(self.machine.layout(plan)))
 
         def part(rank: int) -> bytes:
-            assignment = pickle.loads(request.assignments[rank])
-            return pickle.dumps(
-                AdoptOrder(
-                    assignment,
-                    ranks,
-                    done,
-                    checkpoint_folder=request.resume,
-                    run_begins=request.resume is None,
-                    mirror_keepers=keepers,
-                )
-            )
+            assignment, folder = pickle.loads(request.assignments[rank]), request.resume
+            begins = folder is None
+            order = AdoptOrder(assignment, ranks, done, checkpoint_folder=folder, run_begins=begins, mirror_keepers=keepers)
+            return pickle.dumps(order)
 
         described = await self._everybody(
             lambda number, w: w.adopt.remote(1, part(ranks[number]), plan.coordinate(ranks[number]), addresses, deadline_s),

@@ -1,4 +1,4 @@
-"""WHO holds WHAT: stages, replicas, routing, blocks, the addition tree. Pure: standard library only, no clock, no random."""
+"""Plans: which worker holds and computes what. Pure: standard library only, no clock, no random numbers."""
 
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.parallel_plan import MicrobatchRouting, ParallelPlan, Seat, StagePlan

@@ -23,7 +23,7 @@ def tree_children(node: TreeNode) -> tuple[TreeNode, TreeNode]:
 
 
 def covering_nodes(run: range, blocks: int) -> tuple[TreeNode, ...]:
-    """The fewest nodes of the tree over `blocks` blocks that together are exactly `run`, left to right."""
+    """The fewest nodes of the tree over `blocks` blocks that together cover exactly `run`, left to right."""
 
     def inside(node: TreeNode) -> tuple[TreeNode, ...]:
         lo, hi = node

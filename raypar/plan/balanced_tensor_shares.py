@@ -1,4 +1,4 @@
-"""How owners share out tensors: few runs each, equally many elements."""
+"""The division of tensors among owners: few runs of elements for each owner, about equally many elements."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ CANONICAL_PIECE = 32_768
 """Elements of a flattened tensor whose squares are summed in its own dtype, before float64 takes over (rule 7 of the numerics
 contract in raypar/README.md).
 
-Owners' runs begin at multiples of it. So an owner computes whole terms of the norm, and optimizers on runs of elements,
-fused ones too, have the bits of the whole tensor.
+Owners' runs begin at multiples of it. So an owner computes whole terms of the norm, and an optimizer that works on
+runs of elements, a fused one too, gives the same bits as one that works on the whole tensor.
 """
 
 
 @dataclass(frozen=True)
 class BalancedTensorShares:
-    """Flattened tensors, shared out over `owners` in canonical pieces: each piece goes to an owner with least elements so far.
+    """Flattened tensors, divided among `owners` in canonical pieces: each piece goes to an owner with the fewest elements.
 
-    Full pieces come first, tensor by tensor, and an owner's pieces of a tensor lie side by side. The shorter pieces at
-    the tensors' ends follow, the longest first; they even out what the full ones leave.
+    Full pieces are given out first, tensor by tensor, and an owner's pieces of a tensor are adjacent. The shorter pieces at the
+    ends of tensors follow, the longest first, and even out the numbers of elements.
     """
 
     sizes: tuple[int, ...]
@@ -70,8 +70,8 @@ class BalancedTensorShares:
 
 
 def consecutive_tensor_share(sizes: Sequence[int], owner: int, owners: int) -> slice:
-    """Which of the tensors of these sizes one owner has, where owners have whole consecutive ones of about equal size."""
+    """The slice of tensors that belongs to one owner: owners get whole, consecutive tensors of about equal total size."""
     total = max(1, sum(sizes))
     before = accumulate(sizes[:-1], initial=0) if sizes else ()
-    owner_of = [owners * start // total for start in before]  # beyond the last where nothing but empty ones follow
+    owner_of = [owners * start // total for start in before]  # beyond the last owner if only empty tensors follow
     return slice(bisect_left(owner_of, owner), len(owner_of) if owner == owners - 1 else bisect_right(owner_of, owner))

@@ -1,6 +1,6 @@
-"""How a step's batch is cut: samples into microbatches, microbatches into blocks.
+"""The division of a step's batch: samples into microbatches, microbatches into blocks.
 
-A block is the unit that replicas share out. Inside a block gradients are added in order of microbatches, over blocks by the
+Replicas get whole blocks. Inside a block gradients are added in order of microbatches, over blocks by the
 tree of `addition_tree.py` (rule 6 of the contract in raypar/README.md): the bits depend on the number of blocks, not on that of
 replicas.
 """
@@ -26,15 +26,14 @@ def contiguous_part_index(item: int, parts: int, total: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """A step's batch, cut: `count` microbatches in `blocks` contiguous blocks.
-
-    `blocks` is `virtual_replicas` in the job file; 0 stands for as many as there are microbatches, at most 16.
-    `batch_size` is in samples a step over the whole job; 0 where only the order matters (simulation).
-    """
+    """The microbatches of a step's batch, in contiguous blocks."""
 
     count: int
+    """Number of microbatches in a step."""
     blocks: int = 0
+    """Number of blocks (`virtual_replicas` in the job file); given as 0, it becomes `count`, but at most 16."""
     batch_size: int = 0
+    """Samples in a step, over the whole job; 0 if only the order of microbatches matters (simulation)."""
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -54,7 +53,7 @@ class Microbatches:
         return contiguous_part(microbatch, self.count, self.batch_size)
 
     def microbatches_of_block(self, block: int) -> range:
-        """Microbatches of a block, possibly none."""
+        """The microbatches of a block; a block may have none."""
         return contiguous_part(block, self.blocks, self.count)
 
     def block_of(self, microbatch: int) -> int:

@@ -1,4 +1,4 @@
-"""Which rank keeps which piece of which kind of state."""
+"""The pieces of state that each rank keeps, by kind of state."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ SHARED_OUT_FROM: Mapping[StateKind, int] = {
     "parameter": 3,
     "buffer": 4,
 }
-"""The ZeRO stage from which on the replicas of a stage share a kind out. Below it every replica keeps all of the kind.
+"""Kind of state -> the ZeRO stage from which the replicas of a stage divide it. Below it every replica keeps all of it.
 
-The stages are those of Rajbhandari et al. 2020 (arXiv:1910.02054), section 5; none of them shares buffers out.
+The stages are those of Rajbhandari et al. 2020 (arXiv:1910.02054), section 5; none of them divides buffers.
 """
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """Who keeps what under a plan. Elements are numbered as `Piece` says: alike under every plan of a model."""
+    """The state that each rank of a plan keeps. Elements are numbered as in `Piece`, alike under every plan of a model."""
 
     plan: ParallelPlan
+    """The plan whose ranks keep the state."""
     outline: ModelOutline
     """The model's parameters and buffers, which of them are frozen, and how they are cut over shards."""
     zero_stage: int = 0
-    """The ZeRO stage, 0 to 3: which kinds the replicas of a stage share out (`SHARED_OUT_FROM`). Runs of today use 0."""
+    """The ZeRO stage, 0 to 3: which kinds of state replicas divide (`SHARED_OUT_FROM`). Runs of today use 0."""
     _answers: dict[tuple[object, ...], tuple[Piece, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What has been answered; ranks that keep the same share one tuple."""
+    """Cache of pieces; ranks that keep the same pieces share one tuple."""
     _shares: dict[tuple[object, ...], BalancedTensorShares] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """(position, shard, whether frozen) -> how the replicas share these parameters out."""
+    """(position, shard, whether frozen) -> how the replicas divide these parameters."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.zero_stage <= 3:
@@ -55,7 +56,7 @@ class Ownership:
     # -- who keeps what ------------------------------------------------------------------------------------------------
 
     def pieces(self, rank: int, kind: StateKind) -> tuple[Piece, ...]:
-        """What a rank keeps of a kind of state, in layer order (of parameters that are shared out: frozen ones last).
+        """The pieces of a kind of state that a rank keeps, in layer order (if replicas divide parameters: frozen ones last).
 
         Only trained parameters have gradients, masters, optimizer state and averages. A tied parameter counts once.
         Raises `PlanError` for a number of shards that the outline does not know.
@@ -84,7 +85,7 @@ class Ownership:
         return self._sizes[self.plan.seats[rank].position]
 
     def cut_of(self, rank: int, name: str) -> TensorCut | None:
-        """How a tensor is cut over the shards of a rank's stages; None: it is whole on each of them."""
+        """How a tensor is cut over the shards of a rank's stages; None: each shard has the whole tensor."""
         shards = self.plan.stages[self.plan.stages_of(rank)[0]].shards
         if shards > 1 and shards not in self.outline.shardings:
             raise PlanError(f"it is not known how the model is cut over {shards} shards", cure="report this")
@@ -94,9 +95,9 @@ class Ownership:
 
     @cached_property
     def held(self) -> tuple[tuple[Piece, ...], ...]:
-        """By rank, sorted: the pieces of state that the rank has to hold, and hands over when the plan changes.
+        """By rank, sorted: the pieces of state that the rank has to hold, and sends to others when the plan changes.
 
-        What the optimizer keeps for a trained parameter goes with the parameter's elements; so these are the optimizer's.
+        Optimizer state moves with its parameter's elements, so a trained parameter has the pieces of its optimizer state.
         """
         return tuple(self._held(rank) for rank in range(self.plan.world))
 
@@ -124,11 +125,11 @@ class Ownership:
     # -- who does what once for all --------------------------------------------------------------------------------------
 
     def norm_parameters(self, rank: int) -> dict[int, tuple[str, ...]]:
-        """Stage -> trained parameters of whose gradients a rank sums the squares, for the norm; empty ones too.
+        """Stage -> trained parameters, empty ones too, for which a rank sums the squares of gradients, for the norm.
 
-        Every element is summed by one rank: the replicas of a stage take whole, consecutive parameters in layer order, each
-        shard sums the elements that it owns, and the first stage with a tied parameter sums it. That the gradient is whole
-        on every replica (ZeRO stages 0 and 1) is required.
+        Every element is counted by one rank: the replicas of a stage take whole, consecutive parameters in layer order, each
+        shard sums the elements that it owns, and the first stage with a tied parameter sums it. Every replica must have
+        whole gradients (ZeRO stages 0 and 1).
         """
         assert self.zero_stage < SHARED_OUT_FROM["gradient"], "the norm of gradients that replicas share out is summed by piece"
         seat, found = self.plan.seats[rank], {}
@@ -140,11 +141,11 @@ class Ownership:
         return found
 
     def checkpoint_pieces(self, rank: int) -> dict[int, dict[str, tuple[Piece, ...]]]:
-        """What a rank writes into a checkpoint: stage -> parameter or buffer -> pieces (none of an empty tensor).
+        """The pieces that a rank writes into a checkpoint: stage -> parameter or buffer -> pieces (none of an empty tensor).
 
-        What the optimizer keeps for a parameter goes with it. Every element is written by one rank. The first stage with a
-        tied parameter writes it. Ranks that hold the same tensor take turns, tensor by tensor; of what is cut over shards
-        or shared out each rank writes its own part.
+        Optimizer state is written with its parameter. Every element is written by one rank. The first stage with a tied
+        parameter writes it. Ranks that hold the same tensor take turns, tensor by tensor; of a tensor that shards or replicas
+        divide, each rank writes its own part.
         """
         seat = self.plan.seats[rank]
         held: dict[str, list[tuple[int, int]]] = {}
@@ -168,7 +169,7 @@ class Ownership:
         return found
 
     def _is_shared_out(self, name: str) -> bool:
-        """Whether the replicas of a stage share a tensor's authoritative state out."""
+        """Whether the replicas of a stage divide a tensor's authoritative state."""
         kind: StateKind = "parameter" if name in self.outline.frozen else "optimizer"
         return name not in self.outline.buffers and self.zero_stage >= SHARED_OUT_FROM[kind]
 
@@ -176,7 +177,7 @@ class Ownership:
 
     @cached_property
     def _sizes(self) -> tuple[dict[str, int], ...]:
-        """By position: name -> elements of its parameters and buffers that are not empty."""
+        """By position: name -> elements of each parameter and buffer that is not empty."""
         found: list[dict[str, int]] = [{} for _ in range(self.plan.positions)]
         for stage in self.plan.stages:
             for layer in self.outline.elements[stage.first : stage.last]:
@@ -199,7 +200,7 @@ class Ownership:
         return dict(sorted(sizes.items(), key=lambda tensor: tensor[0] in self.outline.buffers))
 
     def _names(self, rank: int, kind: StateKind) -> list[str]:
-        """Tensors of a rank's stages that have this kind of state, in layer order."""
+        """Names of the tensors of a rank's stages that have this kind of state, in layer order."""
         buffers, names = self.outline.buffers, self.sizes(rank)
         if kind == "buffer":
             return [name for name in names if name in buffers]
@@ -211,19 +212,19 @@ class Ownership:
     # -- elements by shard and replica ---------------------------------------------------------------------------------
 
     def _on_shard(self, rank: int, name: str) -> IndexRanges:
-        """The elements that the rank's shard has of a tensor, all replicas together."""
+        """The elements of a tensor that the rank's shard has, all replicas together."""
         cut, size = self.cut_of(rank, name), self.sizes(rank)[name]
         return ((0, size),) if cut is None else cut.element_ranges(cut.indices_by_shard[self.plan.seats[rank].shard], size)
 
     def _owned_elements(self, rank: int, name: str) -> int:
-        """How many elements of a tensor the rank's shard has that no shard before it has."""
+        """Number of elements of a tensor that the rank's shard has and no earlier shard has."""
         cut, shard, size = self.cut_of(rank, name), self.plan.seats[rank].shard, self.sizes(rank).get(name, 0)
         if cut is None:
             return size if shard == 0 else 0
         return count_indices(cut.element_ranges(cut.owned(shard), size))
 
     def _share(self, rank: int, names: Sequence[str], *, frozen: bool) -> tuple[Piece, ...]:
-        """The rank's share of parameters that the replicas of its shard share out."""
+        """The rank's share of parameters that the replicas of its shard divide."""
         seat = self.plan.seats[rank]
         here = [self._on_shard(rank, name) for name in names]
         key = (seat.position, seat.shard, frozen)
@@ -238,7 +239,7 @@ class Ownership:
 
 
 def same_state_keys(held: Sequence[tuple[Piece, ...]]) -> tuple[int, ...]:
-    """By rank, from what each rank holds: the first rank that holds the same pieces. So equal keys are equal state."""
+    """By rank: the first rank that holds the same pieces. So ranks with equal keys hold the same state."""
     first: dict[tuple[Piece, ...], int] = {}
     compared: dict[int, int] = {}  # by identity: replicas share one long tuple
     for rank, pieces in enumerate(held):

@@ -1,4 +1,4 @@
-"""Which worker holds and runs what: a plan is a list of stages; a mesh is a plan whose stages all have the same shape."""
+"""Parallel plans: the stages, replicas and shards of a run, and the seats of its workers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ Placement = Literal["loop", "v"]
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Consecutive layers `[first, last)` at pipeline `position`; stages at one position are the chunks of its workers."""
+    """Consecutive layers at one position of the pipeline."""
 
     first: int
+    """Index of the first layer."""
     last: int
+    """Index behind the last layer."""
     position: int
+    """Position in the pipeline; several stages at one position are the chunks of its workers."""
     replicas: int = 1
+    """Number of copies of the stage that compute different microbatches."""
     shards: int = 1
+    """Number of workers that divide each replica (tensor parallelism)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,16 +45,17 @@ class Seat:
 
 
 def position_of_stage(stage: int, pp: int, placement: Placement) -> int:
-    """The position that hosts a stage: `loop` goes round (interleaved 1F1B), `v` turns at the end (ZB-V)."""
+    """The position that hosts a stage: `loop` starts again at position 0 (interleaved 1F1B), `v` turns back (ZB-V)."""
     lap, offset = divmod(stage, pp)
     return pp - 1 - offset if placement == "v" and lap % 2 else offset
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Stages in layer order. An inconsistent one raises `PlanError` when built; a plan is never changed afterwards."""
+    """The stages of a model, with their replicas and shards. Immutable; an inconsistent plan raises `PlanError` when built."""
 
     stages: tuple[StagePlan, ...]
+    """The stages in layer order."""
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -89,8 +95,8 @@ class ParallelPlan:
     ) -> ParallelPlan:
         """A plan whose stages all have `dp` replicas and `tp` shards, on `pp` positions.
 
-        `layers` are spread evenly (earlier stages one less) unless `cuts` gives the first layer of stages 1, 2, ...; without
-        `layers` every stage is one layer.
+        `layers`: number of layers, spread evenly (earlier stages may have one less); None: every stage has one layer. `cuts`:
+        the first layer of stages 1, 2, ..., if they are not to be even.
         """
         if min(dp, pp, tp, chunks) < 1:
             raise PlanError(f"replicas {dp}, stages {pp}, shards {tp}, chunks {chunks}", cure="set all of them to 1 or more")
@@ -133,7 +139,7 @@ class ParallelPlan:
 
     @cached_property
     def seats(self) -> tuple[Seat, ...]:
-        """All workers; the index of a seat is the worker's rank in the plan's mesh."""
+        """The seats of all workers; the index of a seat is the worker's rank."""
         shape = {s.position: (s.replicas, s.shards) for s in self.stages}
         return tuple(Seat(p, r, t) for p in range(self.positions) for r in range(shape[p][0]) for t in range(shape[p][1]))
 
@@ -172,15 +178,15 @@ class ParallelPlan:
         return tuple(stage.shards for stage in self.stages for _ in range(stage.first, stage.last))
 
     def replica_ranks(self, stage: int, shard: int = 0) -> tuple[int, ...]:
-        """Ranks of all replicas of a stage (one shard of each): the group that reduces its gradients."""
+        """Ranks of one shard of all replicas of a stage: the group that reduces the stage's gradients."""
         return tuple(self.rank(stage, r, shard) for r in range(self.stages[stage].replicas))
 
     def describe(self) -> str:
-        """The plan's shape in words; see `describe_mesh`."""
+        """The plan's shape as text; see `describe_mesh`."""
         return describe_mesh([stage.replicas for stage in self.stages], [stage.shards for stage in self.stages])
 
     def coordinate(self, rank: int) -> str:
-        """A worker in words: `worker 3 (stage 1, replica 1)`."""
+        """A rank with its place as text: `worker 3 (stage 1, replica 1)`."""
         seat = self.seats[rank]
         stages = ",".join(str(s) for s in self.stages_of(rank))
         shard = f", shard {seat.shard}" if self.stages[self.stages_of(rank)[0]].shards > 1 else ""
@@ -188,7 +194,7 @@ class ParallelPlan:
 
 
 def describe_mesh(replicas: Sequence[int], shards: Sequence[int]) -> str:
-    """Counts by stage in words: `2 stages x 2 replicas`, `2 stages x 1/2 replicas`, `1 stage x 1 replica x 4 shards`."""
+    """Counts by stage as text: `2 stages x 2 replicas`, `2 stages x 1/2 replicas`, `1 stage x 1 replica x 4 shards`."""
 
     def counted(counts: Sequence[int], what: str) -> str:
         number = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
@@ -200,13 +206,15 @@ def describe_mesh(replicas: Sequence[int], shards: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class MicrobatchRouting:
-    """Which replica of a stage runs a microbatch: replicas hold contiguous runs of blocks (rule 6 of the numerics contract)."""
+    """The replica that runs each microbatch: replicas have contiguous runs of blocks (rule 6 of the numerics contract)."""
 
     plan: ParallelPlan
+    """The plan whose replicas run the microbatches."""
     microbatches: Microbatches
+    """The microbatches of a step, with their blocks."""
 
     def blocks_of_replica(self, stage: int, replica: int) -> range:
-        """Blocks of a replica; empty when there are more replicas than blocks."""
+        """The blocks of a replica; it may be empty if there are more replicas than blocks."""
         return contiguous_part(replica, self.plan.stages[stage].replicas, self.microbatches.blocks)
 
     @cached_property
@@ -226,15 +234,15 @@ class MicrobatchRouting:
         return self._replica_of[stage][microbatch]
 
     def rank(self, stage: int, microbatch: int, shard: int = 0) -> int:
-        """The worker (one shard of it) that runs `microbatch` at `stage`."""
+        """Rank of the worker that runs one shard of `stage` on `microbatch`."""
         return self.plan.rank(stage, self.replica_for(stage, microbatch), shard)
 
     @cached_property
     def entry_order(self) -> tuple[int, ...]:
         """The order in which microbatches enter the pipeline: one from each run of blocks in turn, in proportion.
 
-        Runs end at every boundary of every stage, so each lies on one replica per stage. Runs of equal length take strict
-        turns. Inside a run, and so inside a block, microbatches enter by index.
+        A run ends wherever the blocks of some stage's replica end, so each run lies on one replica of every stage. Runs of
+        equal length take strict turns. Inside a run, and so inside a block, microbatches enter by index.
         """
         blocks = self.microbatches.blocks
         starts = {0}
@@ -248,5 +256,5 @@ class MicrobatchRouting:
         return tuple(m for _, _, m in sorted(keyed))
 
     def microbatches_of_replica(self, stage: int, replica: int) -> tuple[int, ...]:
-        """Microbatches of one replica of a stage, in the order they enter."""
+        """The microbatches of one replica of a stage, in the order in which they enter the pipeline."""
         return tuple(m for m in self.entry_order if self.replica_for(stage, m) == replica)

@@ -1,7 +1,7 @@
-"""Pieces of a model's state, addressed by name and element, and what has to move between workers that hold some of them.
+"""Pieces of a model's state, addressed by name and element, and the moves between workers that give each what it needs.
 
 Everything here is about one version of the state: the one after some number of steps. Workers are numbers that are never used
-again for another worker. Ranks belong to a plan and are not known here.
+again for another worker. Nothing here knows ranks, which belong to a plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raypar.errors import PlanError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """Elements `[start, stop)` of the flattened, unsharded tensor called `name`, and what the optimizer keeps for them.
+    """Elements `[start, stop)` of the flattened, unsharded tensor called `name`, with their optimizer state.
 
     A parameter that is cut over shards is flattened with the cut dim as the slowest, under every plan
     (`shard_ranges.TensorCut`).
@@ -40,7 +40,7 @@ class Piece:
 
 
 Digest = tuple[int, int]
-"""(digest of what a worker holds: names, pieces, types; digest of its bits). Bits are compared where the first are equal."""
+"""(digest of the names, pieces and types held, digest of their bits). Bits are compared if the first digests are equal."""
 
 Holdings = Mapping[int, Iterable[Piece]]
 """Worker -> the pieces that it holds, or needs, of one version of the state."""
@@ -56,7 +56,7 @@ class PieceMove:
 
 
 def merge_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """The same elements in the fewest pieces, sorted: the union of the pieces."""
+    """The union of the pieces: the same elements in the fewest pieces, sorted."""
     merged: list[Piece] = []
     for piece in sorted(pieces):
         if merged and merged[-1].name == piece.name and piece.start <= merged[-1].stop:
@@ -68,7 +68,7 @@ def merge_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 
 
 def subtract_pieces(pieces: Iterable[Piece], held: Iterable[Piece]) -> tuple[Piece, ...]:
-    """The elements of `pieces` that are not in `held`: the set difference, in the fewest pieces."""
+    """The set difference: the elements of `pieces` that are not in `held`, in the fewest pieces."""
     holes: dict[str, list[Piece]] = defaultdict(list)
     for piece in merge_pieces(held):
         holes[piece.name].append(piece)
@@ -100,7 +100,7 @@ def pieces_nobody_holds(have: Holdings, need: Holdings) -> tuple[Piece, ...]:
 def plan_moves(have: Holdings, need: Holdings) -> tuple[PieceMove, ...]:
     """The moves after which every worker has what it needs: exactly the elements it lacks. Holders send about equally much.
 
-    Raises `PlanError` where some piece is missing. Callers look at `pieces_nobody_holds` first, and know other sources.
+    Raises `PlanError` if nobody holds some piece; callers check `pieces_nobody_holds` first.
     """
     lost = pieces_nobody_holds(have, need)
     if lost:
@@ -122,7 +122,7 @@ def plan_moves(have: Holdings, need: Holdings) -> tuple[PieceMove, ...]:
 
 
 def _split(wanted: Piece, held: Iterable[Piece]) -> list[Piece]:
-    """`wanted`, split wherever one of the `held` pieces begins or ends: a holder has each part wholly or not at all."""
+    """`wanted`, split wherever one of the `held` pieces begins or ends, so that a holder has all or nothing of each part."""
     ends = itertools.chain.from_iterable((piece.start, piece.stop) for piece in held)
     edges = sorted({wanted.start, wanted.stop, *(end for end in ends if wanted.start < end < wanted.stop)})
     return [Piece(wanted.name, lo, hi) for lo, hi in itertools.pairwise(edges)]
@@ -133,7 +133,7 @@ def _holds(held: Piece, piece: Piece) -> bool:
 
 
 def _merged(found: Iterable[PieceMove]) -> tuple[PieceMove, ...]:
-    """The same moves; neighbouring pieces from one worker to another travel as one."""
+    """The same moves, with adjacent pieces from one worker to another joined."""
     ways: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     for move in found:
         ways[move.source, move.dest].append(move.piece)

@@ -1,4 +1,4 @@
-"""Seeds as a function of the place in the data and the model, never of the place in the cluster."""
+"""Random seeds that depend on the place in the data and the model, never on the worker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def seed_of(seed: int, *place: object) -> int:
-    """A 63-bit seed for `place`, e.g. `seed_of(1337, "init", "block0.mlp.up.weight")`.
+    """The 63-bit seed for `place`, e.g. `seed_of(1337, "init", "block0.mlp.up.weight")`.
 
     The text `seed/part/part/...` is hashed (blake2b, 8 bytes, little endian) and the top bit dropped, so that any
     program can compute it in one line; `examples/plain_gpt.py` does.

@@ -1,4 +1,4 @@
-"""Which indices of one dim of a tensor each shard holds."""
+"""Ranges of indices of one dim of a tensor, and the ranges that each shard holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypar.plan.microbatches import contiguous_part
 IndexRange = tuple[int, int]
 """Indices `[start, stop)`."""
 IndexRanges = tuple[IndexRange, ...]
-"""Ascending, not empty, neighbours joined: equal sets of indices are equal tuples."""
+"""Ascending, nonempty ranges, adjacent ones joined; so equal sets of indices are equal tuples."""
 
 
 def merge_ranges(spans: Iterable[IndexRange]) -> IndexRanges:
@@ -33,7 +33,7 @@ def count_indices(spans: IndexRanges) -> int:
 
 
 def even_ranges_by_shard(total: int, shards: int) -> tuple[IndexRanges, ...]:
-    """By shard: its run of `total` indices; sizes differ by one at most (7 over 2: 3 and 4)."""
+    """By shard: its contiguous range of `total` indices; sizes differ by one at most (7 over 2: 3 and 4)."""
     return tuple(merge_ranges([(p.start, p.stop)]) for p in (contiguous_part(i, shards, total) for i in range(shards)))
 
 
@@ -87,7 +87,7 @@ def positions_of_indices(held: IndexRanges, wanted: IndexRanges) -> IndexRanges:
 
 
 def indices_at_positions(held: IndexRanges, start: int, stop: int) -> IndexRanges:
-    """The indices at the positions `[start, stop)` among the `held` ones: what `positions_of_indices` undoes."""
+    """The indices at the positions `[start, stop)` among the `held` ones: the inverse of `positions_of_indices`."""
     found, before = [], 0
     for first, last in held:
         found.append((first + max(start - before, 0), min(last, first + stop - before)))
@@ -96,9 +96,9 @@ def indices_at_positions(held: IndexRanges, start: int, stop: int) -> IndexRange
 
 
 def view_ranges_as_dims(spans: IndexRanges, sizes: Sequence[int]) -> tuple[int, IndexRanges] | None:
-    """(which dim, its indices) when a dim with these indices is viewed as several dims of `sizes`.
+    """(dim, indices in it) for the same elements when the dim is viewed as several dims of `sizes`.
 
-    The indices must be those of all other dims times some of this one; else None.
+    None if they are not some indices of one of the new dims, with all indices of the others.
     """
     whole = ((0, prod(sizes)),)
     for place, size in enumerate(sizes):
@@ -115,14 +115,17 @@ def view_ranges_as_dims(spans: IndexRanges, sizes: Sequence[int]) -> tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class TensorCut:
-    """How one parameter is cut: along `dim`, which is `size` long when whole; shard t holds the indices `held[t]`.
+    """How one parameter is cut over shards, along one dim.
 
-    Several shards may hold the same indices (fewer key heads than shards); the first of them *owns* those.
+    Several shards may hold the same indices (fewer key heads than shards); the first of these shards *owns* them.
     """
 
     dim: int
+    """The dim along which the parameter is cut."""
     whole_size: int
+    """Length of that dim in the unsharded parameter."""
     indices_by_shard: tuple[IndexRanges, ...]
+    """By shard: the indices of that dim that it holds."""
 
     def owned(self, shard: int) -> IndexRanges:
         """The indices that this shard counts in the norm and writes to checkpoints. Every index has one owner."""
@@ -132,13 +135,14 @@ class TensorCut:
 
     @property
     def shared(self) -> IndexRanges:
-        """Indices that more than one shard holds; on each of these the gradient is a part of a sum."""
+        """Indices that more than one shard holds; each of these shards has a partial sum of their gradient."""
         pairs = itertools.combinations(self.indices_by_shard, 2)
         return merge_ranges(s for one, other in pairs for s in intersect_ranges(one, other))
 
     def element_ranges(self, spans: IndexRanges, elements: int) -> IndexRanges:
-        """Which of the whole parameter's `elements` lie at these indices, all being numbered with `dim` as the slowest dim.
+        """The ranges of elements at the indices `spans`, of a whole parameter with so many `elements`.
 
-        No plan changes the numbering, and a shard's slice is a few runs of it whichever dim is cut.
+        Elements are numbered with `dim` as the slowest dim, alike under every plan. So a shard's slice is a few ranges of
+        elements, whichever dim is cut.
         """
         return scale_ranges(spans, elements // self.whole_size)

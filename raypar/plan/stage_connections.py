@@ -1,4 +1,4 @@
-"""What crosses between the stages of a model: values along edges, and tied parameters."""
+"""The connections between the stages of a model: values along edges, and tied parameters."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
 @dataclass(frozen=True, slots=True)
 class StageEdge:
-    """All values that stage `src` produces and stage `dst` uses: one message a microbatch, straight to the consumer.
-
-    `nbytes` is of one microbatch, for the simulator; 0 when unknown. `differentiable`: whether gradients come back.
-    """
+    """All values that one stage produces and another uses: one message a microbatch, straight to the consumer."""
 
     src: int
+    """The stage that produces the values."""
     dst: int
+    """The stage that uses them."""
     values: tuple[str, ...] = ("x",)
+    """Names of the values."""
     nbytes: int = 0
+    """Bytes of the values of one microbatch, for the simulator; 0 if unknown."""
     differentiable: bool = True
+    """Whether gradients of the values are sent back."""
 
 
 @dataclass(frozen=True, slots=True)
 class TiedParameter:
-    """A parameter used by layers of several stages; `stages` ascending."""
+    """A parameter that layers of several stages use."""
 
     name: str
+    """Its first qualified name."""
     stages: tuple[int, ...]
+    """The stages that use it, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,44 +41,46 @@ class StageConnections:
     """Everything that connects the stages of one plan of one model."""
 
     edges: tuple[StageEdge, ...]
+    """Values that are sent from stage to stage."""
     ties: tuple[TiedParameter, ...] = ()
+    """Parameters that several stages use."""
 
     @staticmethod
     def chain(stages: int, nbytes: Sequence[int] | int = 0) -> StageConnections:
-        """The crossing of a plain sequential model: each stage feeds the next. `nbytes`: one number, or one per edge."""
+        """The connections of a sequential model: each stage feeds the next. `nbytes`: one number, or one for each edge."""
         sizes = [nbytes] * (stages - 1) if isinstance(nbytes, int) else list(nbytes)
         return StageConnections(tuple(StageEdge(s, s + 1, nbytes=sizes[s]) for s in range(stages - 1)))
 
     def into(self, stage: int) -> tuple[StageEdge, ...]:
-        """Edges whose values the stage consumes, by source."""
+        """The edges whose values the stage uses, in order of their sources."""
         return tuple(e for e in self.edges if e.dst == stage)
 
     def out_of(self, stage: int) -> tuple[StageEdge, ...]:
-        """Edges whose values the stage produces, by destination."""
+        """The edges whose values the stage produces, in order of their destinations."""
         return tuple(e for e in self.edges if e.src == stage)
 
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """A model's layers as plain data: all that programs and state depend on, for code that may not import the user's."""
+    """A model's layers as plain data, for code that may not import the user's: all that programs and state depend on."""
 
     layers: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]
     """(name, values it reads, values it writes) in execution order."""
     ties: tuple[tuple[str, ...], ...] = ()
-    """Tuples of qualified parameter names that are one parameter."""
+    """Tied parameters, each as a tuple of its qualified names."""
     elements: tuple[dict[str, int], ...] = ()
     """By layer: name -> number of elements, of its parameters (a tie under its first name), then of its buffers."""
     shardings: Mapping[int, Mapping[str, TensorCut]] = field(default_factory=dict)
-    """Number of shards -> parameter -> how it is cut over so many; a parameter that is not there is whole on every shard."""
+    """Number of shards -> parameter -> how it is cut over them; a parameter without an entry is whole on every shard."""
     layouts: Mapping[int, TensorParallelLayout] = field(default_factory=dict)
-    """Number of shards -> the whole layout for so many: `cuts`, and the styles with all that they answer."""
+    """Number of shards -> the layout for them: the shardings, the styles, and the collectives and costs of layers."""
     buffers: frozenset[str] = frozenset()
-    """Which of the names in `elements` are buffers."""
+    """Names in `elements` that are buffers."""
     frozen: frozenset[str] = frozenset()
-    """Which of them are parameters that are not trained."""
+    """Names in `elements` of parameters that are not trained."""
 
     def crossing(self, plan: ParallelPlan) -> StageConnections:
-        """What crosses between the plan's stages: values by edge, and ties."""
+        """The connections between the stages of a plan of this model."""
         stage_of = {i: s for s, stage in enumerate(plan.stages) for i in range(stage.first, stage.last)}
         readers: dict[str, set[int]] = {}
         for index, (_, inputs, _) in enumerate(self.layers):

@@ -1,6 +1,7 @@
-"""How a model is cut over shards, as plain data: it is computed once where the model is, and read everywhere.
+"""The tensor-parallel layout of a model, as plain data.
 
-Nothing here needs torch, so the driver and the planner can read a layout. `model.tensor_parallel.layout` computes it.
+`model.tensor_parallel.layout` computes it once, in a process that has the model. Nothing here needs torch, so the driver and
+the planner can read it.
 """
 
 from __future__ import annotations
@@ -19,48 +20,54 @@ class LayerCollective:
     """One collective that a layer runs over the shards of its stage, once for every microbatch."""
 
     operation: CollectiveName
+    """The kind of collective."""
     direction: Literal["forward", "backward"]
+    """The pass in which it runs."""
     value: Literal["input", "output"]
-    """What it moves: all elements of the layer's unsharded input or output; in the backward pass of the gradient of that."""
+    """The value that it moves: the layer's unsharded input or output; in the backward pass, the gradient of that value."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCollectives:
     """All collectives of one layer, without and with sequence parallelism.
 
-    They are counted for a layer that reads what the layer before it wrote, and whose input has a gradient.
+    They are those of a layer whose input is the output of the layer before it and has a gradient.
     """
 
     plain: tuple[LayerCollective, ...] = ()
+    """Without sequence parallelism."""
     sequence: tuple[LayerCollective, ...] = ()
+    """With sequence parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardWorkShare:
-    """What one shard does of a layer, as shares of the unsharded layer (from 0 to 1)."""
+    """One shard's share of a layer, as fractions of the unsharded layer (from 0 to 1)."""
 
     compute: float
-    """Of its multiplications and additions, or of its look-ups."""
+    """Fraction of its multiplications and additions, or of its look-ups."""
     bytes: float
-    """Of the memory of its parameters."""
+    """Fraction of the memory of its parameters."""
 
 
 @dataclass(frozen=True)
 class TensorParallelLayout:
-    """How a model is cut over `shards` shards. Layers and parameters that are not named here are whole on every shard.
+    """How a model is cut over shards. Layers and parameters that are not named here are whole on every shard.
 
-    One shard has cuts too: they number a parameter's elements alike under every number of shards (`TensorCut.pieces`).
+    The layout for one shard has cuts too: they number a parameter's elements alike under every number of shards
+    (`TensorCut.element_ranges`).
     """
 
     shards: int
+    """Number of shards."""
     styles: Mapping[str, str]
     """Qualified module name -> style, as text that `plan.styles` accepts."""
     cuts: Mapping[str, TensorCut]
-    """Qualified parameter name -> which part each shard holds. A tied parameter has an entry under each of its names."""
+    """Qualified parameter name -> how it is cut over the shards. A tied parameter has an entry under each of its names."""
     shared_inputs: frozenset[str] = frozenset()
-    """Modules that read the same value as others beside them (q, k and v; gate and up): one collective serves them all."""
+    """Modules that read the same value as sibling modules (q, k and v; gate and up): one collective serves all of them."""
     traffic: Mapping[str, LayerCollectives] = field(default_factory=dict)
-    """Qualified module name -> what it sends over shards."""
+    """Qualified module name -> its collectives over shards."""
     costs: Mapping[str, tuple[ShardWorkShare, ...]] = field(default_factory=dict)
     """Qualified module name -> by shard, its share of the layer."""
 
@@ -73,7 +80,7 @@ class TensorParallelLayout:
         )
 
     def elements_on_shard(self, name: str, elements: int, shard: int) -> int:
-        """How many of a parameter's `elements` a shard holds."""
+        """Number of elements that a shard holds of a parameter with so many `elements`."""
         cut = self.cuts.get(name)
         return elements if cut is None else elements // cut.whole_size * count_indices(cut.indices_by_shard[shard])
 

@@ -1,1 +1,1 @@
-"""WHEN: instructions, one file per schedule, lowering, validation, simulation, pictures. Pure: standard library only."""
+"""Schedules: instructions, one file per schedule, lowering, validation, simulation, pictures. Pure: standard library only."""

@@ -11,10 +11,10 @@ from raypar.schedule.timeline import Timeline
 
 
 def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "raypar") -> dict[str, Any]:
-    """The JSON object of the Trace Event Format: a process per node, a thread per worker, complete events in microseconds.
+    """A timeline as a JSON object in the Trace Event Format: a process per node, a thread per worker, times in microseconds.
 
-    `nodes[rank]` names the machine of each worker (default: all on one called `name`). Reductions get a thread of their own
-    beside their worker's, because they overlap compute; activations held by a worker are a counter.
+    `nodes[rank]` names the machine of each worker (default: all on one called `name`). A worker's reductions
+    get a thread of their own, because they overlap compute. The activations that a worker holds are a counter.
     """
     machines = list(nodes) or [name] * len(timeline.spans)
     pids = {machine: pid for pid, machine in enumerate(dict.fromkeys(machines))}
@@ -50,7 +50,7 @@ def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "
 
 
 def run_trace(history: RunHistory, *, first: int = 1, name: str = "raypar") -> dict[str, Any]:
-    """A whole run in the same format, in microseconds from the first step, which is number `first`.
+    """A whole run as a JSON object in the Trace Event Format, in microseconds from the first step; `first`: that step's number.
 
     Steps and the pauses between them are slices, losses and joins of workers are instants, the number of workers is a counter.
     """

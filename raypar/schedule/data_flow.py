@@ -1,4 +1,4 @@
-"""What moves between stages and what an instruction waits for: stated once, for lowering, validator and simulator."""
+"""The data flow between instructions: results that each needs and gives, for lowering, validator and simulator."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from raypar.plan import StageConnections, StageEdge
 from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Bundle, Compute, MessageKind, letter_of_maker
 
 StageResult = tuple[str, int, int]
-"""(what was made or is kept, stage, microbatch)."""
+"""(name of what was made or is kept, stage, microbatch)."""
 
 MESSAGE_KIND: dict[str, MessageKind] = {VALUES: "activation", INPUT_GRADIENTS: "gradient"}
-"""What edges carry -> how its messages are called."""
+"""Name of what edges carry -> the kind of its messages."""
 
 
 def name_maker_of_result(result: StageResult) -> str:
-    """The instruction that gives a result, such as `1F0`; B where it may also be I."""
+    """The instruction that gives a result as text, such as `1F0`; `B` if both B and I give it."""
     what, stage, microbatch = result
     return f"{stage}{letter_of_maker(what)}{microbatch}"
 
 
 class DataFlow:
-    """The edges of a crossing by stage, and what instructions need and give along them."""
+    """The edges between stages, and the results that instructions need and give along them."""
 
     into: tuple[tuple[StageEdge, ...], ...]
-    """Stage -> edges whose values it uses."""
+    """Stage -> edges whose values the stage uses."""
     out_of: tuple[tuple[StageEdge, ...], ...]
-    """Stage -> edges whose values it makes."""
+    """Stage -> edges whose values the stage makes."""
 
     def __init__(self, crossing: StageConnections, stages: int) -> None:
         self.into = tuple(crossing.into(s) for s in range(stages))
@@ -33,7 +33,7 @@ class DataFlow:
         self._gives: dict[tuple[type[Compute], int], list[tuple[int, MessageKind, int, int]]] = {}
 
     def arriving(self, what: str, stage: int) -> list[tuple[int, StageEdge]]:
-        """(stage it comes from, edge) of something that a stage needs; empty for what edges do not carry."""
+        """(source stage, edge) for each edge that brings `what` to a stage; empty if edges do not carry it."""
         if what == VALUES:
             return [(e.src, e) for e in self.into[stage]]
         if what == INPUT_GRADIENTS:
@@ -41,7 +41,7 @@ class DataFlow:
         return []
 
     def leaving(self, what: str, stage: int) -> list[tuple[int, StageEdge]]:
-        """(stage it goes to, edge) of something that a stage makes; empty for what edges do not carry."""
+        """(consuming stage, edge) for each edge that takes `what` from a stage; empty if edges do not carry it."""
         if what == VALUES:
             return [(e.dst, e) for e in self.out_of[stage]]
         if what == INPUT_GRADIENTS:
@@ -49,13 +49,16 @@ class DataFlow:
         return []
 
     def awaits(self, instruction: Compute) -> list[tuple[StageResult, Bundle]]:
-        """Results of other stages that an instruction needs, each with the bundle that carries it."""
+        """The results of other stages that an instruction needs, each with the bundle that carries it."""
         m = instruction.microbatch
         arrivals = self.arrivals(type(instruction), instruction.stage)
         return [((what, other, m), (kind, src, dst, m)) for what, other, kind, src, dst in arrivals]
 
     def arrivals(self, kind: type[Compute], stage: int) -> list[tuple[str, int, MessageKind, int, int]]:
-        """What a class of instructions needs of other stages: (what, stage), then its bundle less the microbatch."""
+        """(what, source stage, kind, src, dst) for each result that a class of instructions needs of other stages.
+
+        The last three are the bundle that carries it, without the microbatch.
+        """
         found = self._arrivals.get((kind, stage))
         if found is None:
             found = self._arrivals[kind, stage] = [
@@ -66,7 +69,7 @@ class DataFlow:
         return found
 
     def gives(self, instruction: Compute) -> list[tuple[int, Bundle]]:
-        """(consuming stage, bundle) of everything an instruction hands on."""
+        """(consuming stage, bundle) for everything that an instruction sends to other stages."""
         key, m = (type(instruction), instruction.stage), instruction.microbatch
         gives = self._gives.get(key)
         if gives is None:
@@ -79,5 +82,5 @@ class DataFlow:
 
 
 def needs_of_own_stage(kind: type[Compute]) -> tuple[str, ...]:
-    """What instructions of a class need of their own stage: all that edges do not carry."""
+    """Names of the results that a class of instructions needs of its own stage: all that edges do not carry."""
     return tuple(what for what in kind.needs if what not in MESSAGE_KIND)

@@ -1,7 +1,7 @@
-"""Whether workers wait for each other for ever, under rendezvous semantics.
+"""The check whether workers wait for each other for ever, under rendezvous semantics.
 
-Posts do not block, but every communicator has one in-order queue at each of its ends, and a message moves only when both ends
-have it at the head of theirs. A compute instruction waits for the bundles it uses, the end of the step for everything
+Posts do not block. But every communicator has one in-order queue at each of its ends, and a message moves only when it is at
+the head of both queues. A compute instruction waits for the bundles it uses, the end of the step for everything
 posted. Execution is confluent (no step disables another), so one maximal run decides; `tests/helpers/brute_force.py`
 checks that against all interleavings.
 """
@@ -18,11 +18,11 @@ from raypar.schedule.program_rules import RuleCheckInput, ScheduleProblem, descr
 Communicators = Literal["pair", "world"]
 """`pair`: one communicator for each two workers. `world`: one for all, so that a worker has a single queue."""
 Awaited = tuple[int, Bundle] | tuple[int, StageResult]
-"""(receiver, bundle) in a program, (worker, result) in a bare schedule."""
+"""(receiver, bundle) in a program, (worker, result) in a schedule that is not lowered."""
 
 
 def check_deadlock(case: RuleCheckInput, communicators: Communicators) -> list[ScheduleProblem]:
-    """Problems of workers that wait for each other for ever: all are run as far as they go, and some have not finished."""
+    """The workers that wait for ever, as problems: all workers are run as far as possible, and some have not finished."""
     run = _Run(case, communicators)
     run.to_the_end()
     found: list[ScheduleProblem] = []
@@ -49,18 +49,18 @@ def _words(awaited: Awaited) -> str:
 
 
 class _Run:
-    """A run of all workers as far as they go."""
+    """A run of all workers as far as possible."""
 
     place: list[int]
-    """Rank -> index of the instruction that it waits at."""
+    """Rank -> index of the instruction at which the rank waits."""
     queues: dict[tuple[int, int], deque[tuple[Bundle, int, bool]]]
     """(rank, peer) -> posts that have not moved: (bundle, peer, whether the rank sends it). Peer is -1 for a single queue."""
     exists: set[Awaited]
-    """All that has arrived, in a program, or was made, in a bare schedule."""
+    """Everything that has arrived (in a program) or was made (in a schedule that is not lowered)."""
     sleepers: dict[Awaited, list[int]]
     """What is awaited -> ranks that wait for it."""
     runnable: deque[int]
-    """Ranks that may go on."""
+    """Ranks that can go on."""
 
     def __init__(self, case: RuleCheckInput, communicators: Communicators) -> None:
         self.case = case
@@ -96,7 +96,7 @@ class _Run:
                 self.place[rank] = len(order)
 
     def awaited(self, rank: int) -> Awaited | None:
-        """What a worker that has stopped needs from another worker."""
+        """The bundle or result that a stopped worker needs from another worker; None if its instruction computes nothing."""
         instruction = self.case.lists[rank][self.place[rank]]
         return self._missing(rank, instruction) if isinstance(instruction, Compute) else None
 
@@ -114,7 +114,7 @@ class _Run:
         return self.queues.setdefault((rank, peer if self.paired else -1), deque())
 
     def _move(self, rank: int, peer: int) -> None:
-        """Move messages from the head of a queue, then from the queues whose heads have become free."""
+        """Move messages from the head of a queue, then from queues that have got a new head."""
         ends = [(rank, peer)]
         while ends:
             here, there = ends.pop()

@@ -1,8 +1,8 @@
-"""The instructions of a schedule, and what each class of them declares about itself.
+"""The instructions of schedules and programs, and the properties that each class of them declares.
 
-A *schedule* is a tuple with one list of `Compute` instructions per worker. `lower` turns it into *programs*, which add
-communication, reduction, vote, optimizer step and frees. Instructions are frozen, carry stage and microbatch, and print
-short (`1F0`).
+A *schedule* is a tuple with one order of `Compute` instructions per worker. `lower.py` turns it into *programs*, which add
+communication, reduction, vote, optimizer step and frees. Instructions are frozen, carry stage and microbatch, and have a
+short text (`1F0`).
 
 Each class declares its letter, its role, its cost, what it needs, makes, allocates and frees, and how it is drawn. Lowering,
 validator, simulator, pictures and planner read these declarations. The interpreter adds one rule per class. To add an
@@ -17,44 +17,46 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
 MessageKind = Literal["activation", "gradient"]
-"""What a message carries: values along an edge, or their gradients against it."""
+"""The content of a message: values along an edge, or their gradients in the other direction."""
 Bundle = tuple[MessageKind, int, int, int]
 """(kind, producer's stage, consumer's stage, microbatch): the values of one edge, or their gradients."""
 Role = Literal["compute", "communication", "release", "reduction", "step"]
-"""Compute of one microbatch; one end of a message; memory given back; once a stage and step; once at the end of a step."""
+"""Computing one microbatch; one end of a message; freeing memory; once per stage and step; once at the end of a step."""
 Cost = Literal["forward", "input", "weight", "reduce", "step"]
-"""Which of the simulator's `SimulationCosts` an instruction takes. Of a stage and microbatch; `reduce` of a stage, `step` of
-the step."""
+"""One of the simulator's `SimulationCosts`: of a stage and microbatch, `reduce` of a stage, `step` of the whole step."""
 
-# What instructions make. Edges carry values to the stages behind, and gradients of a stage's inputs to the stages before.
+# Results that instructions make. Edges carry values to later stages, and gradients of a stage's inputs to earlier ones.
 VALUES: Final = "values"
 INPUT_GRADIENTS: Final = "input gradients"
 WEIGHT_GRADIENTS: Final = "weight gradients"
-# What a stage keeps of a microbatch from one instruction to another.
+# Memory that a stage keeps for a microbatch from one instruction to another.
 ACTIVATIONS: Final = "activations"
 STASH: Final = "stash"
 
 KEPT_SIZE: dict[str, int] = {ACTIVATIONS: 1, STASH: 1}
-"""Size of what a stage keeps of a microbatch, in activations of that microbatch.
+"""Kind of kept memory -> its size, in activations of one microbatch.
 
-The stash, which a split backward keeps for the weight gradients, is as large as all that the forward has saved.
+The stash, which a split backward pass keeps for the weight gradients, is as large as all that the forward has saved.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class DrawingStyle:
-    """How pictures show a class of instructions. `colour`: of its boxes; `category`: in Chrome traces."""
+    """The appearance of a class of instructions in pictures."""
 
     colour: str
+    """Colour of its boxes."""
     legend: str
+    """Its name in legends."""
     category: str
+    """Its category in Chrome traces."""
 
 
 class Instruction:
-    """What every class of instructions declares.
+    """The base of all instructions: the properties that every class of them declares.
 
-    `allocates` and `frees` are the only statement of what a step keeps in memory. Simulator, validator, memory sheet and traces
-    count by them, and `lower` places each `FreeActivations`, which the interpreter executes, by them.
+    `allocates` and `frees` alone say what a step keeps in memory. Simulator, validator, memory sheet and traces count by them,
+    and lowering places each `FreeActivations`, which the interpreter executes, by them.
     """
 
     __slots__ = ()
@@ -64,25 +66,25 @@ class Instruction:
     role: ClassVar[Role]
     """What kind of work it is."""
     cost: ClassVar[tuple[Cost, ...]] = ()
-    """Which of the simulator's costs it takes, all of them one after the other; empty: nothing that is predicted."""
+    """The simulator's costs that it takes, one after the other; empty: no time is predicted for it."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """What must be there before: values of the edges into the stage, input gradients of those out of it; anything else
-    is what the stage itself has made or keeps."""
+    """Results that must exist before: values of the edges into the stage, input gradients of the edges out of it, and whatever
+    else the stage itself has made or keeps."""
     makes: ClassVar[tuple[str, ...]] = ()
-    """What it makes for others; each is made once for a stage and microbatch."""
+    """Results that it makes for others; each is made once for a stage and microbatch."""
     allocates: ClassVar[tuple[str, ...]] = ()
-    """What the stage keeps of the microbatch from here on, by the names in `KEPT_SIZE`."""
+    """Memory that the stage keeps for the microbatch from now on, by the names in `KEPT_SIZE`."""
     frees: ClassVar[tuple[str, ...]] = ()
-    """What the stage no longer keeps of the microbatch afterwards."""
+    """Memory that the stage no longer keeps for the microbatch afterwards."""
     drawing: ClassVar[DrawingStyle | None] = None
-    """How it is drawn; None where it takes no time that a picture could show."""
+    """Its appearance in pictures; None if it takes no time that a picture could show."""
 
     results: ClassVar[tuple[str, ...]] = ()
-    """Derived: what others may need, made or allocated."""
+    """Derived: everything made or allocated, which other instructions may need."""
     held_change: ClassVar[int] = 0
-    """Derived: by how much it changes what the stage keeps, in activations of a microbatch."""
+    """Derived: the change of the memory that the stage keeps, in activations of a microbatch."""
     last_use: ClassVar[bool] = False
-    """Derived: whether the stage keeps nothing of the microbatch afterwards."""
+    """Derived: whether the stage keeps no memory for the microbatch afterwards."""
 
     def __init_subclass__(cls) -> None:
         cls.results = (*cls.makes, *cls.allocates)
@@ -92,7 +94,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Compute(Instruction):
-    """Computes one microbatch on one stage: what a schedule consists of."""
+    """An instruction that computes one microbatch on one stage; schedules consist of these."""
 
     stage: int
     microbatch: int
@@ -118,7 +120,7 @@ class Forward(Compute):
 
 @dataclass(frozen=True, slots=True)
 class Backward(Compute):
-    """The whole backward of one microbatch: gradient of the inputs (I) and of the weights (W)."""
+    """Run the whole backward pass of one microbatch: gradients of the inputs (I) and of the weights (W)."""
 
     letter = "B"
     cost = ("input", "weight")
@@ -131,7 +133,7 @@ class Backward(Compute):
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput(Compute):
-    """Gradient of the stage's inputs only (B in the zero-bubble paper, arXiv:2401.10241); what W needs is kept.
+    """Compute gradients of the stage's inputs only (B in the zero-bubble paper, arXiv:2401.10241); what W needs is kept.
 
     A layer whose backward cannot be split computes its weight gradients here, too.
     """
@@ -147,7 +149,7 @@ class BackwardInput(Compute):
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight(Compute):
-    """Gradient of the stage's weights, after its `BackwardInput`."""
+    """Compute gradients of the stage's weights, after the `BackwardInput` of the microbatch."""
 
     letter = "W"
     cost = ("weight",)
@@ -173,11 +175,11 @@ class Communication(Instruction):
 
     @property
     def bundle(self) -> Bundle:
-        """What moves."""
+        """The bundle that the message carries."""
         raise NotImplementedError
 
     def ends(self, rank: int) -> tuple[int, int]:
-        """(sender, receiver), of the message that `rank` posts."""
+        """(sender, receiver) of the message if `rank` posts this end."""
         return (rank, self.peer) if self.sends else (self.peer, rank)
 
 
@@ -199,7 +201,7 @@ class Send(Communication):
 
     @property
     def bundle(self) -> Bundle:
-        """What moves."""
+        """The bundle that the message carries."""
         if self.kind == "activation":
             return (self.kind, self.stage, self.to_stage, self.microbatch)
         return (self.kind, self.to_stage, self.stage, self.microbatch)
@@ -226,7 +228,7 @@ class Recv(Communication):
 
     @property
     def bundle(self) -> Bundle:
-        """What moves."""
+        """The bundle that the message carries."""
         if self.kind == "activation":
             return (self.kind, self.from_stage, self.stage, self.microbatch)
         return (self.kind, self.stage, self.from_stage, self.microbatch)
@@ -237,7 +239,7 @@ class Recv(Communication):
 
 @dataclass(frozen=True, slots=True)
 class FreeActivations(Instruction):
-    """Give back the memory of a microbatch of which the stage keeps nothing any longer."""
+    """Free the memory of a microbatch that the stage does not need any more."""
 
     stage: int
     microbatch: int
@@ -251,7 +253,7 @@ class FreeActivations(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients(Instruction):
-    """Canonical (or fast) reduction of the stage's gradients over its replicas, bucket by bucket.
+    """Reduce the stage's gradients over its replicas (canonically or fast), bucket by bucket.
 
     Placed right after the stage's last weight-gradient instruction; buckets are posted from inside that instruction
     as they become ready, so that they overlap with the rest of the backward pass.
@@ -270,7 +272,7 @@ class ReduceGradients(Instruction):
 
 
 class OncePerStep(Instruction):
-    """Once a step and worker, after all compute and reductions."""
+    """An instruction that every worker executes once in a step, after all compute and reductions."""
 
     __slots__ = ()
 
@@ -282,7 +284,7 @@ class OncePerStep(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTies(OncePerStep):
-    """Add the reduced gradients of parameters used by several layers, in layer order, and give the sum to every holder."""
+    """Add the reduced gradients of parameters used by several layers, in layer order, and send the sum to every holder."""
 
     letter = "T"
     drawing = DrawingStyle("#8C8C8C", "tied parameters", "ties")
@@ -290,9 +292,9 @@ class ExchangeTies(OncePerStep):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeVotes(OncePerStep):
-    """The step's last exchange: ready flags, losses, counts and norm pieces of all workers, gathered by all.
+    """Gather the ready flags, losses, counts and norm pieces of all workers on every worker: the step's last exchange.
 
-    Predictions count all of the step's end here.
+    Predictions count the whole end of the step here.
     """
 
     letter = "V"
@@ -302,7 +304,7 @@ class ExchangeVotes(OncePerStep):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep(OncePerStep):
-    """Scale once, clip, apply; only after the whole vote."""
+    """Scale, clip and apply the gradients; only after all votes have arrived."""
 
     letter = "O"
     drawing = DrawingStyle("#4D4D4D", "optimizer step", "optimizer")
@@ -324,7 +326,7 @@ INSTRUCTIONS: dict[str, type[Instruction]] = {
         OptimizerStep,
     )
 }
-"""Letter -> class, of all that there are."""
+"""Letter -> class of instructions, for all classes."""
 
 Order = tuple[Compute, ...]
 """One worker's compute instructions."""
@@ -345,17 +347,17 @@ def compute_instructions(order: Iterable[Instruction]) -> list[Compute]:
 
 
 def splits_backward(order: Iterable[Instruction]) -> bool:
-    """Whether anything in the list puts weight gradients off, so that stages must be able to."""
+    """Whether an instruction in the list puts weight gradients off, which its stage must be able to do."""
     return any(STASH in i.allocates for i in order)
 
 
 def drawing_style(kind: type[Instruction]) -> DrawingStyle:
-    """How a class of instructions is drawn."""
+    """The drawing style of a class of instructions. Raises `TypeError` if it has none."""
     if kind.drawing is None:
         raise TypeError(f"{kind.__name__} takes no time, so no picture shows it")
     return kind.drawing
 
 
 def letter_of_maker(what: str) -> str:
-    """Letter of the instruction that makes or allocates something; of the first class, where several do."""
+    """Letter of the first class of instructions that makes or allocates `what`."""
     return next(letter for letter, kind in INSTRUCTIONS.items() if what in kind.results)

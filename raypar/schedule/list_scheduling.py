@@ -1,7 +1,7 @@
-"""List scheduling (Graham 1966): orders found by playing a step, for stages with different replica counts.
+"""List scheduling (Graham 1966): orders found by simulating a step, for stages with different replica counts.
 
-No closed form is known of interleaved and zero-bubble schedules for those. All workers are played on one clock. F, I and W
-take one unit, B two, times the stage's replicas: a stage has more replicas because it is slower, in that proportion. An idle
+No closed form of interleaved and zero-bubble schedules is known for such plans. All workers are simulated on one clock. F, I
+and W take one unit, B two, times the stage's replicas: a stage is taken to have more replicas because it is slower. An idle
 worker takes the most urgent instruction that could start now: input gradients first, because others wait for them; then a
 forward, if few enough microbatches are ahead and alive; then a weight gradient, which can wait and so fills what would be a
 bubble. Only instructions whose inputs exist are ever taken, so the orders cannot deadlock, whatever the limits are.
@@ -28,21 +28,22 @@ from raypar.schedule.instructions import (
 
 @dataclass(frozen=True, slots=True)
 class OpenMicrobatchLimits:
-    """How many microbatches a worker may have open, per pipeline position; each counts once per chunk.
+    """The most microbatches that a worker may have open; each counts once per chunk.
 
-    `ahead`: forwards whose input gradient is not computed yet. `alive`: forwards whose weight gradient is not computed yet. A
-    limit is raised by one where all workers would stop otherwise. `group`: microbatches that go through a chunk before
-    the next chunk of the same worker has its turn, counted over all replicas.
+    A limit is raised by one if all workers would stop otherwise.
     """
 
     ahead: tuple[int, ...]
+    """By position: forwards whose input gradient is not computed yet."""
     alive: tuple[int, ...]
+    """By position: forwards whose weight gradient is not computed yet."""
     group: int
+    """Microbatches, over all replicas, that go through a chunk before the next chunk of the same worker has its turn."""
 
 
 @dataclass(slots=True)
 class _Queue:
-    """A stage on one worker: its microbatches in order of entry, and how many of each kind are done."""
+    """A stage on one worker: its microbatches in order of entry, and the numbers of forwards, I and W that are done."""
 
     stage: int
     microbatches: tuple[int, ...]
@@ -52,20 +53,20 @@ class _Queue:
 
 
 class _Player:
-    """A step that is being played: what has been computed, and what every worker does."""
+    """The simulation of a step: the results so far, and the present instruction of every worker."""
 
     has_forward: list[bytearray]
     """Stage -> by microbatch: whether its forward is over."""
     has_gradient: list[bytearray]
     """Stage -> by microbatch: whether its input gradients exist."""
     queues: dict[int, list[_Queue]]
-    """Rank -> its stages with what is done of each."""
+    """Rank -> its stages, with the numbers of instructions that are done."""
     more: dict[int, int]
-    """Rank -> by how much its limits have been raised."""
+    """Rank -> number by which its limits have been raised."""
     orders: dict[int, list[Compute]]
     """Rank -> the order so far; its last instruction is running unless the rank is idle."""
     idle: set[int]
-    """Ranks that execute nothing."""
+    """Ranks that execute no instruction."""
     events: list[tuple[int, int]]
     """Heap of (time, rank): when the rank's instruction will be over."""
 
@@ -76,7 +77,7 @@ class _Player:
         self.has_forward = [bytearray(count) for _ in plan.stages]
         self.has_gradient = [bytearray(count) for _ in plan.stages]
         self.entry = {m: i for i, m in enumerate(routing.entry_order)}
-        # Only one shard of each replica is played; the others get its order.
+        # Only one shard of each replica is simulated; the others get its order.
         self.speakers = [rank for rank, seat in enumerate(plan.seats) if seat.shard == 0]
         self.queues = {
             rank: [_Queue(s, routing.microbatches_of_replica(s, plan.seats[rank].replica)) for s in plan.stages_of(rank)]
@@ -89,7 +90,7 @@ class _Player:
         self.slowness = [stage.replicas for stage in plan.stages]
 
     def play(self) -> Schedule:
-        """Orders of all workers."""
+        """Simulate the step and return the orders of all workers."""
         now, touched = 0, set(self.speakers)
         while True:
             for rank in sorted(touched & self.idle):
@@ -150,7 +151,7 @@ class _Player:
         return None
 
     def _forwards(self, rank: int) -> list[tuple[int, int, int]]:
-        """(group, stage, entry) of the forwards whose values are here, limits aside."""
+        """(group, stage, entry) of the forwards whose input values exist, whatever the limits are."""
         found = []
         for queue in self.queues[rank]:
             if queue.forwards < len(queue.microbatches):
@@ -164,7 +165,7 @@ class _Player:
         return bool(stage == self.last or self.has_gradient[stage + 1][microbatch])
 
     def _finish(self, instruction: Compute) -> tuple[int, ...]:
-        """Note what now exists. Returns the ranks that may have waited for it."""
+        """Record the results of an instruction. Returns the ranks that may have waited for them."""
         stage, m = instruction.stage, instruction.microbatch
         if VALUES in instruction.makes:
             self.has_forward[stage][m] = 1
@@ -176,14 +177,17 @@ class _Player:
 
 
 def build_list_schedule(routing: MicrobatchRouting, limits: OpenMicrobatchLimits, *, split: bool) -> Schedule:
-    """Orders under `limits`; `split`: I and W apart. Every stage keeps the order of entry, so gradients stay canonical."""
+    """The orders found by list scheduling under `limits`; `split`: with I and W instead of B.
+
+    Every stage computes microbatches in order of entry, so gradients stay canonical.
+    """
     return _Player(routing, limits, split).play()
 
 
 def open_limits_per_replica(plan_replicas: Sequence[int], uniform: Sequence[int]) -> tuple[int, ...]:
-    """Limits of one replica of each stage, where stages have different replica counts.
+    """Limits for one replica of each stage, if stages have different replica counts.
 
-    What all replicas of a stage would need if every stage had as many as the most replicated one is shared among those it has.
+    A stage needs as many open microbatches in all as if it had the most replicas of any stage; its own replicas divide them.
     """
     most = max(plan_replicas)
     return tuple(-(-limit * most // own) for limit, own in zip(uniform, plan_replicas, strict=True))

@@ -1,9 +1,9 @@
-"""From orders to programs: sends, receives, frees, reduction, ties, vote and optimizer step are added.
+"""Lowering, which makes programs of orders: it adds sends, receives, frees, reductions, ties, vote and optimizer step.
 
-All orders are replayed at once, every instruction as early as it can (F, I and W take one unit, B two, times the replicas of
-the stage, which has them because it is slower). When an instruction ends, its sends are appended to its worker's program
-and the matching receives to the peers' at that very point. So all workers see one global order that a real execution can
-follow, and a receive is posted as soon as its sender could have sent.
+All orders are replayed together, every instruction as early as possible. F, I and W take one unit, B two, times the replicas
+of the stage, which is taken to have them because it is slower. When an instruction ends, its sends are appended to its
+worker's program and the matching receives to the peers' programs at that very point. So all workers see one global order that
+a real execution can follow, and a receive is posted as soon as its sender could have sent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from raypar.schedule.instructions import (
 
 
 def lower_schedule(schedule: Schedule, routing: MicrobatchRouting, crossing: StageConnections) -> tuple[Program, ...]:
-    """Programs of a training step, one per rank. Raises `ScheduleError` when the orders cannot be executed."""
+    """The programs of a training step, one per rank. Raises `ScheduleError` if the orders cannot be executed."""
     programs = _Replay(schedule, routing, crossing, training=True).run()
     # A worker without microbatches takes part in reductions in the order of those replicas that have some.
     in_turn: dict[int, list[Instruction]] = {}
@@ -52,10 +52,10 @@ def lower_schedule(schedule: Schedule, routing: MicrobatchRouting, crossing: Sta
 
 
 def lower_validation_pass(routing: MicrobatchRouting, crossing: StageConnections) -> tuple[Program, ...]:
-    """Programs of a validation pass: forwards only.
+    """The programs of a validation pass, with forwards only, one per rank.
 
-    Groups of 2p microbatches a pipeline go through one chunk after the other: enough that no chunk waits for the way round
-    the pipeline, and no more bundles lie in wait than that.
+    Groups of 2p microbatches per pipeline go through one chunk after the other. That is enough that no chunk waits for the way
+    round the pipeline, and it bounds the number of bundles that wait.
     """
     plan = routing.plan
     group = 2 * plan.positions * max(stage.replicas for stage in plan.stages)
@@ -69,18 +69,18 @@ def lower_validation_pass(routing: MicrobatchRouting, crossing: StageConnections
 
 
 class _Rule(NamedTuple):
-    """What lowering does with one class of instructions on one stage and shard. Results are numbers, for microbatch 0."""
+    """The data flow of one class of instructions on one stage and shard. Results are numbers, given for microbatch 0."""
 
     needs: list[int]
-    """Results that it needs."""
+    """Results that the instruction needs."""
     results: list[int]
-    """Results that it gives."""
+    """Results that it makes or keeps."""
     units: int
-    """How long it takes."""
+    """Its duration in units of the replay's clock."""
     gives: list[tuple[int, MessageKind]]
-    """(stage, kind of message) of what it hands on."""
+    """(consuming stage, kind of message) of everything that it sends."""
     frees: bool
-    """Whether the microbatch's memory is given back after it."""
+    """Whether the microbatch's memory is freed after it."""
     makes_gradients: bool
     """Whether the stage's reduction waits for it."""
 
@@ -92,7 +92,7 @@ class _Rules:
     """
 
     total: int
-    """How many results there are."""
+    """Number of results."""
     of_shard: list[dict[type[Compute], list[_Rule]]]
     """Shard -> class -> stage -> rule."""
 
@@ -110,7 +110,7 @@ class _Rules:
         ]
 
     def needs(self, instruction: Compute, shard: int) -> list[tuple[int, StageResult]]:
-        """(number, result) of all that an instruction needs, its own stage's first."""
+        """(number, result) for all results that an instruction needs, those of its own stage first."""
         stage, m = instruction.stage, instruction.microbatch
         needs = [(what, stage, m) for what in needs_of_own_stage(type(instruction))]
         needs += [need for need, _ in self._flow.awaits(instruction)]
@@ -135,18 +135,18 @@ class _Rules:
 
 
 class _Replay:
-    """All orders of a schedule, played on one clock, and the programs that come of it."""
+    """The replay of all orders of a schedule on one clock, which writes the programs."""
 
     rule_of: list[dict[type[Compute], list[_Rule]]]
     """Rank -> class -> stage -> rule."""
     first_shard: list[list[int]]
     """Stage -> microbatch -> rank of the first shard that runs it; the others follow."""
     programs: list[list[Instruction]]
-    """Rank -> what has been written so far."""
+    """Rank -> its program so far."""
     place: list[int]
-    """Rank -> index of the instruction that it executes or waits at."""
+    """Rank -> index of the instruction that it executes or waits to execute."""
     done: bytearray
-    """By number of the result: whether it exists."""
+    """Number of a result -> whether the result exists."""
     waiting: dict[int, list[int]]
     """Result -> ranks that wait for it."""
     gradients_left: list[Counter[int]]
@@ -170,7 +170,7 @@ class _Replay:
         self.events = []
 
     def run(self) -> list[list[Instruction]]:
-        """Programs of all ranks. Raises `ScheduleError` when some cannot finish."""
+        """Replay the orders and return the programs of all ranks. Raises `ScheduleError` if some rank cannot finish."""
         place, done, waiting, events = self.place, self.done, self.waiting, self.events
         for rank in range(len(self.schedule)):
             self._start(rank, 0)
@@ -190,7 +190,7 @@ class _Replay:
         return self.programs
 
     def _start(self, rank: int, now: int) -> None:
-        """Begin a rank's next instruction, or wait for what it needs first."""
+        """Begin a rank's next instruction, or let the rank wait for a result that is missing."""
         order, place = self.schedule[rank], self.place[rank]
         if place == len(order):
             return
@@ -203,7 +203,7 @@ class _Replay:
         heapq.heappush(self.events, (now + rule.units, rank))
 
     def _finish(self, rank: int, instruction: Compute, rule: _Rule) -> None:
-        """Add the instruction and what follows from it."""
+        """Add the instruction to the program, with the sends, frees and reductions that follow it."""
         program, stage, microbatch = self.programs[rank], instruction.stage, instruction.microbatch
         program.append(instruction)
         for other, kind in rule.gives:
@@ -217,7 +217,7 @@ class _Replay:
                 program.append(ReduceGradients(stage))
 
     def _hand_on(self, rank: int, stage: int, microbatch: int, other: int, kind: MessageKind) -> None:
-        """Add sends and receives of one bundle, from a rank of `stage` to those shards of `other` that it serves."""
+        """Add the sends and receives of one bundle, from a rank of `stage` to the shards of `other` that it serves."""
         first = self.first_shard[other][microbatch]
         for shard in range(self.shard[rank], self.shards[other], self.shards[stage]):
             target = first + shard

@@ -1,4 +1,4 @@
-"""One microbatch at a time through the whole pipeline: what model parallelism does without a schedule."""
+"""The naive schedule, model parallelism without pipelining: one microbatch at a time goes through the whole pipeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raypar.schedule.instructions import Backward, Compute, Forward, Schedule
 def naive_schedule(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Schedule:
     """Orders in which F and B of a microbatch end before the next starts: makespan m (p F + p B); one activation alive.
 
-    Several stages of one worker follow each other up in the forward and down in the backward pass.
+    Several stages of one worker run in ascending order in the forward pass and in descending order in the backward pass.
     """
     orders: list[list[Compute]] = [[] for _ in routing.plan.seats]
     for rank, seat in enumerate(routing.plan.seats):

@@ -1,4 +1,4 @@
-"""1F1B: warmup, steady, cooldown (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1)."""
+"""The 1F1B schedule: warmup, steady phase, cooldown (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def replicas_by_position(plan: ParallelPlan) -> tuple[int, ...]:
 
 
 def default_warmups(plan: ParallelPlan) -> tuple[int, ...]:
-    """Forwards before the first backward, by position, for one replica: enough to keep every later stage busy.
+    """By position, the forwards of a replica before its first backward: enough to keep every later stage busy.
 
     w of the last stage is 1; w_s = 1 + ceil(w_(s+1) R_(s+1) / R_s), which is p - s when all stages have as many replicas.
     """
@@ -30,7 +30,7 @@ def default_warmups(plan: ParallelPlan) -> tuple[int, ...]:
 
 
 def resolve_warmups(plan: ParallelPlan, given: Sequence[int] | None) -> tuple[int, ...]:
-    """Forwards before the first backward, by position: `given`, checked, or the default of `default_warmups`."""
+    """By position, the forwards before the first backward: `given` once checked, or `default_warmups` if it is None."""
     if given is None:
         return default_warmups(plan)
     if len(given) != plan.positions or min(given) < 1:

@@ -1,4 +1,4 @@
-"""What each worker is told once per plan: the plan, its programs, and what crosses between stages."""
+"""The assignments that workers get once per plan: the plan, their programs, and the connections between stages."""
 
 from __future__ import annotations
 
@@ -14,45 +14,47 @@ from raypar.schedule.validate import validate_schedule
 
 @dataclass(frozen=True)
 class ProgramAssignment:
-    """One worker's part of a plan.
-
-    `splits_backward`: whether its stages must be able to put weight gradients off. `validation_cut`: how the samples of a whole
-    validation pass are cut into microbatches; None without validation.
-    """
+    """One worker's part of a plan."""
 
     plan: ParallelPlan
+    """The whole plan."""
     crossing: StageConnections
+    """The connections between the plan's stages."""
     program: Program
+    """The worker's instructions for a training step."""
     splits_backward: bool
+    """Whether the worker's stages must be able to put weight gradients off."""
     validation_microbatches: Microbatches | None = None
+    """The microbatches of a whole validation pass; None without validation."""
     validation_program: Program = ()
+    """The worker's instructions for a validation pass."""
     layouts: Mapping[int, TensorParallelLayout] = field(default_factory=dict)
-    """Number of shards -> how the model is cut over so many: of all numbers that the job may come to. Empty without shards."""
+    """Number of shards -> the layout for them, for all numbers that the job may use. Empty without shards."""
 
 
 def assign_programs_to_ranks(
     schedule: Schedule,
     plan: ParallelPlan,
     crossing: StageConnections,
-    cut: Microbatches,
-    validation_cut: Microbatches | None = None,
+    microbatches: Microbatches,
+    validation_microbatches: Microbatches | None = None,
     *,
     layouts: Mapping[int, TensorParallelLayout] | None = None,
 ) -> tuple[ProgramAssignment, ...]:
-    """One assignment per rank, with the programs of a schedule. Raises `ScheduleError` when they would not run."""
-    routing = MicrobatchRouting(plan, cut)
+    """One assignment per rank, with the programs of a schedule. Raises `ScheduleError` if they would not run."""
+    routing = MicrobatchRouting(plan, microbatches)
     programs = lower_schedule(schedule, routing, crossing)
     validate_schedule(programs, routing, crossing)
     forward: tuple[Program, ...] = ((),) * plan.world
-    if validation_cut is not None:
-        forward = lower_validation_pass(MicrobatchRouting(plan, validation_cut), crossing)
+    if validation_microbatches is not None:
+        forward = lower_validation_pass(MicrobatchRouting(plan, validation_microbatches), crossing)
     return tuple(
         ProgramAssignment(
             plan,
             crossing,
             program,
             splits_backward(program),
-            validation_cut,
+            validation_microbatches,
             forward[rank],
             layouts or {},
         )

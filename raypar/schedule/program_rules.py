@@ -1,4 +1,4 @@
-"""The rules of correct orders and programs, worker by worker: one function per rule, which returns what breaks it.
+"""The rules of correct orders and programs: one function per rule, which returns the problems that it finds.
 
 `complete`, `canonical` and `together` are about compute instructions, `causal` about what each of them uses, `paired` about
 sends and receives, `freed` about the ends of activations, `ended` about the last exchanges. `deadlock.py` finds workers that
@@ -40,27 +40,32 @@ from raypar.schedule.instructions import (
 
 @dataclass(frozen=True, slots=True)
 class ScheduleProblem:
-    """One broken rule. `rank`: the worker where it shows."""
+    """A place in a schedule or program that breaks a rule."""
 
     rule: str
+    """Name of the rule."""
     rank: int
+    """The worker whose list breaks it."""
     text: str
+    """The problem as a sentence for people."""
 
 
 @dataclass(frozen=True)
 class RuleCheckInput:
-    """The lists to be checked, with all that the rules look at.
-
-    `lowered`: whether they are programs; else they are orders of compute instructions only. `training`: False for a
-    validation pass, which has no backward.
-    """
+    """The orders or programs to be checked, with everything that the rules need to know."""
 
     lists: Sequence[Sequence[Instruction]]
+    """By rank: the instructions of an order or program."""
     routing: MicrobatchRouting
+    """The plan, and the workers that run each microbatch."""
     crossing: StageConnections
+    """The connections between stages."""
     flow: DataFlow
+    """The results that instructions need and give along these connections."""
     lowered: bool
+    """Whether the lists are programs; else they are orders of compute instructions only."""
     training: bool = True
+    """False for a validation pass, which has no backward."""
 
     @cached_property
     def _computations(self) -> list[list[Compute]]:
@@ -79,7 +84,7 @@ class RuleCheckInput:
 
     @cached_property
     def _first_shards(self) -> list[list[int]]:
-        """By stage and microbatch: the rank of the first shard; the others follow it."""
+        """By stage and microbatch: the rank of the first shard that runs it; the other shards have the next ranks."""
         count = range(self.routing.microbatches.count)
         return [[self.routing.rank(stage, m) for m in count] for stage in range(len(self.routing.plan.stages))]
 
@@ -91,19 +96,19 @@ class RuleCheckInput:
         return [rows[seat.shard] for seat in plan.seats]
 
     def source(self, stage: int, microbatch: int, like: int) -> int:
-        """The worker that runs (stage, microbatch) for worker `like`."""
+        """The worker that gives results of (stage, microbatch) to worker `like`: one of the stage's shards."""
         return self._first_shards[stage][microbatch] + self._serving_shard[like][stage]
 
 
 def describe_message(carried: Bundle) -> str:
-    """A bundle in words."""
+    """A bundle as text."""
     kind, src, dst, microbatch = carried
     way = f"from stage {src} to stage {dst}" if kind == "activation" else f"from stage {dst} back to stage {src}"
     return f"the {kind} of microbatch {microbatch} {way}"
 
 
 def check_computed_once(case: RuleCheckInput) -> list[ScheduleProblem]:
-    """Rule `complete`: every (stage, microbatch) is computed exactly once, where it is routed, and nothing else is.
+    """Rule `complete`: every (stage, microbatch) is computed exactly once, by the worker to which it is routed.
 
     Its values, its input gradients and its weight gradients are each made once: by F, and by B or by I and W.
     """
@@ -127,12 +132,12 @@ def check_computed_once(case: RuleCheckInput) -> list[ScheduleProblem]:
 
 
 def _makers(products: tuple[str, ...]) -> tuple[type[Compute], ...]:
-    """Classes of instructions that make any of these."""
+    """The classes of instructions that make any of these results."""
     return tuple(kind for kind in compute_classes() if not set(products).isdisjoint(kind.makes))
 
 
 def _combinations(makers: tuple[type[Compute], ...], products: tuple[str, ...]) -> set[tuple[int, ...]]:
-    """The numbers of times each maker may stand so that each product is made once and nothing else is."""
+    """All choices of how often each maker may occur so that each product is made once and nothing else is."""
     return {
         times
         for times in product((0, 1), repeat=len(makers))
@@ -152,7 +157,7 @@ def check_needs_come_first(case: RuleCheckInput) -> list[ScheduleProblem]:
 
 
 class _Touched(NamedTuple):
-    """What a class of instructions reads and changes on one stage. Sets are microbatches of which the worker has something."""
+    """The sets that a class of instructions reads and changes on one stage: of microbatches whose results the worker has."""
 
     own: list[tuple[str, set[int]]]
     """What it needs of its own stage."""
@@ -165,7 +170,7 @@ class _Touched(NamedTuple):
 
 
 class _Holdings:
-    """What one worker has made and what it keeps."""
+    """The results that one worker has made and keeps."""
 
     of: dict[tuple[str, int], set[int]]
     """(what, stage) -> microbatches."""
@@ -176,7 +181,7 @@ class _Holdings:
         self._touched: dict[tuple[type[Compute], int], _Touched] = {}
 
     def touched_by(self, instruction: Compute) -> _Touched:
-        """What an instruction reads and changes."""
+        """The sets that an instruction reads and changes."""
         kind, stage = key = type(instruction), instruction.stage
         found = self._touched.get(key)
         if found is None:

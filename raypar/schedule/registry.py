@@ -21,17 +21,18 @@ Builder = Callable[[MicrobatchRouting, Sequence[int] | None], Schedule]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleEntry:
-    """A schedule: its builder, and the plans and options that it takes.
-
-    `placement`: where its stages lie. `chunks`: stages per worker by default; `fixed`: it takes no other number.
-    `takes_warmup`: whether the number of forwards before the first backward can be set.
-    """
+    """A schedule: its builder, and the plans and options that it takes."""
 
     build: Builder
+    """Builds the orders from a routing and the numbers of warmup forwards."""
     placement: Placement = "loop"
+    """The placement of stages on positions that it needs."""
     chunks: int = 1
+    """Stages per worker by default."""
     fixed: bool = True
+    """Whether it takes no other number of stages per worker."""
     takes_warmup: bool = False
+    """Whether the numbers of forwards before the first backward can be set."""
 
 
 _ENTRIES: dict[str, ScheduleEntry] = {
@@ -47,7 +48,7 @@ NAMES = tuple(_ENTRIES)
 
 
 def find_schedule(name: str) -> ScheduleEntry:
-    """The entry of a name or alias. Raises `ScheduleError` with the nearest names."""
+    """The registry's entry for a name or alias. Raises `ScheduleError` with similar names if there is none."""
     found = _ENTRIES.get(_ALIASES.get(name, name))
     if found is None:
         near = difflib.get_close_matches(name.lower(), [*_ENTRIES, *_ALIASES], n=2, cutoff=0.4)
@@ -63,7 +64,10 @@ def placement_of_schedule(name: str) -> Placement:
 
 
 def resolve_chunks_per_worker(name: str, chunks: int | None = None) -> int:
-    """Stages per worker: `chunks` if the schedule can have that many, its default for None."""
+    """Stages per worker: `chunks` if the schedule takes that number, or its default if `chunks` is None.
+
+    Raises `ScheduleError` for a number that the schedule does not take.
+    """
     known = find_schedule(name)
     if chunks is None:
         return known.chunks
@@ -76,7 +80,7 @@ def resolve_chunks_per_worker(name: str, chunks: int | None = None) -> int:
 
 
 def schedule_fits_plan(name: str, plan: ParallelPlan) -> bool:
-    """Whether the schedule can run the plan; False for a name that the registry does not have (that of a schedule file)."""
+    """Whether the schedule can run the plan; False for a name that is not registered (that of a schedule file)."""
     if _ALIASES.get(name, name) not in _ENTRIES:
         return False
     known = find_schedule(name)
@@ -86,7 +90,7 @@ def schedule_fits_plan(name: str, plan: ParallelPlan) -> bool:
 
 
 def build_schedule(name: str, routing: MicrobatchRouting, *, warmup: Sequence[int] | None = None) -> Schedule:
-    """The compute-only orders of every worker of the routing's plan."""
+    """The orders of compute instructions, by rank of the routing's plan. Raises `ScheduleError` if the plan does not fit."""
     known = find_schedule(name)
     plan = routing.plan
     if known.fixed and len(plan.stages) != plan.positions * known.chunks:

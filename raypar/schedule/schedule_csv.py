@@ -24,7 +24,7 @@ def format_schedule_csv(schedule: Schedule) -> str:
 
 
 def parse_schedule_csv(text: str) -> Schedule:
-    """The schedule in a text, one order per row. Raises `ScheduleError` with row (line), column (cell), text of a bad cell."""
+    """The schedule in a CSV text, one order per row. Raises `ScheduleError` with row, column and text of a bad cell."""
     lines = [(number, line.split("#", 1)[0]) for number, line in enumerate(text.splitlines(), start=1)]
     return _read((number, line.split(",")) for number, line in lines if line.strip())
 
@@ -32,8 +32,8 @@ def parse_schedule_csv(text: str) -> Schedule:
 def schedule_from_torch_actions(rows: str | Iterable[str | Sequence[object]]) -> Schedule:
     """A schedule from torch's lists: CSV text, or one row per rank, each CSV text or a list of actions (None is idle time).
 
-    Two actions that torch runs as one (`(0F1;0B0)OVERLAP_F_B`) come one after the other. The result may well be wrong;
-    `validate` says so. Raises `ScheduleError` for what is no action.
+    Two actions that torch runs as one (`(0F1;0B0)OVERLAP_F_B`) come one after the other. The result may break rules;
+    `validate_schedule` finds that. Raises `ScheduleError` for a text that is no action.
     """
     if isinstance(rows, str):
         return parse_schedule_csv(rows)

@@ -1,4 +1,4 @@
-"""How long a schedule takes and what it keeps in memory, before anything runs.
+"""The simulation of a schedule: its duration and its memory, before anything runs.
 
 Every worker runs its order strictly. A forward waits for the values of all edges into its stage, a backward for the
 gradients of all edges out of it. So start times are longest paths, and one pass finds them: a worker runs on until it needs a
@@ -33,33 +33,40 @@ __all__ = ["SimulationCosts", "Timeline", "TimelineSpan", "simulate_schedule"]
 
 @dataclass(frozen=True)
 class SimulationCosts:
-    """What a step's parts cost; lists are per stage (chunk), times in ms and of one microbatch.
+    """The times and sizes of a step's parts. Tuples are by stage (chunk); times are in ms.
 
-    Instructions declare which of these they take: a `Backward` takes `input_ms + weight_ms`. A message takes
+    Instructions declare which of these costs they take: a `Backward` takes `input_ms + weight_ms`. A message takes
     `latency_ms + bytes / bandwidth_bytes_per_ms`; messages from one worker to another share their link, in order, for the
-    bytes part. `reduce_ms`: reduction of a stage's gradients once all its replicas are done, beside compute (empty: nothing).
-    `step_ms`: once, after everything (vote, optimizer, call). `overhead_ms`: the processor's, for each compute instruction,
-    send and receive. `activation_bytes`: kept from forward to backward (empty: not known).
+    bytes part.
     """
 
     forward_ms: tuple[float, ...]
+    """Forward of one microbatch."""
     input_ms: tuple[float, ...]
+    """Input gradients of one microbatch."""
     weight_ms: tuple[float, ...]
+    """Weight gradients of one microbatch."""
     latency_ms: float = 0
+    """Fixed time of a message."""
     bandwidth_bytes_per_ms: float = inf
+    """Bytes that a link carries in a ms."""
     reduce_ms: tuple[float, ...] = ()
+    """Reduction of a stage's gradients once all its replicas are done, beside compute; empty: no time."""
     step_ms: float = 0
+    """Time once a step, after everything else (vote, optimizer, call)."""
     overhead_ms: float = 0
+    """Time of the processor for each compute instruction, send and receive."""
     activation_bytes: tuple[int, ...] = ()
+    """Bytes kept from forward to backward for one microbatch; empty: not known."""
 
     @staticmethod
     def uniform(stages: int, forward_ms: float = 1, backward_ms: float = 2, weight_ms: float | None = None) -> SimulationCosts:
-        """Costs of stages that are all alike; `weight_ms` is by default half of the backward."""
+        """Costs of stages that are all alike; `weight_ms` is half of `backward_ms` by default."""
         weight = backward_ms / 2 if weight_ms is None else weight_ms
         return SimulationCosts((forward_ms,) * stages, (backward_ms - weight,) * stages, (weight,) * stages)
 
     def compute_ms(self, kind: type[Compute]) -> list[float]:
-        """What a class of compute instructions takes, by stage."""
+        """By stage, the ms that an instruction of this class takes."""
         parts: dict[Cost, tuple[float, ...]] = {"forward": self.forward_ms, "input": self.input_ms, "weight": self.weight_ms}
         return [sum(parts[part][stage] for part in kind.cost) for stage in range(len(self.forward_ms))]
 
@@ -127,7 +134,7 @@ class _Slots:
         return [self._slot(what, edge)[0] for what in carried for _, edge in self.flow.arriving(what, stage)]
 
     def makes(self, kind: type[Compute], stage: int) -> _Made:
-        """What an instruction of this class hands on."""
+        """The bundles that an instruction of this class sends."""
         return [
             (self._slot(what, edge)[0], self.rank_of[other], edge.nbytes)
             for what in kind.makes
@@ -150,9 +157,9 @@ class _Simulation:
     free_links: bool
     """Whether messages take no time."""
     rows: dict[int, list[TimelineSpan]]
-    """Rank -> what it has executed."""
+    """Rank -> spans of the instructions that it has executed."""
     position: dict[int, int]
-    """Rank -> index of the instruction that it waits at."""
+    """Rank -> index of the instruction at which it waits."""
     now: dict[int, float]
     """Rank -> time up to which it has executed."""
     arrival: list[float | None]
@@ -162,7 +169,7 @@ class _Simulation:
     waiting: dict[int, int]
     """Slot -> the rank that waits for it."""
     runnable: list[int]
-    """Ranks that may go on."""
+    """Ranks that can go on."""
 
     def __init__(
         self,

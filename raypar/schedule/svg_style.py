@@ -9,7 +9,7 @@ CHARACTER_WIDTH = 0.56
 
 
 def estimate_text_width(text: str, size: float) -> float:
-    """The width of a text in pixels, estimated, at a font size."""
+    """Estimated width of a text in pixels, at a font size."""
     return CHARACTER_WIDTH * size * len(text)
 
 
@@ -18,11 +18,11 @@ def _channels(colour: str) -> tuple[int, int, int]:
 
 
 def mix_with_white(colour: str, white: float) -> str:
-    """The colour mixed with this share of white."""
+    """The colour, mixed with this share of white."""
     return "#" + "".join(f"{round(c + (255 - c) * white):02X}" for c in _channels(colour))
 
 
 def readable_text_colour(colour: str) -> str:
-    """White or dark text, whichever stands out (relative luminance, WCAG 2.2)."""
+    """The text colour, white or dark, with more contrast to a background (relative luminance, WCAG 2.2)."""
     red, green, blue = (((c / 255) + 0.055) ** 2.4 / 1.055**2.4 for c in _channels(colour))
     return "#FFFFFF" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.27 else INK

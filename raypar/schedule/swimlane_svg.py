@@ -75,7 +75,7 @@ def swimlanes_svg(
 
 @dataclass(frozen=True)
 class _Sheet:
-    """What all panels share: x = left + ms * per_ms."""
+    """The time scale that all panels share: x = left + ms * per_ms, in pixels."""
 
     left: float
     per_ms: float
@@ -212,7 +212,7 @@ class _Panel:
         return mix_with_white(colour, 0.55 * self.timeline.chunk_of[instruction.stage] / max(1, chunks - 1))
 
     def _arrows(self, sheet: _Sheet, ys: dict[int, float], edges: Sequence[tuple[int, int]]) -> Iterable[str]:
-        """From the end of what made a bundle to the start of what used it, where both lanes are drawn."""
+        """Arrows from the instruction that made a bundle to the one that used it, if both lanes are drawn."""
         made: dict[tuple[str, int, int], tuple[int, TimelineSpan]] = {}
         for rank in ys:
             for span in self.timeline.spans[rank]:

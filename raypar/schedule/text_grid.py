@@ -11,7 +11,7 @@ from raypar.schedule.instructions import Compute, Instruction, compute_instructi
 from raypar.schedule.timeline import Timeline
 
 _FINEST = 4
-"""A unit below a quarter of the shortest instruction would only make the grid wide: then its scale is not exact."""
+"""Most units per shortest instruction: a finer grid would be too wide, so its scale is then not exact."""
 
 
 def order_grid(schedule: Sequence[Sequence[Instruction]]) -> str:

@@ -32,32 +32,37 @@ _BINS = 320
 
 @dataclass(frozen=True)
 class ChartMark:
-    """An event at `at_s`. `kind`: one of `MARK_KINDS`; `brief`: a shorter label for crowded pictures."""
+    """An event of a run, drawn as a line with a label."""
 
     at_s: float
+    """Seconds from the start of the run."""
     kind: str
+    """One of `MARK_KINDS`."""
     label: str
+    """The text beside the line."""
     brief: str = ""
+    """A shorter text for crowded pictures; empty: there is none."""
 
     @property
     def shown(self) -> str:
-        """The label beside its line."""
+        """The text that is drawn: `brief` if there is one."""
         return self.brief or self.label
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """The course of a run, for the chart. Times in seconds from its start.
-
-    `steps`: (start, end, samples) of every committed step, one after the other; `workers`: (since when, how many);
-    `pauses`: (from, to), from the last step before to the end of the first one after; `end_s`: where the drawing ends.
-    """
+    """The history of a run, for the chart. Times are in seconds from its start."""
 
     steps: Sequence[tuple[float, float, float]]
+    """(start, end, samples) of every committed step, in order."""
     workers: Sequence[tuple[float, int]]
+    """(time, number of workers from then on)."""
     marks: Sequence[ChartMark]
+    """The events that are drawn."""
     pauses: Sequence[tuple[float, float]]
+    """(from, to): from the last step before a pause to the end of the first step after it."""
     end_s: float
+    """Time at which the drawing ends."""
 
 
 def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str:
@@ -94,7 +99,7 @@ def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str
 
 @dataclass(frozen=True)
 class _Sheet:
-    """Where time lies, in pixels."""
+    """The scale of the time axis, in pixels."""
 
     extent: float
     width: int

@@ -1,4 +1,4 @@
-"""The timeline of a step: what each worker executed when, in one form for simulated and measured steps."""
+"""The timeline of a step, with the start and end of each instruction, in one form for simulated and measured steps."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ class TimelineSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of all workers, by rank, those of a worker in order of start.
-
-    `names[rank]` is the worker in words. `peak_activations` are in microbatches through all of a worker's chunks (a chunk
-    counts 1/v): a microbatch counts from its forward until its `Backward` or `BackwardWeight` is over. `peak_activation_memory`
-    is None where activation sizes are unknown.
-    """
+    """The instructions that all workers executed in a step, with their times. Tuples are by rank."""
 
     spans: tuple[tuple[TimelineSpan, ...], ...]
+    """A worker's spans, in order of start."""
     names: tuple[str, ...]
+    """The worker's name as text."""
     makespan_ms: float
+    """Time from the first start to the last end."""
     busy_ms: tuple[float, ...]
     """Time in compute instructions; communication, reduction, vote and optimizer count as idle."""
     peak_activations: tuple[float, ...]
+    """Most activations alive at once, in microbatches through all of a worker's chunks (a chunk counts 1/v).
+
+    A microbatch counts from its forward until its `Backward` or `BackwardWeight` is over.
+    """
     peak_bytes: tuple[int, ...] | None = None
+    """Most bytes of activations alive at once; None if activation sizes are unknown."""
 
     @staticmethod
     def from_spans(
         spans_by_rank: Sequence[Iterable[tuple[str | Instruction, float, float]]], names: Sequence[str] = ()
     ) -> Timeline:
-        """The timeline of a measured step: per rank (instruction or its label such as `1F0`, start, end), in ms on one clock.
+        """The timeline of a measured step. `spans_by_rank`: (instruction or label, as `1F0`, start, end), in ms on one clock.
 
         The earliest start becomes 0. Raises `ScheduleError` for a label that is no instruction.
         """
@@ -82,7 +85,7 @@ class Timeline:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """Idle over all time of each worker."""
+        """By rank: idle time over all time."""
         return tuple((self.makespan_ms - busy) / self.makespan_ms if self.makespan_ms else 0.0 for busy in self.busy_ms)
 
     @property
@@ -91,7 +94,7 @@ class Timeline:
 
     @cached_property
     def chunk_of(self) -> dict[int, int]:
-        """Stage -> which chunk of its worker it is, 0 the first."""
+        """Stage -> the index of the chunk that it is on its worker."""
         found: dict[int, int] = {}
         for row in self.spans:
             stages = sorted({i.stage for i in compute_instructions(span.instruction for span in row)})
@@ -122,8 +125,7 @@ def _peak(order: Sequence[Instruction], size: Sequence[int]) -> int:
 
 
 def parse_instruction(label: str) -> Instruction:
-    """The instruction that prints as `label`: one that takes time, so no message and no `FreeActivations`. Raises
-    `ScheduleError`."""
+    """The instruction whose text is `label`. Raises `ScheduleError` if there is none, or it takes no time (messages, frees)."""
     match = _LABEL.fullmatch(label)
     kind = INSTRUCTIONS.get(match[2]) if match is not None else None
     if match is not None and kind is not None and kind.drawing is not None:

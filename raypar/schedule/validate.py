@@ -1,4 +1,4 @@
-"""Whether a schedule or its programs would run; problems name the rule, the worker and the instruction."""
+"""The check whether a schedule or its programs would run; problems name the rule, the worker and the instruction."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def validate_schedule(
     communicators: Communicators = "pair",
     training: bool = True,
 ) -> None:
-    """Raise `ScheduleError` naming the first problem (and how many there are). Arguments as of `find_schedule_problems`."""
+    """Raise `ScheduleError` if there are problems, with the first one in its text. Arguments as of `find_schedule_problems`."""
     found = find_schedule_problems(lists, routing, crossing, memory=memory, communicators=communicators, training=training)
     if found:
         first = found[0]
@@ -66,10 +66,11 @@ def find_schedule_problems(
     communicators: Communicators = "pair",
     training: bool = True,
 ) -> list[ScheduleProblem]:
-    """All broken rules of orders or of lowered programs. A rule that presupposes another is checked only if that one holds.
+    """The problems of orders or of lowered programs. A rule that presupposes another is checked only if the other holds.
 
-    `memory`: most live activations per rank, in microbatches through all of a worker's chunks. `communicators`: whose
-    in-order queues messages go through. `training=False`: the lists are those of a validation pass (`lower_validation_pass`).
+    `memory`: most live activations per rank, in microbatches through all of a worker's chunks. `communicators`:
+    the communicators through whose in-order queues messages go. `training=False`: the lists are those of a validation pass
+    (`lower_validation_pass`).
     """
     world = routing.plan.world
     if len(lists) != world:

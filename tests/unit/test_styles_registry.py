@@ -276,7 +276,8 @@ def test_a_layout_is_data_that_is_read_without_torch(tmp_path):
     file.write_bytes(pickle.dumps(layout))
     code = (
         "import pickle, sys; layout = pickle.load(open(sys.argv[1], 'rb'));"
-        "print(layout.styles['a.up'], layout.cuts['a.up.weight'].held, layout.costs['a.up'][0].compute, 'torch' in sys.modules)"
+        "print(layout.styles['a.up'], layout.cuts['a.up.weight'].indices_by_shard,"
+        " layout.costs['a.up'][0].compute, 'torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip() == "column (((0, 5),), ((5, 10),)) 0.5 False"
