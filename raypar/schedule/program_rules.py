@@ -152,7 +152,7 @@ def _times_text(makers: tuple[type[Compute], ...], times: tuple[int, ...], stage
 
 
 def check_needs_come_first(case: RuleCheckInput) -> list[ScheduleProblem]:
-    """Rule `causal`: what an instruction needs or receives stands before it, on each worker; nothing is kept too long."""
+    """Rule `causal`: on each worker, results and messages come before the instructions that need them; none is kept too long."""
     return [problem for rank in range(len(case.lists)) for problem in _check_causal_on(case, rank)]
 
 
@@ -160,20 +160,20 @@ class _Touched(NamedTuple):
     """The sets that a class of instructions reads and changes on one stage: of microbatches whose results the worker has."""
 
     own: list[tuple[str, set[int]]]
-    """What it needs of its own stage."""
+    """Needs of its own stage: (what, microbatches for which it exists)."""
     others: list[tuple[str, int, set[int], MessageKind, int, int]]
-    """What it needs of other stages: (what, stage, microbatches, then its bundle less the microbatch)."""
+    """Needs of other stages: (what, stage, microbatches, kind, src, dst); the last three are its bundle without microbatch."""
     frees: list[set[int]]
-    """What it frees."""
+    """Memory that it frees: microbatches for which the memory is kept."""
     results: list[set[int]]
-    """What it makes and allocates."""
+    """Results that it makes or allocates: microbatches for which they exist."""
 
 
 class _Holdings:
     """The results that one worker has made and keeps."""
 
     of: dict[tuple[str, int], set[int]]
-    """(what, stage) -> microbatches."""
+    """(what, stage) -> microbatches for which the worker has it."""
 
     def __init__(self, flow: DataFlow) -> None:
         self._flow = flow

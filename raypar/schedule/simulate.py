@@ -114,7 +114,7 @@ _Made = list[tuple[int, list[int], int]]
 
 
 class _Slots:
-    """Where bundles arrive, as numbers: (2 * edge + (1 for a gradient)) * microbatches + microbatch."""
+    """The numbers of bundles, called slots: (2 * edge + (1 for a gradient)) * microbatches + microbatch."""
 
     def __init__(self, routing: MicrobatchRouting, crossing: StageConnections) -> None:
         plan, self.count, stages = routing.plan, routing.microbatches.count, range(len(routing.plan.stages))
@@ -146,10 +146,13 @@ class _Slots:
 
 
 class _Simulation:
-    """The compute instructions of `ranks`, which are closed under the crossing, each as early as it can begin."""
+    """The simulation of the compute instructions of `ranks`, each as early as possible.
+
+    `ranks` must contain every worker that sends bundles to one of them.
+    """
 
     compute: dict[type[Instruction], list[tuple[list[int], _Made, float]]]
-    """Class of compute instructions -> by stage: (slots it waits for, what it hands on, ms)."""
+    """Class of compute instructions -> by stage: (slots that it waits for, bundles that it sends, ms)."""
     posts: set[type[Instruction]]
     """Classes of sends and receives."""
     lowered: bool
@@ -163,9 +166,9 @@ class _Simulation:
     now: dict[int, float]
     """Rank -> time up to which it has executed."""
     arrival: list[float | None]
-    """Slot -> when the consumer may use the bundle; None before it was sent."""
+    """Slot -> time from which the consumer may use the bundle; None before the bundle is sent."""
     link_free: dict[tuple[int, int], float]
-    """(sender, receiver) -> when their link has carried all that was sent."""
+    """(sender, receiver) -> time at which their link has carried everything sent so far."""
     waiting: dict[int, int]
     """Slot -> the rank that waits for it."""
     runnable: list[int]
@@ -193,7 +196,7 @@ class _Simulation:
         self.runnable = list(reversed(ranks))
 
     def run(self) -> dict[int, list[TimelineSpan]]:
-        """Spans by rank. Raises `ScheduleError` when workers wait for each other for ever."""
+        """Run the simulation and return the spans by rank. Raises `ScheduleError` if workers wait for each other for ever."""
         arrival, waiting, runnable, compute, posts = self.arrival, self.waiting, self.runnable, self.compute, self.posts
         lowered, overhead_ms = self.lowered, self.costs.overhead_ms
         while runnable:
@@ -245,7 +248,7 @@ class _Simulation:
         )
 
     def _by_stage(self, kind: type[Compute]) -> list[tuple[list[int], _Made, float]]:
-        """(what it waits for, what it hands on, ms) of a class of instructions, by stage."""
+        """By stage, for a class of instructions: (slots that it waits for, bundles that it sends, ms)."""
         return [
             (self.slots.needs(kind, stage), self.slots.makes(kind, stage), ms)
             for stage, ms in enumerate(self.costs.compute_ms(kind))
@@ -259,7 +262,7 @@ class _Simulation:
             self._deliver(slot + microbatch, nbytes, rank, post.peer, time)
 
     def _deliver(self, slot: int, nbytes: int, source: int, target: int, ready: float) -> None:
-        """Let a bundle arrive that leaves at `ready`, and wake the rank that waits for it."""
+        """Deliver a bundle that leaves at `ready`, and wake the rank that waits for it."""
         if not self.free_links and source != target:
             on_link = max(ready, self.link_free.get((source, target), 0))
             on_link += nbytes / self.costs.bandwidth_bytes_per_ms if nbytes else 0
