@@ -152,7 +152,7 @@ def _times_text(makers: tuple[type[Compute], ...], times: tuple[int, ...], stage
 
 
 def check_needs_come_first(case: RuleCheckInput) -> list[ScheduleProblem]:
-    """Rule `causal`: on each worker, results and messages come before the instructions that need them; none is kept too long."""
+    """Rule `causal`: on each worker, results and messages come before their uses; none is kept too long."""
     return [problem for rank in range(len(case.lists)) for problem in _check_causal_on(case, rank)]
 
 

@@ -1,7 +1,7 @@
 """Reads and writes elements of a shard's slice, numbered as state is when it moves between workers and is stored.
 
 The elements of the whole parameter are numbered with the cut dim as the slowest; those of a parameter that is not cut, as they
-lie in memory. The numbering depends on the style alone, so it is the same under every plan of a job (`TensorCut.element_ranges`).
+lie in memory. The numbering depends on the style alone, so it is the same under every plan (`TensorCut.element_ranges`).
 """
 
 from __future__ import annotations
