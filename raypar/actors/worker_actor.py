@@ -157,6 +157,7 @@ class WorkerActor:
                 )
 
             run_routine(self.member.adopt(generation, (made, connect)), deadline_s)
+            self._end_if_stuck()  # the former transport has been closed meanwhile
             freeze_existing_objects(collect=False)
             if made.fresh or made.load:  # built from whole layers or files; during a run others would wait for this
                 return_unused_memory()

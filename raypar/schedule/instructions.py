@@ -43,7 +43,10 @@ The stash, which a split backward keeps for the weight gradients, is as large as
 
 @dataclass(frozen=True, slots=True)
 class DrawingStyle:
-    """How pictures show a class of instructions. `colour`: of its boxes; `category`: in Chrome traces."""
+    """How pictures show a class of instructions. `colour`: of its boxes; `category`: in Chrome traces.
+
+    The colours are Okabe and Ito's (2008), told apart with every kind of colour vision; slightly muted for large areas.
+    """
 
     colour: str
     legend: str
