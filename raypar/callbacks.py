@@ -101,7 +101,7 @@ class RunFailureInfo:
     step: int
 
 
-StartInfo, EndInfo, FailureInfo = RunStartInfo, RunEndInfo, RunFailureInfo
+StartInfo, EndInfo, FailureInfo, Answer = RunStartInfo, RunEndInfo, RunFailureInfo, HookResult
 """The names of the former release, for the callbacks that use them; they go with the next release."""
 
 
@@ -135,7 +135,7 @@ _INFOS: dict[str, type[Any]] = {
     "on_exception": RunFailureInfo,
     "on_end": RunEndInfo,
 }
-CallbackInfo = TypeVar("Info")
+CallbackInfo = TypeVar("CallbackInfo")
 
 
 def _info(kind: type[CallbackInfo], facts: Mapping[str, Any]) -> CallbackInfo:

@@ -23,7 +23,18 @@ from pathlib import Path
 from typing import Literal
 
 from harness import BenchError, environment, page, table
-from recovery_runs import Commit, Course, Raypar, RayparPipelines, RayTrain, Run, Seen, Torchft, TorchftManager, torchft_python
+from recovery_runs import (
+    Commit,
+    Raypar,
+    RayparPipelines,
+    RayTrain,
+    Run,
+    RunSettings,
+    Seen,
+    Torchft,
+    TorchftManager,
+    torchft_python,
+)
 
 Fault = Literal["none", "worker", "node", "join"]
 CONTENDERS: tuple[type[Run], ...] = (Raypar, RayparPipelines, TorchftManager, Torchft, RayTrain)
@@ -63,12 +74,12 @@ class Outcome:
     failed: str | None = None
 
 
-def one_run(kind: type[Run], fault: Fault, number: int, policy: Course, seed: int) -> Outcome:
+def one_run(kind: type[Run], fault: Fault, number: int, settings: RunSettings, seed: int) -> Outcome:
     """Start, hurt once, watch to the end. A run that fails or takes too long is an outcome too."""
     chance = random.Random(f"{seed} {fault} {number}")  # the same moments for every contender
     outcome = Outcome(kind.name, fault, number)
     try:
-        with kind(policy, WORKERS // 2 if fault == "join" else WORKERS, chance) as run:
+        with kind(settings, WORKERS // 2 if fault == "join" else WORKERS, chance) as run:
             watch(run, fault, outcome, chance)
     except BenchError as error:
         outcome.failed = str(error)
@@ -96,7 +107,7 @@ def watch(run: Run, fault: Fault, outcome: Outcome, chance: random.Random) -> No
     deadline = time.monotonic() + RUN_LIMIT_S
     while not run.over():
         check(time.monotonic() < deadline, run, f"had not ended {RUN_LIMIT_S:.0f} s after the fault")
-        if not counted and any(commit.step >= run.policy.steps - SETTLED_STEPS for commit in run.commits()):
+        if not counted and any(commit.step >= run.settings.steps - SETTLED_STEPS for commit in run.commits()):
             counted, survivors, now = True, before - killed, run.training()
             outcome.survivors, outcome.restarted, outcome.started = len(survivors), len(survivors - now), len(now - before)
         time.sleep(POLL_S)
@@ -127,7 +138,7 @@ def measure(run: Seen, at_s: float, outcome: Outcome) -> None:
     outcome.joined_s = next((c.at_s - at_s for c in commits if c.at_s > at_s and c.workers > run.workers), None)
     outcome.repeated = run.repeated()
     used = {commit.step: commit.samples for commit in commits}
-    outcome.samples_lost = sum(SAMPLES - used[step] for step in range(before + 1, run.policy.steps + 1))
+    outcome.samples_lost = sum(SAMPLES - used[step] for step in range(before + 1, run.settings.steps + 1))
     outcome.weights = run.weights()
 
 
@@ -231,7 +242,7 @@ def main() -> None:
         for fault, number, kind in runs(kinds, given.faults, given.repeats):
             if any((one.contender, one.fault, one.number) == (kind.name, fault, number) for one in outcomes):
                 continue
-            outcomes.append(one_run(kind, fault, number, policy(fault, given.steps), given.seed))
+            outcomes.append(one_run(kind, fault, number, settings(fault, given.steps), given.seed))
             say(outcomes[-1])
             if given.log:
                 with given.log.open("a") as file:
@@ -252,9 +263,9 @@ def runs(kinds: Sequence[type[Run]], faults: Sequence[Fault], repeats: int) -> I
         yield from ((fault, number, kind) for fault in faults for kind in kinds)
 
 
-def policy(fault: Fault, steps: int) -> Course:
+def settings(fault: Fault, steps: int) -> RunSettings:
     """Ray Train looks for new nodes once a minute; where one joins it looks more often, so that a run need not last minutes."""
-    return Course(steps, resize_s=10.0) if fault == "join" else Course(steps)
+    return RunSettings(steps, resize_s=10.0) if fault == "join" else RunSettings(steps)
 
 
 NOTE = """\

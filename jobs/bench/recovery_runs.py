@@ -36,7 +36,7 @@ NODE = {"num_cpus": PER_NODE}
 
 
 @dataclass(frozen=True)
-class Course:
+class RunSettings:
     """What every run of a bench shares. `every`: steps between checkpoints; `resize_s`: how often Ray Train looks for nodes."""
 
     steps: int = 60
@@ -57,8 +57,8 @@ class Commit:
 class Seen:
     """What is seen of a run: the lines that its processes write into `diary`."""
 
-    def __init__(self, policy: Course, workers: int, diary: Path) -> None:
-        self.policy, self.workers, self.diary = policy, workers, diary
+    def __init__(self, settings: RunSettings, workers: int, diary: Path) -> None:
+        self.settings, self.workers, self.diary = settings, workers, diary
         self._lines: list[dict[str, Any]] = []
         self._read: dict[Path, int] = {}
 
@@ -97,9 +97,9 @@ class Run(Seen, ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, policy: Course, workers: int, chance: random.Random) -> None:
+    def __init__(self, settings: RunSettings, workers: int, chance: random.Random) -> None:
         self.folder, self.chance = Path(tempfile.mkdtemp(prefix="rp-")), chance
-        super().__init__(policy, workers, self.folder / "diary")
+        super().__init__(settings, workers, self.folder / "diary")
         self.diary.mkdir()
         self.main: list[subprocess.Popen[bytes]] = []
         """The run is over when all of these have ended."""
@@ -301,9 +301,9 @@ class RayTrain(OnRay):
             "diary": str(self.diary),
             "storage": str(self.folder / "storage"),
             "workers": (1, 4),
-            "steps": self.policy.steps,
-            "every": self.policy.every,
-            "resize_s": self.policy.resize_s,
+            "steps": self.settings.steps,
+            "every": self.settings.every,
+            "resize_s": self.settings.resize_s,
         }
         return contender_command(sys.executable, "ray-train", options)
 
@@ -318,7 +318,7 @@ class Raypar(OnRay):
     def command(self) -> list[str]:
         job = {
             "name": "recovery",
-            "steps": self.policy.steps,
+            "steps": self.settings.steps,
             "batch_size": 24,
             "microbatches": 12,
             "model": "recovery_work:layers",
@@ -327,7 +327,7 @@ class Raypar(OnRay):
             "optimizer": {"function": "torch.optim:AdamW", "args": {"lr": 1e-3}},
             "plan": {"stages": self.stages, "replicas": self.workers // self.stages},
             "elastic": {"min_workers": 1, "max_workers": 4},
-            "checkpoint": {"every": self.policy.every},
+            "checkpoint": {"every": self.settings.every},
             "run_dir": str(self.folder / "runs"),
         }
         path = self.folder / "job.yaml"
@@ -384,7 +384,7 @@ class Torchft(Run):
         """Start a replica group."""
         options = {
             "diary": str(self.diary),
-            "steps": self.policy.steps,
+            "steps": self.settings.steps,
             "groups": 4,
             "ready": self.workers,
             "ddp": self.ddp,

@@ -122,7 +122,7 @@ def refuse_active_run(run: str) -> None:
     raise OutlivedError(
         f"run {run!r} was still active on this cluster, without a client for {alone_s:.0f} s; now it has ended, "
         f"after {ends[0]['done']} steps",
-        cure="the driver has saved: run the same command again to resume from its last checkpoint",
+        cure="run the same command again: it resumes from the last checkpoint",
     )
 
 

@@ -157,6 +157,7 @@ class WorkerActor:
                 )
 
             run_routine(self.generation_guard.adopt(generation, (made, connect)), deadline_s)
+            self._end_if_stuck()  # the former transport has been closed meanwhile
             freeze_existing_objects(collect=False)
             if made.run_begins or made.checkpoint_folder:  # built from whole layers or files
                 return_unused_memory()  # not during a run: other workers would wait for this

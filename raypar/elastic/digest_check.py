@@ -76,7 +76,7 @@ def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest
         m.trust.untrusted_snapshots.discard(done)
         return True
     who = (
-        f"{format_worker_numbers(wrong)} differs from that of the replicas"
+        f"{format_worker_numbers(wrong)} differs from that of the others that hold the same"
         if wrong
         else f"{format_worker_numbers(unsure)} differs"
     )

@@ -119,8 +119,12 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(StepReported, [P.ABORTING], running_rules.count_step_report, [P.SAVING, P.ENDING, P.CLAIMING, P.OVER]),
     make_transition_row(StepJournalled, [*TRAINING, P.ABORTING, *RECOVERING], running_rules.emit_step),
     make_transition_row(StepEmitted, [P.RUNNING], running_rules.count_emitted_step, [P.FLUSHING]),
+    # To `RUNNING`: a new driver may find a checkpoint of a step that people have not seen yet; then nothing is due after it.
     make_transition_row(
-        StepEmitted, [P.FLUSHING], running_rules.count_emitted_step, [P.VALIDATING, P.SAVING, P.ENDING, P.CLAIMING, P.OVER]
+        StepEmitted,
+        [P.FLUSHING],
+        running_rules.count_emitted_step,
+        [P.RUNNING, P.VALIDATING, P.SAVING, P.ENDING, P.CLAIMING, P.OVER],
     ),
     make_transition_row(
         CallFailed, [*TRAINING, P.VALIDATING, P.SAVING], running_rules.handle_failure, [P.CLAIMING, P.FAILING, P.OVER]

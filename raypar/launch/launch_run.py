@@ -103,7 +103,7 @@ def _connect_and_follow(
             _tell_stage(tell, "connected", text)
             request = make_request(folder, connection.host)
             if connection.kind == "joined":  # Ray gives every worker its own processor, on some machine
-                request = replace(request, profile=replace(chosen.profile, processors=None))
+                request = replace(request, profile=replace(request.profile, processors=None))
 
             def tell_and_watch(event: dict[str, Any]) -> None:
                 nonlocal begun

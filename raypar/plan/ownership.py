@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -107,12 +106,13 @@ class Ownership:
         return same_state_keys(self.held)
 
     def has_copies(self, rank: int) -> bool:
-        """Whether another rank holds the same state."""
-        return self._state_key_counts[self.same_state_keys[rank]] > 1
+        """Whether another rank holds the same state; of no state there are no copies.
 
-    @cached_property
-    def _state_key_counts(self) -> Counter[int]:
-        return Counter(self.same_state_keys)
+        Every worker asks this when a generation begins, so only ranks with the same tensors are looked at.
+        """
+        held, sizes = self._held(rank), self.sizes(rank)
+        others = (other for other in range(self.plan.world) if other != rank and self.sizes(other) == sizes)
+        return bool(held) and any(self._held(other) == held for other in others)
 
     def _held(self, rank: int) -> tuple[Piece, ...]:
         seat = self.plan.seats[rank]
@@ -149,7 +149,7 @@ class Ownership:
         """
         seat = self.plan.seats[rank]
         held: dict[str, list[tuple[int, int]]] = {}
-        for piece in self.held[rank]:
+        for piece in self._held(rank):
             held.setdefault(piece.name, []).append((piece.start, piece.stop))
         found: dict[int, dict[str, tuple[Piece, ...]]] = {}
         for stage in self.plan.stages_of(rank):

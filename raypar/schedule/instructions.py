@@ -42,7 +42,10 @@ The stash, which a split backward pass keeps for the weight gradients, is as lar
 
 @dataclass(frozen=True, slots=True)
 class DrawingStyle:
-    """The appearance of a class of instructions in pictures."""
+    """The appearance of a class of instructions in pictures.
+
+    The colours are Okabe and Ito's (2008), told apart with every kind of colour vision; slightly muted for large areas.
+    """
 
     colour: str
     """Colour of its boxes."""

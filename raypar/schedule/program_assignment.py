@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from raypar.errors import ScheduleError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Program, Schedule, splits_backward
@@ -43,7 +44,11 @@ def assign_programs_to_ranks(
 ) -> tuple[ProgramAssignment, ...]:
     """One assignment per rank, with the programs of a schedule. Raises `ScheduleError` if they would not run."""
     routing = MicrobatchRouting(plan, microbatches)
-    programs = lower_schedule(schedule, routing, crossing)
+    try:
+        programs = lower_schedule(schedule, routing, crossing)
+    except ScheduleError:
+        validate_schedule(schedule, routing, crossing)  # says more where instructions are missing
+        raise
     validate_schedule(programs, routing, crossing)
     forward: tuple[Program, ...] = ((),) * plan.world
     if validation_microbatches is not None:

@@ -204,11 +204,14 @@ def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.Captur
 
 
 def test_names_of_the_former_release_that_users_import_are_still_there():
+    from raypar import callbacks
     from raypar.callbacks import EndInfo, FailureInfo, RunEndInfo, RunFailureInfo, RunStartInfo, StartInfo
     from raypar.token_files import TokenFile, token_loss
-    from raypar.worker import tokens
+    from raypar.worker import spec, tokens
+    from raypar.worker.job_spec import DataSpec, Ref
 
     assert (StartInfo, EndInfo, FailureInfo) == (RunStartInfo, RunEndInfo, RunFailureInfo)
+    assert callbacks.Answer is callbacks.HookResult and spec.DataSpec is DataSpec and spec.Ref is Ref
     assert (tokens.TokenFile, tokens.token_loss) == (TokenFile, token_loss)
 
 

@@ -217,6 +217,19 @@ def test_replicas_of_a_shard_hold_the_same_until_they_share_state_out():
     assert plan.compute_keys == ((0, 0), (0, 1), (0, 0), (0, 1), (1, 0)), "they compute the same all the same"
 
 
+def test_there_are_no_copies_of_no_state():
+    """Two stages without parameters hold the same, which is nothing to compare."""
+    outline = ModelOutline((), elements=({"a": 4}, {}, {}))
+    assert [Ownership(ParallelPlan.mesh(pp=3, layers=3), outline).has_copies(rank) for rank in range(3)] == [False] * 3
+
+
+def test_only_ranks_with_the_same_tensors_are_asked_for_copies():
+    outline = ModelOutline((), elements=tuple({f"weight{layer}": 4} for layer in range(64)))
+    ownership = Ownership(ParallelPlan.mesh(dp=2, pp=64, layers=64), outline)
+    assert ownership.has_copies(0) and ownership.written(0)
+    assert {key[1] for key in ownership._answers} == {0}, "of one position, not of all"
+
+
 def test_what_is_handed_over_is_where_the_optimizers_state_is():
     plan = PLANS["3 replicas"]
     for zero in range(4):

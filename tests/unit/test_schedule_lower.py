@@ -11,6 +11,7 @@ from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConn
 from raypar.schedule import registry
 from raypar.schedule.instructions import ExchangeTies, FreeActivations, Recv, ReduceGradients, Send
 from raypar.schedule.lower import lower_schedule, lower_validation_pass
+from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.schedule.schedule_csv import parse_schedule_csv
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.validate import validate_schedule
@@ -48,6 +49,13 @@ def test_with_split_backwards_gradients_leave_after_i_and_activations_are_freed_
         "0F0 0SA0>1@1 0RG0<1@1 0I0 0W0 0X0 0G V O",
         "1RA0<0@0 1F0 1I0 1SG0>0@0 1W0 1X0 1G V O",
     ]
+
+
+def test_an_order_in_which_an_instruction_is_missing_is_told_so():
+    plan = ParallelPlan.of([1], layers=1)
+    order = parse_schedule_csv("0F0,0B0,0W0\n")
+    with pytest.raises(ScheduleError, match="0B0 1 times, 0I0 0 times, 0W0 1 times"):
+        assign_programs_to_ranks(order, plan, StageConnections.chain(1), Microbatches(1))
 
 
 def test_stages_on_one_worker_send_each_other_nothing():

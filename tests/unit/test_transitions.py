@@ -15,6 +15,7 @@ from raypar.elastic.events import (
     CheckpointFailed,
     CheckpointStateCopied,
     DrainRequested,
+    DriverFailover,
     GenerationClaimed,
     GroupsAborted,
     KeptGradientsApplied,
@@ -132,6 +133,14 @@ def spent(machine):
     return machine
 
 
+def taken_over(seen, saved):
+    """A run whose driver was killed just after the checkpoint of the last step that its workers have applied."""
+    machine = start(save_every=saved, last=20)
+    found = DriverFailover((0, 1), 1, seen, machine.membership.plan, (0, 1), saved=saved, hired=2)
+    stands = [stood(2, worker, saved) for worker in (0, 1)]
+    return sent(machine, found, GenerationClaimed(2, True), *stands, PlanAdopted(0, 2), PlanAdopted(1, 2))
+
+
 def replaying(machine, done=2, **progress):
     """The same after a roll-back: people have seen `done` steps."""
     machine.progress.emitted = machine.progress.journalled = done
@@ -194,6 +203,11 @@ SCENES = {
         lambda: sent(arrive(P.FLUSHING), DrainRequested(1, "")),
         "reports of step 1",
         P.CLAIMING,
+    ),
+    "a new driver finds a checkpoint of steps that people have not seen": (
+        lambda: taken_over(seen=3, saved=4),
+        [StepEmitted(3)],
+        P.RUNNING,
     ),
     "the job ends while a checkpoint is written": (
         lambda: seen(writing(arrive(P.FLUSHING, save_at_end=False))),
