@@ -161,7 +161,7 @@ class WorkerActor:
             if made.fresh or made.load:  # built from whole layers or files; during a run others would wait for this
                 return_unused_memory()
             self.coordinate = coordinate
-            described: dict[str, Any] | None = self.body.described
+            described: dict[str, Any] | None = self.body.adopt_description
             return described
 
         return self._guard("building its stages", build)

@@ -43,31 +43,33 @@ class ElasticWorker:
     """Copies of this worker's state and of its wards'."""
     trace: bool
     """Whether the next step's report contains its spans."""
-    described: dict[str, Any] | None
-    """What `WorkerCore.adopt` said of the stages that were built last, for the driver."""
+    adopt_description: dict[str, Any] | None
+    """What `WorkerCore.adopt` returned last, for the driver; None before the first plan."""
     _done: int
     """Steps applied to the state, as far as was known when it was last asked (`applied`)."""
-    _cut_due: bool
-    """Whether the mirror takes a cut after the step under way."""
+    _mirror_snapshot_due: bool
+    """Whether the mirror copies the state after the step under way."""
     _old: dict[str, list[ParameterState]]
     """Parameter -> what the plan before this one left here, of the same version; dropped after the first step."""
 
     def __init__(self, core: WorkerCore, worker: int) -> None:
         self.core, self.worker = core, worker
         self.mirror = Mirror()
-        self.trace, self.described = False, None
-        self._done, self._cut_due, self._old = 0, False, {}
+        self.trace, self.adopt_description = False, None
+        self._done, self._mirror_snapshot_due, self._old = 0, False, {}
 
     # -- WorkerTrainingBackend ---------------------------------------------------------------------------------------------
 
     def step(self, step: int, cut: bool = False) -> Routine[StepReport]:
-        """Run a step, vote, apply it; then, if `cut`, let the mirror take a cut."""
-        self._cut_due = cut
-        self.core.end.before_vote = self.mirror.finish if cut else None
-        report = yield from self.mirror.beside(self.core.routine(step, trace=self.trace))
+        """Run a step, vote and apply it; then, if `cut`, let the mirror copy the state."""
+        self._mirror_snapshot_due = cut
+        self.core.step_commit.before_vote = self.mirror.finish if cut else None
+        report = yield from self.mirror.run_beside_exchange(self.core.routine(step, trace=self.trace))
         if cut:
-            self._take_cut(self.core.transport)
-        return replace(report, mirror_seconds=self.mirror.spent(), digest=self.mirror.digests.get(step + 1) if cut else None)
+            self._take_mirror_snapshot(self.core.transport)
+        return replace(
+            report, mirror_seconds=self.mirror.pop_seconds_spent(), digest=self.mirror.digests.get(step + 1) if cut else None
+        )
 
     def validate(self) -> Routine[ValidationReport]:
         """Run one validation pass."""
@@ -76,26 +78,26 @@ class ElasticWorker:
 
     def applied(self) -> int:
         """Number of steps that are applied to the state here."""
-        end = getattr(self.core, "end", None)
-        if end is not None and end.finished >= self._done:
-            self._done = end.finished + 1
+        step_commit = getattr(self.core, "step_commit", None)
+        if step_commit is not None and step_commit.last_decided_step >= self._done:
+            self._done = step_commit.last_decided_step + 1
             self._old = {}
         return self._done
 
     def outcome(self) -> VoteResult | None:
         """The vote's result of the step that was applied last."""
-        return self.core.end.outcome
+        return self.core.step_commit.outcome
 
     def votable(self) -> bool:
         """Whether the gradients of the open step are reduced and kept, so that `apply_late` can apply it."""
-        return bool(self.core.stages) and self.core.end.votable
+        return bool(self.core.stages) and self.core.step_commit.can_apply_late
 
     def apply_late(self, step: int, outcome: VoteResult) -> None:
         """Apply the open step, whose vote was whole on other workers."""
-        assert self.core.end.step == step
-        self.core.end.apply_late(outcome)
-        if self._cut_due:
-            self._take_cut(None)  # the transport is gone; those who applied in time keep the other copies
+        assert self.core.step_commit.step == step
+        self.core.step_commit.apply_late(outcome)
+        if self._mirror_snapshot_due:
+            self._take_mirror_snapshot(None)  # the transport is gone; those who applied in time keep the other copies
 
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces that are here of the state after `applied()` steps."""
@@ -108,11 +110,11 @@ class ElasticWorker:
         )
 
     def cuts(self) -> Mapping[int, tuple[Piece, ...]]:
-        """Cut of the mirror, by its steps done -> the pieces of it that are here."""
+        """Number of steps done -> pieces held here of the mirror's snapshot of the state after so many steps."""
         return self.mirror.pieces()
 
     def digests(self) -> Mapping[int, Digest]:
-        """Cut of the mirror -> digest of the copy of this worker's own state."""
+        """Number of steps done -> digest of the mirror's copy of this worker's own state."""
         return self.mirror.digests
 
     def abort(self, reason: str) -> None:
@@ -122,13 +124,13 @@ class ElasticWorker:
     def adopt(self, order: tuple[AdoptOrder, Callable[[], Transport]]) -> Routine[None]:
         """Connect, send and receive state, then build stages. Until all state has arrived the old stages stay as they are."""
         part, connect = order
-        self.core.learn_layouts(part.assignment)
+        self.core.take_layouts_from_assignment(part.assignment)
         base: dict[str, list[ParameterState]] = {}
         if part.cut:
-            base = self.mirror.at(part.done)
+            base = self.mirror.state_of_snapshot(part.done)
         elif not (part.fresh or part.load):
             base = self._standing() if self.applied() == part.done else {}
-        self.mirror.leave()
+        self.mirror.give_up_exchange()
         former, self.core.transport = self.core.transport, None
         if former is not None:
             former.close()
@@ -143,22 +145,22 @@ class ElasticWorker:
             state = self._assembled(part, transport.rank, base)
             values = {name: kept[PARAMETER] for name, kept in state.items()}
         load = Path(part.load) if part.load else None
-        self.described = self.core.adopt(part.assignment, transport, values=values, load=load)
+        self.adopt_description = self.core.adopt(part.assignment, transport, values=values, load=load)
         self.core.release_initial_values()
         if not (part.fresh or part.load):
-            for index, optimizer in self.core.end.optimizers.items():
+            for index, optimizer in self.core.step_commit.optimizers.items():
                 kinds = {name: _without_parameter(state.get(name, {})) for name in self.core.stages[index].parameters}
                 load_optimizer_state(optimizer, {name: kept for name, kept in kinds.items() if kept})
-        self._done, self.core.end.finished = part.done, part.done - 1
+        self._done, self.core.step_commit.last_decided_step = part.done, part.done - 1
         self._old = base
-        self.mirror.rank, self.mirror.buddies = transport.rank, part.buddies
-        self.mirror.compared = self.core.ownership.has_copies(transport.rank)
+        self.mirror.rank, self.mirror.keeper_of = transport.rank, part.buddies
+        self.mirror.compares_digests = self.core.ownership.has_copies(transport.rank)
 
     # -- state here -----------------------------------------------------------------------------------------------------------
 
-    def _take_cut(self, transport: Transport | None) -> None:
+    def _take_mirror_snapshot(self, transport: Transport | None) -> None:
         done = self.applied()
-        self.mirror.take(done, self._held(), transport, self._slices())
+        self.mirror.take_snapshot(done, self._held(), transport, self._slices())
 
     def _slices(self) -> dict[str, ParameterSlice]:
         """Parameter that is cut over shards -> which part of it is here."""
@@ -211,7 +213,7 @@ class ElasticWorker:
         """Parameter or buffer of this worker's stages -> its state; not copies."""
         found: dict[str, StateByKey] = {}
         for index, stage in self.core.stages.items():
-            optimizer = self.core.end.optimizers.get(index)
+            optimizer = self.core.step_commit.optimizers.get(index)
             state = optimizer_state(optimizer) if optimizer is not None else {}
             for name, parameter in stage.parameters.items():
                 if parameter.numel():
@@ -272,8 +274,8 @@ class ElasticWorker:
     def _moved(self, piece: Piece, holdings: list[ParameterState]) -> tuple[int | None, StateByKey]:
         """(first element, state) of what is sent of a parameter; None for the first element: all of it, in its own shape."""
         for holding in holdings:
-            if holding.place.cut is None and holding.start is None and holding.spans == ((piece.start, piece.stop),):
-                return None, holding.kept
+            if holding.slice.cut is None and holding.start is None and holding.spans == ((piece.start, piece.stop),):
+                return None, holding.state
         return piece.start, extract_elements(holdings, piece.start, piece.stop, self._whole(piece.name))
 
 

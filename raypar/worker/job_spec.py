@@ -212,6 +212,6 @@ class JobSpec:
     init_fingerprint: str = ""
 
     @property
-    def cut(self) -> Microbatches:
-        """The step's cut into microbatches and blocks."""
+    def batching(self) -> Microbatches:
+        """How the samples of a step are divided into microbatches, and these into blocks."""
         return Microbatches(self.microbatches, self.virtual_replicas, self.batch_size)

@@ -79,7 +79,7 @@ def read_first_microbatch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
         dataset = make_dataset(spec.data)
     fields = tuple(dict.fromkeys([*graph.batch_fields, spec.data.target or "y"]))
     order = SampleOrder(spec.seed, len(dataset))
-    loader = MicrobatchLoader(dataset, spec.data, order, spec.cut, seed=spec.seed, fields=fields, guard=guard)
+    loader = MicrobatchLoader(dataset, spec.data, order, spec.batching, seed=spec.seed, fields=fields, guard=guard)
     try:
         loader.prefetch(0, [0])
         return loader.get(0, 0)
@@ -92,7 +92,7 @@ def profile_layers(
 ) -> tuple[tuple[LayerProfile, ...], tuple[tuple[int, int, int], ...]]:
     """Every layer's profile, and (producer, consumer, bytes) of every value that passes between layers."""
     count = len(graph.layers)
-    routing = MicrobatchRouting(ParallelPlan.mesh(pp=count), spec.cut)
+    routing = MicrobatchRouting(ParallelPlan.mesh(pp=count), spec.batching)
     values: dict[str, Tensor] = {}
     sizes: dict[str, int] = {}
     found = []
@@ -122,7 +122,7 @@ def _profile_layer(
         build_stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=loss, split=split, values=held)
         for split in (False, True)
     )
-    whole.coordinate.before_run = split.coordinate.before_run = True
+    whole.coordinate.is_profiling = split.coordinate.is_profiling = True
     fields = {name: batch[name] for name in whole.batch_fields}
     outputs = _forward(whole, received, fields)
     gradients = {name: [torch.randn_like(v) if v.is_floating_point() else None] for name, v in outputs.items()}

@@ -211,7 +211,7 @@ class SampleReader:
 class MicrobatchLoader:
     """The microbatches of one data set, by (step, microbatch).
 
-    `cut.batch_size` samples a step; `fields`: which to collate; `readers`: how many times a step's microbatch is asked for
+    `batching.batch_size` samples a step; `fields`: which to collate; `readers`: how many times a step's microbatch is asked for
     (stages of one worker that read batch fields), so that it is read once and let go after its last use. `guard`: gets lines
     about process state that samples leave changed, here or in the data processes.
     """
@@ -221,7 +221,7 @@ class MicrobatchLoader:
         dataset: Any,
         spec: DataSpec,
         order: SampleOrder,
-        cut: Microbatches,
+        batching: Microbatches,
         *,
         seed: int,
         fields: Sequence[str],
@@ -230,7 +230,7 @@ class MicrobatchLoader:
         guard: TorchStateGuard | None = None,
     ) -> None:
         dataset_size(dataset, spec.dataset.label)
-        self._spec, self._order, self._cut = spec, order, cut
+        self._spec, self._order, self._batching = spec, order, batching
         self._seed, self._fields, self._readers, self._timeout_s = seed, tuple(fields), readers, timeout_s
         self._guard = guard
         self._reader = SampleReader(dataset, spec.names, self._fields, seed, guard)
@@ -238,10 +238,10 @@ class MicrobatchLoader:
         self._pending: dict[tuple[int, int], Future[_Answer]] = {}
         self._kept: dict[tuple[int, int], tuple[dict[str, Tensor], int]] = {}
 
-    def places(self, step: int, microbatch: int) -> list[SamplePosition]:
+    def sample_positions(self, step: int, microbatch: int) -> list[SamplePosition]:
         """(epoch, id) of the samples of a microbatch."""
-        samples = self._cut.samples(microbatch)
-        start = step * self._cut.batch_size
+        samples = self._batching.samples(microbatch)
+        start = step * self._batching.batch_size
         return self._order.ids(start + samples.start, start + samples.stop)
 
     def prefetch(self, step: int, microbatches: Sequence[int]) -> None:
@@ -253,7 +253,7 @@ class MicrobatchLoader:
         for microbatch in microbatches:
             key = (step, microbatch)
             if key not in self._pending and key not in self._kept:
-                self._pending[key] = self._submit(self.places(*key))
+                self._pending[key] = self._submit(self.sample_positions(*key))
 
     def read_ahead(self, step: int, microbatches: Sequence[int]) -> None:
         """Read these now, about `AHEAD_BYTES` of them, while others are waited for. What goes wrong is raised by `get`."""
@@ -262,7 +262,7 @@ class MicrobatchLoader:
             if room <= 0:
                 return
             try:
-                batch = self._reader.read(self.places(*key))
+                batch = self._reader.read(self.sample_positions(*key))
             except RayparError:
                 return
             self._kept[key] = batch, self._readers
@@ -275,7 +275,7 @@ class MicrobatchLoader:
             del self._kept[old]
         batch, left = self._kept.pop(key, (None, self._readers))
         if batch is None:
-            places = self.places(step, microbatch)
+            places = self.sample_positions(step, microbatch)
             batch = self._wait(key, places) if self._spec.processes else self._reader.read(places)
         if left > 1:
             self._kept[key] = (batch, left - 1)

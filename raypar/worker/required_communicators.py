@@ -47,7 +47,7 @@ def required_communicators(
         found |= {key for key in _ties(plan, assignment.crossing.ties, layout) if rank in key.members}
         for stage in plan.stages_of(rank):
             fast, shards = spec.reduction == "fast", plan.stages[stage].shards
-            found |= set(_reduction(MicrobatchRouting(plan, spec.cut), stage, plan.seats[rank].shard, fast))
+            found |= set(_reduction(MicrobatchRouting(plan, spec.batching), stage, plan.seats[rank].shard, fast))
             if shards > 1:
                 # A loss on cut logits gathers. So do layers of the gathered style; every stage is assumed to have one.
                 last = plan.stages[stage].last == max(other.last for other in plan.stages)

@@ -336,7 +336,7 @@ class StageBuilder:
                 self.transport,
                 group=plan.replica_ranks(index, shard),
                 runs=[self.routing.run(index, r) for r in range(plan.stages[index].replicas)],
-                blocks=self.spec.cut.blocks,
+                blocks=self.spec.batching.blocks,
                 parameters=[(use.shape, use.dtype) for use in stage.uses],
                 channel=index,
                 device=self.device,

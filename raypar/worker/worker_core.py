@@ -21,7 +21,7 @@ from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
 from raypar.model.layer_skeletons import SkeletonCopier, outline_graph
 from raypar.model.tensor_parallel.layout import compute_shard_layout
-from raypar.plan import MicrobatchRouting, ModelOutline, ParallelPlan
+from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -115,13 +115,13 @@ class WorkerCore:
     """This worker's rank in the present plan."""
     ownership: Ownership
     """Which rank of the present plan keeps which piece of state."""
-    end: StepCommit
+    step_commit: StepCommit
     """Ends the steps: reductions, vote, optimizers."""
     interpreter: Interpreter
     """Runs training steps."""
     loader: MicrobatchLoader | None
     """Reads training samples; None if no stage here reads any."""
-    validator: Interpreter | None
+    validation_interpreter: Interpreter | None
     """Runs validation passes; None if the job has none."""
     validation_loader: MicrobatchLoader | None
     """Reads validation samples; None if no stage here reads any."""
@@ -168,7 +168,7 @@ class WorkerCore:
         transport: Transport,
         *,
         cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
-        before: Callable[[int, Instruction], None] | None = None,
+        before_compute: Callable[[int, Instruction], None] | None = None,
         values: Mapping[str, Tensor] | None = None,
         load: Path | None = None,
     ) -> dict[str, Any]:
@@ -176,21 +176,21 @@ class WorkerCore:
 
         `values`: tensors of all parameters (canonical names) and buffers, which the stages make their own; `load`: a checkpoint
         to read them from, with the optimizers' state. With neither, stages begin with the initial values, and the description
-        contains digests of these. `cost_ms`, `before`: see `Interpreter`.
+        contains digests of these. `cost_ms`, `before_compute`: see `Interpreter`.
         """
-        self.learn_layouts(assignment)
+        self.take_layouts_from_assignment(assignment)
         self.guard.establish()
-        self.guard.thorough = True
+        self.guard.compare_everything = True
         self._close_loaders()
         former = list(self.stages.values())
-        reductions = list(self.end.reductions.values()) if self.stages else []
+        reductions = list(self.step_commit.reductions.values()) if self.stages else []
         self.assignment, self.transport, self.rank = assignment, transport, transport.rank
         self.ownership = self.ownership_of(assignment.plan)
         builder = StageBuilder(
             spec=self.spec,
             graph=self.graph,
             assignment=assignment,
-            routing=MicrobatchRouting(assignment.plan, self.spec.cut),
+            routing=MicrobatchRouting(assignment.plan, self.spec.batching),
             transport=transport,
             layout=self.layout,
             ownership=self.ownership,
@@ -199,8 +199,8 @@ class WorkerCore:
             shard_timeout_s=self.step_timeout_s,
         )
         self.stages, digests = builder.build_stages(values, unfilled=load is not None)
-        self.end = builder.build_step_commit(self.stages)
-        self._build_interpreters(builder.routing, transport, cost_ms, before)
+        self.step_commit = builder.build_step_commit(self.stages)
+        self._build_interpreters(builder.routing, transport, cost_ms, before_compute)
         # Stages and what hangs on their tensors hold each other in circles, and Python's collector skips what is frozen.
         for stage in former:
             stage.release()
@@ -220,22 +220,26 @@ class WorkerCore:
         routing: MicrobatchRouting,
         transport: Transport,
         cost_ms: Callable[[Instruction], float],
-        before: Callable[[int, Instruction], None] | None,
+        before_compute: Callable[[int, Instruction], None] | None,
     ) -> None:
         """Make loaders and interpreters, of training and of validation."""
         plan, seat = self.assignment.plan, self.assignment.plan.seats[self.rank]
         links = StageLinks.of(self.graph, plan, self.assignment.crossing, shard=seat.shard)
-        build = partial(Interpreter, rank=self.rank, links=links, stages=self.stages, transport=transport, end=self.end)
+        build = partial(
+            Interpreter, rank=self.rank, links=links, stages=self.stages, transport=transport, step_commit=self.step_commit
+        )
         self._mine = self._microbatches(routing)
-        self.loader = self._feed(self.spec.data, self.spec.cut, training=True)
-        self.end.meanwhile = self._read_ahead
-        self.interpreter = build(routing=routing, feeds=self._feeds(self.loader), cost_ms=cost_ms, before=before)
-        self.validator = None
-        if self.assignment.validation_cut is not None and self.spec.validation is not None:
-            validation = MicrobatchRouting(plan, self.assignment.validation_cut)
-            self.validation_loader = self._feed(self.spec.validation.data, validation.microbatches, training=False)
+        self.loader = self._make_loader(self.spec.data, self.spec.batching, training=True)
+        self.step_commit.while_votes_arrive = self._read_ahead
+        self.interpreter = build(
+            routing=routing, batch_sources=self._batch_sources(self.loader), cost_ms=cost_ms, before_compute=before_compute
+        )
+        self.validation_interpreter = None
+        if self.assignment.validation_batching is not None and self.spec.validation is not None:
+            validation = MicrobatchRouting(plan, self.assignment.validation_batching)
+            self.validation_loader = self._make_loader(self.spec.validation.data, validation.microbatches, training=False)
             self._validation_mine = self._microbatches(validation)
-            self.validator = build(routing=validation, feeds=self._feeds(self.validation_loader))
+            self.validation_interpreter = build(routing=validation, batch_sources=self._batch_sources(self.validation_loader))
 
     def _microbatches(self, routing: MicrobatchRouting) -> list[int]:
         """The microbatches that this worker runs, ascending."""
@@ -247,8 +251,8 @@ class WorkerCore:
         if self.graph.initial_values is not None:
             self.graph.initial_values.release()
 
-    def learn_layouts(self, assignment: ProgramAssignment | None) -> None:
-        """Take over, from what the driver has sent, how the model is cut over shards: it was computed once, by the client."""
+    def take_layouts_from_assignment(self, assignment: ProgramAssignment | None) -> None:
+        """Keep the layouts that the assignment brings, so that this worker need not compute them again."""
         if assignment is not None:
             self._layouts.update(assignment.layouts)
 
@@ -268,8 +272,8 @@ class WorkerCore:
         return outline_graph(self.graph)
 
     @property
-    def blocks(self) -> bool:
-        """Whether steps wait for other shards in the middle of a layer; a plain routine cannot do that."""
+    def waits_inside_layers(self) -> bool:
+        """Whether steps wait for other shards in the middle of a layer, which a plain routine cannot do."""
         return any(stage.shard is not None for stage in self.stages.values())
 
     def dataset(self, spec: DataSpec) -> Any:
@@ -281,8 +285,8 @@ class WorkerCore:
                 self._datasets[key] = make_dataset(spec)
         return self._datasets[key]
 
-    def _feed(self, data: DataSpec, cut: Any, *, training: bool) -> MicrobatchLoader | None:
-        """A loader of the batch fields that the stages here read; None if they read none. `cut`: samples -> microbatches."""
+    def _make_loader(self, data: DataSpec, batching: Microbatches, *, training: bool) -> MicrobatchLoader | None:
+        """A loader of the batch fields that this worker's stages read; None if they read none."""
         fields = tuple(dict.fromkeys(f for stage in self.stages.values() for f in stage.batch_fields))
         if not fields:
             return None
@@ -290,7 +294,7 @@ class WorkerCore:
         order = SampleOrder(self.spec.seed, len(dataset), shuffle=training)
         readers = sum(bool(stage.batch_fields) for stage in self.stages.values())
         loader = MicrobatchLoader(
-            dataset, data, order, cut, seed=self.spec.seed, fields=fields, readers=readers, guard=self.guard
+            dataset, data, order, batching, seed=self.spec.seed, fields=fields, readers=readers, guard=self.guard
         )
         self._loaders.append(loader)
         return loader
@@ -300,7 +304,7 @@ class WorkerCore:
         if self.loader is not None and step < self.spec.steps:
             self.loader.read_ahead(step, self._mine)
 
-    def _feeds(self, loader: MicrobatchLoader | None) -> dict[int, BatchSource | None]:
+    def _batch_sources(self, loader: MicrobatchLoader | None) -> dict[int, BatchSource | None]:
         """Stage -> source of its batches, on the worker's device; None for a stage that reads none."""
         source = DeviceBatchSource(loader, self.device) if loader is not None and self.device != CPU else loader
         return {index: source if stage.batch_fields else None for index, stage in self.stages.items()}
@@ -317,7 +321,7 @@ class WorkerCore:
         start = time.perf_counter_ns()
         yield from self.interpreter.run(self.assignment.program, step, trace=trace)
         end = time.perf_counter_ns()
-        outcome = self.end.outcome
+        outcome = self.step_commit.outcome
         assert outcome is not None and self.transport is not None
         return StepReport(
             rank=self.rank,
@@ -341,14 +345,14 @@ class WorkerCore:
 
     def validation_routine(self, step: int) -> Routine[ValidationReport]:
         """One whole validation pass as a routine."""
-        assert self.validator is not None, "the assignment has no validation pass"
+        assert self.validation_interpreter is not None, "the assignment has no validation pass"
         self.guard.establish()
         start = time.perf_counter_ns()
         for stage in self.stages.values():
             stage.losses.clear()
         if self.validation_loader is not None:
             self.validation_loader.prefetch(0, self._validation_mine)
-        yield from self.validator.run_forward(self.assignment.validation_program, step)
+        yield from self.validation_interpreter.run_forward(self.assignment.validation_program, step)
         losses = {m: (float(s), float(c)) for stage in self.stages.values() for m, (s, c) in stage.losses.items()}
         self.guard.check_all(f"a layer, the loss or the data set, in the validation after {step} steps,")
         return ValidationReport(self.rank, step, losses, (time.perf_counter_ns() - start) / 1e9, self.guard.lines())
@@ -361,7 +365,7 @@ class WorkerCore:
 
     def save(self, folder: Path) -> None:
         """Copy this rank's share of the state, and write it in the background; see `save_result`."""
-        state = take_snapshot(self.stages, self.end.optimizers, self.ownership.written(self.rank))
+        state = take_snapshot(self.stages, self.step_commit.optimizers, self.ownership.written(self.rank))
         self._writer.start(folder, f"worker_{self.rank:04d}.safetensors", state)
 
     def save_result(self) -> ShardRecord:
@@ -370,7 +374,7 @@ class WorkerCore:
 
     def load(self, path: Path) -> None:
         """Put a checkpoint's state into the stages. Raises `CheckpointError`."""
-        restore_from_checkpoint(path, self.stages, self.end.optimizers, initial_values_of(self.graph, self.spec.seed))
+        restore_from_checkpoint(path, self.stages, self.step_commit.optimizers, initial_values_of(self.graph, self.spec.seed))
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

@@ -140,8 +140,8 @@ def needed(part, rank, job=JOB):
 
 
 def parts_of(plan, ranks=None, moves=()):
-    order = registry.build_schedule("1f1b", MicrobatchRouting(plan, JOB.cut))
-    made = assign_programs_to_ranks(order, plan, StageConnections.chain(len(plan.stages)), JOB.cut)
+    order = registry.build_schedule("1f1b", MicrobatchRouting(plan, JOB.batching))
+    made = assign_programs_to_ranks(order, plan, StageConnections.chain(len(plan.stages)), JOB.batching)
     return [AdoptOrder(assignment, ranks or {}, 0, moves) for assignment in made]
 
 

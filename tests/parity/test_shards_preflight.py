@@ -187,7 +187,7 @@ def test_a_profile_knows_what_shards_hold_and_that_they_talk():
     for plan, made in zip(plans[1:], planned[1:], strict=True):
         with OneProcessRun(spec, plan, "1f1b") as local:
             held = [sum(p.nbytes for p in core.stages[0].parameters.values()) for core in local.cores]
-        assert memory_sheet(made.profile, plan, "1f1b", spec.cut, 0).parameters == max(held)
+        assert memory_sheet(made.profile, plan, "1f1b", spec.batching, 0).parameters == max(held)
         assert made.predicted.makespan_ms > 0 and len(made.orders) == plan.world
 
 

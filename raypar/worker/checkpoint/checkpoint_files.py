@@ -483,7 +483,7 @@ def contract_of_job(spec: JobSpec) -> dict[str, Any]:
         "seed": spec.seed,
         "batch_size": spec.batch_size,
         "microbatches": spec.microbatches,
-        "virtual_replicas": spec.cut.blocks,
+        "virtual_replicas": spec.batching.blocks,
         "dtype": spec.dtype,
         "device": spec.device,
         "threads": spec.threads,

@@ -240,11 +240,12 @@ def _set_attention(value: tuple[bool, bool, bool, bool]) -> None:
 class RestorableSetting:
     """How to restore one field of `GlobalTorchState`, and how messages speak of it."""
 
-    write: Callable[[Any], None]
-    """Sets the field to a value."""
-    call: str
-    """The user's call that changes it; `{}` stands for the value found."""
+    restore: Callable[[Any], None]
+    """Sets the field to the value that is expected."""
+    changing_call: str
+    """The user's call that changes the field, for messages; `{}` stands for the value found."""
     cure: str
+    """What the user can do instead, for messages."""
 
 
 _FOR_ALL = "such settings hold for all layers, whichever worker has them; leave it out"
@@ -315,7 +316,7 @@ class TorchStateGuard(EnvironmentGuard):
     """The state expected in training."""
     evaluating: GlobalTorchState
     """The state expected in validation: the same without gradients."""
-    thorough: bool
+    compare_everything: bool
     """Compare everything after each call: in the first step of a plan, and in the one after a step that left something."""
     _quick: dict[bool, PerCallState]
     """Whether in validation -> the expected `read_per_call_state`."""
@@ -328,7 +329,7 @@ class TorchStateGuard(EnvironmentGuard):
         super().__init__()
         off = (False, *DEFAULT_TORCH_STATE.autocast[1:])
         self._expect((base or state_with_default_contexts())._replace(threads=threads, autocast=off))
-        self.thorough = False
+        self.compare_everything = False
         self._threads = threading.local()
         self.enter_thread()
 
@@ -368,15 +369,16 @@ class TorchStateGuard(EnvironmentGuard):
         self.enter_thread()
         self.check(since)
 
-    def check(self, caller: str, *, evaluating: bool = False, thorough: bool = False) -> tuple[str, ...]:
-        """The fields that a call of users' code has left changed; restores them. `thorough`: compare all of `GlobalTorchState`.
+    def check(self, caller: str, *, evaluating: bool = False, compare_everything: bool = False) -> tuple[str, ...]:
+        """The fields that a call of users' code has left changed; restores them. `compare_everything`: compare all of
+        `GlobalTorchState`.
 
         Raises `UserCodeError` for inference mode: what was made in it cannot be trained on.
         """
-        if not (thorough or self.thorough) and read_per_call_state() == self._quick[evaluating]:
+        if not (compare_everything or self.compare_everything) and read_per_call_state() == self._quick[evaluating]:
             return ()
         left = self._restore(caller, read_global_torch_state(), self.evaluating if evaluating else self.training)
-        if self.thorough:
+        if self.compare_everything:
             self.check_environment(caller)
         return left
 
@@ -388,12 +390,12 @@ class TorchStateGuard(EnvironmentGuard):
         found = read_global_torch_state()
         left = self._restore(callers, found, self.training)
         if left:
-            calls = " and ".join(SETTINGS[name].call.format(getattr(found, name)) for name in left)
+            calls = " and ".join(SETTINGS[name].changing_call.format(getattr(found, name)) for name in left)
             raise UserCodeError(
                 f"{callers} left {calls} behind: what came after that has computed with it",
                 cure=SETTINGS[left[0]].cure,
             )
-        self.thorough = not self.check_environment(callers)
+        self.compare_everything = not self.check_environment(callers)
 
     @contextlib.contextmanager
     def watching(self, caller: str) -> Iterator[None]:
@@ -411,7 +413,7 @@ class TorchStateGuard(EnvironmentGuard):
         if "inference" in left and "grad" in left:
             left.remove("grad")  # inference mode switches it off itself
         for name in left:
-            SETTINGS[name].write(getattr(wanted, name))
+            SETTINGS[name].restore(getattr(wanted, name))
         torch.set_grad_enabled(wanted.grad)
         if "inference" in left:
             raise UserCodeError(
@@ -421,9 +423,9 @@ class TorchStateGuard(EnvironmentGuard):
         now = read_global_torch_state()
         still = [name for name in left if getattr(now, name) != getattr(wanted, name)]
         if still:
-            calls = " and ".join(SETTINGS[name].call.format(getattr(found, name)) for name in still)
+            calls = " and ".join(SETTINGS[name].changing_call.format(getattr(found, name)) for name in still)
             raise UserCodeError(f"{caller} left {calls}, which cannot be set back", cure=SETTINGS[still[0]].cure)
         for name in left:
             setting = SETTINGS[name]
-            self.tell(name, caller, setting.call.format(getattr(found, name)), setting.cure)
+            self.tell(name, caller, setting.changing_call.format(getattr(found, name)), setting.cure)
         return tuple(left)

@@ -54,7 +54,7 @@ class PackedTensorPlace:
 class StateCopy:
     """Copies of some parameters and buffers, with what the optimizer keeps for them, in one block of memory."""
 
-    lines: tuple[tuple[str, str, Any], ...]
+    entries: tuple[tuple[str, str, Any], ...]
     """(parameter or buffer, key, `PackedTensorPlace` or number) of all that is copied."""
     memory: Tensor
     """The bytes of all tensors, without gaps."""
@@ -66,13 +66,13 @@ class StateCopy:
         """A copy in memory of `pool`. Tensors lie by the width of their elements, widest first, so that all are aligned."""
         tensors = [(n, k, v) for n, kept in state.items() for k, v in kept.items() if isinstance(v, Tensor)]
         tensors.sort(key=lambda entry: (-entry[2].dtype.itemsize, *entry[:2]))
-        lines: list[tuple[str, str, Any]] = []
+        entries: list[tuple[str, str, Any]] = []
         at = 0
         for name, key, tensor in tensors:
-            lines.append((name, key, PackedTensorPlace(tensor.dtype, tuple(tensor.shape), at)))
+            entries.append((name, key, PackedTensorPlace(tensor.dtype, tuple(tensor.shape), at)))
             at += tensor.nbytes
-        lines += [(n, k, v) for n, kept in state.items() for k, v in kept.items() if not isinstance(v, Tensor)]
-        copy = StateCopy(tuple(lines), pool.empty((at,), torch.uint8), slices or {})
+        entries += [(n, k, v) for n, kept in state.items() for k, v in kept.items() if not isinstance(v, Tensor)]
+        copy = StateCopy(tuple(entries), pool.empty((at,), torch.uint8), slices or {})
         with torch.no_grad():
             for (_, _, tensor), (_, _, view) in zip(tensors, copy.values(), strict=False):
                 view.copy_(tensor)
@@ -80,7 +80,7 @@ class StateCopy:
 
     def values(self) -> Iterator[tuple[str, str, Any]]:
         """(parameter or buffer, key, tensor inside `memory` or number) of all that is copied."""
-        for name, key, value in self.lines:
+        for name, key, value in self.entries:
             if isinstance(value, PackedTensorPlace):
                 stop = value.start + math.prod(value.shape) * value.dtype.itemsize
                 yield name, key, self.memory[value.start : stop].view(value.dtype).view(value.shape)
@@ -89,7 +89,7 @@ class StateCopy:
 
     def pieces(self) -> Iterator[Piece]:
         """The elements of parameters and buffers that are copied."""
-        for name, key, value in self.lines:
+        for name, key, value in self.entries:
             if key == PARAMETER:
                 place = self.slices.get(name, WHOLE)
                 for start, stop in place.spans(place.size(value.shape)):
@@ -100,19 +100,19 @@ class StateCopy:
         found: dict[str, StateByKey] = {}
         for name, key, value in self.values():
             found.setdefault(name, {})[key] = value
-        return {name: ParameterState(kept, self.slices.get(name, WHOLE), lent=True) for name, kept in found.items()}
+        return {name: ParameterState(kept, self.slices.get(name, WHOLE), is_read_only=True) for name, kept in found.items()}
 
     def digest(self) -> Digest:
         """Digests of what is copied and of its bits, 32 bits each; the second depends on every bit and its place."""
-        rooms = [line for line in self.lines if isinstance(line[2], PackedTensorPlace)]
-        numbers = self.lines[len(rooms) :]
+        rooms = [entry for entry in self.entries if isinstance(entry[2], PackedTensorPlace)]
+        numbers = self.entries[len(rooms) :]
         bits = zlib.crc32(memoryview(self.memory.numpy()), zlib.crc32(repr(numbers).encode()))
         return zlib.crc32(repr((rooms, sorted(self.slices.items()))).encode()), bits
 
     @property
     def header(self) -> Tensor:
-        """`lines`, the number of bytes and `slices`, pickled: what a keeper has to know before the memory comes."""
-        return torch.frombuffer(bytearray(pickle.dumps((self.lines, self.memory.nbytes, self.slices))), dtype=torch.uint8)
+        """`entries`, the number of bytes and `slices`, pickled: what a keeper has to know before the memory comes."""
+        return torch.frombuffer(bytearray(pickle.dumps((self.entries, self.memory.nbytes, self.slices))), dtype=torch.uint8)
 
 
 def split_into_chunks(memory: Tensor) -> list[Tensor]:
@@ -149,17 +149,17 @@ class PolledRoutine:
 class Mirror:
     """The mirror's cuts in one worker's memory. Cuts are called by the number of steps done."""
 
-    buddies: Mapping[int, int] = field(default_factory=dict)
+    keeper_of: Mapping[int, int] = field(default_factory=dict)
     """Rank -> the rank that is its keeper, in the present generation."""
     rank: int = 0
     """This worker's rank, in the present generation."""
-    compared: bool = False
+    compares_digests: bool = False
     """Whether other ranks should hold the same state, so that digests are compared."""
     digests: dict[int, Digest] = field(default_factory=dict)
     """Cut -> digest of the copy of this worker's own state, where digests are compared."""
     _pool: BufferPool = field(default_factory=BufferPool, init=False)
     """The memory of all copies."""
-    _cuts: dict[int, dict[int, StateCopy]] = field(default_factory=dict, init=False)
+    _snapshots: dict[int, dict[int, StateCopy]] = field(default_factory=dict, init=False)
     """Cut -> ward's rank, or `OWN` -> copy."""
     _complete: int | None = field(default=None, init=False)
     """The last cut that is known to be complete everywhere."""
@@ -168,11 +168,11 @@ class Mirror:
     _exchange: list[PolledRoutine] = field(default_factory=list, init=False)
     """Sends this worker's copy and receives its wards'."""
     _seconds: float = field(default=0.0, init=False)
-    """Time spent since the last call of `spent`."""
+    """Time spent since the last call of `pop_seconds_spent`."""
 
     # -- while a generation runs ---------------------------------------------------------------------------------------------
 
-    def take(
+    def take_snapshot(
         self,
         done: int,
         state: Mapping[str, StateByKey],
@@ -186,23 +186,23 @@ class Mirror:
         """
         start = time.perf_counter()
         self._exchange = []
-        self._cuts = {step: copies for step, copies in self._cuts.items() if step == self._complete}
+        self._snapshots = {step: copies for step, copies in self._snapshots.items() if step == self._complete}
         own = StateCopy.of(state, self._pool, slices)
-        self.digests = {step: digest for step, digest in self.digests.items() if step in self._cuts}
-        if self.compared:
+        self.digests = {step: digest for step, digest in self.digests.items() if step in self._snapshots}
+        if self.compares_digests:
             self.digests[done] = own.digest()
-        self._cuts[done], self._open = {OWN: own}, done
+        self._snapshots[done], self._open = {OWN: own}, done
         if transport is not None:
-            wards = [ward for ward, keeper in self.buddies.items() if keeper == self.rank]
+            wards = [ward for ward, keeper in self.keeper_of.items() if keeper == self.rank]
             try:
-                if self.rank in self.buddies:
-                    self._exchange.append(PolledRoutine(self._give(own, done, self.buddies[self.rank], transport)))
+                if self.rank in self.keeper_of:
+                    self._exchange.append(PolledRoutine(self._give(own, done, self.keeper_of[self.rank], transport)))
                 self._exchange += [PolledRoutine(self._keep(done, ward, transport)) for ward in wards]
             except CommError:
                 self._open = None  # aborted just now: the next generation takes a cut at once
         self._seconds += time.perf_counter() - start
 
-    def beside(self, routine: Routine[Any]) -> Routine[Any]:
+    def run_beside_exchange(self, routine: Routine[Any]) -> Routine[Any]:
         """Run `routine`, and advance the exchange wherever it waits or is about to compute."""
         failed: Exception | None = None
         while True:
@@ -235,7 +235,7 @@ class Mirror:
         self._exchange = []
         self._seconds = before + time.perf_counter() - start
 
-    def spent(self) -> float:
+    def pop_seconds_spent(self) -> float:
         """Seconds spent on copies, messages and waiting for them since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -252,16 +252,16 @@ class Mirror:
     def _keep(self, done: int, ward: int, transport: Transport) -> Routine[None]:
         header = transport.recv(None, source=ward, tag=mirror_tag(done, 0))
         yield RoutineWait(header, f"the list of the mirror's copy of rank {ward}")
-        lines, nbytes, slices = pickle.loads(header.tensor().numpy().tobytes())
-        copy = StateCopy(lines, self._pool.empty((nbytes,), torch.uint8), slices)
+        entries, nbytes, slices = pickle.loads(header.tensor().numpy().tobytes())
+        copy = StateCopy(entries, self._pool.empty((nbytes,), torch.uint8), slices)
         parts = enumerate(split_into_chunks(copy.memory), 1)
         for handle in [transport.recv(out, source=ward, tag=mirror_tag(done, index)) for index, out in parts]:
             yield RoutineWait(handle, f"the mirror's copy of rank {ward}")
-        self._cuts[done][ward] = copy
+        self._snapshots[done][ward] = copy
 
     # -- between generations -------------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
+    def give_up_exchange(self) -> None:
         """Give up what has not arrived: the generation is over."""
         self.poll()
         self._exchange, self._open = [], None
@@ -271,14 +271,14 @@ class Mirror:
         self.poll()
         return {
             step: tuple(sorted({piece for copy in copies.values() for piece in copy.pieces()}))
-            for step, copies in self._cuts.items()
+            for step, copies in self._snapshots.items()
         }
 
-    def at(self, done: int) -> dict[str, list[ParameterState]]:
+    def state_of_snapshot(self, done: int) -> dict[str, list[ParameterState]]:
         """Parameter or buffer -> what is here of it of one cut; the tensors lie inside the copies."""
         self.poll()
         found: dict[str, list[ParameterState]] = {}
-        for copy in self._cuts.get(done, {}).values():
+        for copy in self._snapshots.get(done, {}).values():
             for name, holding in copy.holdings().items():
                 found.setdefault(name, []).append(holding)
         return found

@@ -62,13 +62,13 @@ class BatchSource(Protocol):
 class StageLinks:
     """The values that cross between stages, which the program's sends and receives carry. Worked out once for each plan."""
 
-    into: dict[int, tuple[StageEdge, ...]]
+    incoming_edges: dict[int, tuple[StageEdge, ...]]
     """Stage -> edges whose values it uses."""
-    out_of: dict[int, tuple[StageEdge, ...]]
+    outgoing_edges: dict[int, tuple[StageEdge, ...]]
     """Stage -> edges whose values it makes."""
-    counts: dict[tuple[int, int], tuple[tuple[str, int], ...]]
+    returned_gradient_counts: dict[tuple[int, int], tuple[tuple[str, int], ...]]
     """(src, dst) -> (value, number of gradients that come back for it), in the order of the edge's values."""
-    receivers: dict[tuple[int, int], int]
+    receiving_shard_counts: dict[tuple[int, int], int]
     """(maker's stage, user's stage) -> number of the user's shards to which this worker sends a bundle."""
 
     @staticmethod
@@ -108,13 +108,13 @@ class Interpreter:
     """The worker's stages, by number."""
     transport: Transport
     """Moves tensors between this worker and the others."""
-    end: StepCommit
+    step_commit: StepCommit
     """Carries out reductions, ties, vote and optimizer step, and holds the step's outcome."""
-    feeds: Mapping[int, BatchSource | None]
+    batch_sources: Mapping[int, BatchSource | None]
     """Stage -> source of its batch fields; None for a stage that reads none."""
     cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0
     """How far the virtual clock moves for an instruction; ignored on real transports."""
-    before: Callable[[int, Instruction], None] | None = None
+    before_compute: Callable[[int, Instruction], None] | None = None
     """Called with (step, instruction) before each compute instruction: breakpoints of `raypar debug`."""
 
     _local: dict[Bundle, list[Tensor]] = field(default_factory=dict)
@@ -136,12 +136,12 @@ class Interpreter:
         self._replica = self.routing.plan.seats[self.rank].replica
 
     def run(self, program: Program, step: int, *, trace: bool = False) -> Routine[None]:
-        """One training step. Leaves the outcome in `self.end`. Raises what stages, transports or the vote raise."""
+        """One training step. Leaves the outcome in `self.step_commit`. Raises what stages, transports or the vote raise."""
         self._reset()
         clock = time.perf_counter_ns
         for stage in self.stages.values():
             stage.begin_step(step)
-        self.end.begin(step)
+        self.step_commit.begin(step)
         for instruction in program:
             rule = TRAINING_RULES.get(type(instruction))
             if rule is None:
@@ -152,8 +152,8 @@ class Interpreter:
             received: Received = {}
             if isinstance(instruction, Compute):
                 received = yield from self._inputs(instruction)
-                if self.before is not None:
-                    self.before(step, instruction)
+                if self.before_compute is not None:
+                    self.before_compute(step, instruction)
             yield RoutineWork(str(instruction), self.cost_ms(instruction))
             start = clock()
             waits = rule(self, instruction, step, received)
@@ -215,10 +215,10 @@ class Interpreter:
         key = instruction.bundle
         kind, src, dst, _ = key
         if kind == "activation":
-            edge = next(e for e in self.links.into[dst] if e.src == src)
+            edge = next(e for e in self.links.incoming_edges[dst] if e.src == src)
             count = len(edge.values)
         else:
-            count = sum(n for _, n in self.links.counts[src, dst])
+            count = sum(n for _, n in self.links.returned_gradient_counts[src, dst])
         self._incoming[key] = [
             self.transport.recv(None, source=instruction.peer, tag=bundle_tag(step, *key, i, validation=validation))
             for i in range(count)
@@ -240,16 +240,16 @@ class Interpreter:
         """Wait for the bundles that a compute instruction declares to need."""
         found: Received = {}
         if VALUES in instruction.needs:
-            for edge in self.links.into[instruction.stage]:
+            for edge in self.links.incoming_edges[instruction.stage]:
                 bundle: Bundle = ("activation", edge.src, edge.dst, instruction.microbatch)
                 for value, tensor in zip(edge.values, (yield from self._bundle(bundle)), strict=True):
                     found[value] = [tensor]
         if INPUT_GRADIENTS in instruction.needs:
-            for edge in reversed(self.links.out_of[instruction.stage]):
+            for edge in reversed(self.links.outgoing_edges[instruction.stage]):
                 if not edge.differentiable:
                     continue
                 tensors = iter((yield from self._bundle(("gradient", edge.src, edge.dst, instruction.microbatch))))
-                for value, count in self.links.counts[edge.src, edge.dst]:
+                for value, count in self.links.returned_gradient_counts[edge.src, edge.dst]:
                     found.setdefault(value, []).extend(next(tensors) for _ in range(count))
         return found
 
@@ -263,8 +263,8 @@ class Interpreter:
     # -- compute ---------------------------------------------------------------------------------------------------
 
     def _batch(self, stage: int, step: int, microbatch: int) -> Batch:
-        feed = self.feeds[stage]
-        return {} if feed is None else feed.get(step, microbatch)
+        source = self.batch_sources[stage]
+        return {} if source is None else source.get(step, microbatch)
 
     def _forward(self, instruction: Forward, step: int, received: Received) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
@@ -293,35 +293,35 @@ class Interpreter:
         self.stages[instruction.stage].free(instruction.microbatch)
 
     def _hand_on(self, stage: int, microbatch: int, outputs: Mapping[str, Tensor]) -> None:
-        for edge in self.links.out_of[stage]:
+        for edge in self.links.outgoing_edges[stage]:
             self._route(("activation", stage, edge.dst, microbatch), stage, edge.dst, [outputs[v] for v in edge.values])
 
     def _hand_back(self, stage: int, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]) -> None:
-        for edge in self.links.into[stage]:
+        for edge in self.links.incoming_edges[stage]:
             if edge.differentiable:
-                tensors = [_sendable(g) for v, _ in self.links.counts[edge.src, stage] for g in gradients[v]]
+                tensors = [_sendable(g) for v, _ in self.links.returned_gradient_counts[edge.src, stage] for g in gradients[v]]
                 self._route(("gradient", edge.src, stage, microbatch), stage, edge.src, tensors)
 
     def _route(self, key: Bundle, maker: int, user: int, tensors: list[Tensor]) -> None:
         """Keep a bundle for this worker's own stage `user`, or for its sends: other replicas of the stage are other workers."""
         if user in self.stages and self.routing.replica(user, key[3]) == self._replica:
             self._local[key] = tensors
-        elif receivers := self.links.receivers[maker, user]:
+        elif receivers := self.links.receiving_shard_counts[maker, user]:
             self._outgoing[key] = tensors, receivers
 
     # -- end of the step -------------------------------------------------------------------------------------------
 
     def _reduce(self, instruction: ReduceGradients, step: int, received: Received) -> None:
-        self.end.reduce(instruction.stage)
+        self.step_commit.reduce(instruction.stage)
 
     def _exchange_ties(self, instruction: ExchangeTies, step: int, received: Received) -> Routine[None]:
-        return self.end.exchange_ties()
+        return self.step_commit.exchange_ties()
 
     def _vote(self, instruction: ExchangeVotes, step: int, received: Received) -> Routine[None]:
-        return self.end.vote()
+        return self.step_commit.vote()
 
     def _apply(self, instruction: OptimizerStep, step: int, received: Received) -> None:
-        self.end.apply()
+        self.step_commit.apply()
 
 
 InstructionRule = Callable[[Interpreter, Any, int, Received], Routine[None] | None]

@@ -100,7 +100,7 @@ class StepCommit:
     guard: TorchStateGuard
     """Restores process state that the lr_schedule and the optimizer leave changed."""
 
-    meanwhile: Callable[[int], None] | None = None
+    while_votes_arrive: Callable[[int], None] | None = None
     """Called with the number of the next step while the votes of other workers are on their way: reads ahead."""
     before_vote: Callable[[], Routine[None]] | None = None
     """What has to be complete here before this worker votes."""
@@ -108,9 +108,9 @@ class StepCommit:
     """The vote's result, once the vote of the step is whole."""
     applied: bool = False
     """Whether the optimizer has run in this step."""
-    finished: int = -1
+    last_decided_step: int = -1
     """The last step whose vote was whole and has been acted on: applied, or skipped by all workers."""
-    votable: bool = False
+    can_apply_late: bool = False
     """The reduced gradients of `step` are complete, kept, and not acted on: `apply_late` may do that."""
     step: int = -1
     """The step under way, from 0; -1 before the first."""
@@ -139,12 +139,12 @@ class StepCommit:
     def begin(self, step: int) -> None:
         """Forget the last step. Its gradients, if they were kept, would be a second set beside those of the new step."""
         self.step, self.outcome, self.applied, self._reduced_uses = step, None, False, None
-        self.votable = False
+        self.can_apply_late = False
         self._settled = {}
         for stage in self.stages.values():
             for parameter in stage.parameters.values():
                 parameter.grad = None
-        self._exchange.found.clear()
+        self._exchange.received_gradients.clear()
         for index, stage in self.stages.items():
             self.reductions[index].start()
             stage.on_ready = self.reductions[index].ready
@@ -193,7 +193,7 @@ class StepCommit:
                     if src in self.stages:
                         uses += [reduced[src][i] for i in self._uses_of(src, name)]
                     else:
-                        uses += self._exchange.found.get((name, src), ())
+                        uses += self._exchange.received_gradients.get((name, src), ())
                 gradients[name] = _sum_in_order(uses)
             settled[stage] = gradients
         return settled
@@ -207,7 +207,7 @@ class StepCommit:
         """
         self.guard.check_all(f"a layer, the loss or the data set, up to step {self.step + 1},")
         self._settled = yield from self._settle()
-        self.votable = True
+        self.can_apply_late = True
         if self.before_vote is not None:
             yield from self.before_vote()
         mine = self._ballot(self._settled)
@@ -216,8 +216,8 @@ class StepCommit:
         tag = vote_tag(self.step)
         recvs = {rank: self.transport.recv(None, source=rank, tag=tag) for rank in others}
         sends = [self.transport.send(mine, to=rank, tag=tag) for rank in others]
-        if others and self.meanwhile is not None:
-            self.meanwhile(self.step + 1)
+        if others and self.while_votes_arrive is not None:
+            self.while_votes_arrive(self.step + 1)
         ballots = {self.rank: mine}
         for rank, handle in recvs.items():
             if not handle.done():
@@ -289,12 +289,12 @@ class StepCommit:
             for optimizer in self.optimizers.values():
                 with self._user_code("lr_schedule"):
                     set_learning_rate(optimizer, self.lr_factor(self.step))
-                self.guard.check("the lr_schedule", thorough=True)
+                self.guard.check("the lr_schedule", compare_everything=True)
                 with self._user_code(f"the optimizer {type(optimizer).__name__}"):
                     optimizer.step()
-                self.guard.check("the optimizer", thorough=True)
+                self.guard.check("the optimizer", compare_everything=True)
         self.applied = not outcome.skipped
-        self.votable, self.finished = False, self.step
+        self.can_apply_late, self.last_decided_step = False, self.step
 
     def _refuse_non_finite(self, outcome: VoteResult) -> None:
         """Raises `NonFiniteError` for a step that the job's policy does not skip."""
@@ -344,7 +344,7 @@ class StepCommit:
 
     def apply_late(self, outcome: VoteResult) -> None:
         """Act on a vote that other workers have counted and this one has not. All have voted, so the gradients are reduced."""
-        assert self.votable, f"no gradients of step {self.step} are kept"
+        assert self.can_apply_late, f"no gradients of step {self.step} are kept"
         self.guard.establish()
         self.outcome = outcome
         self.apply()
