@@ -1,7 +1,7 @@
 """A `WorkerCore` behind the interface of the elastic protocol (`elastic.generation_guard.WorkerTrainingBackend`).
 
-State travels as pieces: elements of a parameter and what the optimizer keeps for them. What a new plan needs just as this
-worker's old stages have it is not copied.
+State travels as pieces: elements of a parameter and what the optimizer keeps for them. State that a new plan needs in the very
+tensors of this worker's old stages is not copied.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore
 
 
 class ElasticWorker:
-    """See `elastic.generation_guard.WorkerTrainingBackend`."""
+    """One worker of an elastic run: trains, mirrors its state, and hands state over when the plan changes.
+
+    The methods of the first part are those of `elastic.generation_guard.WorkerTrainingBackend`.
+    """
 
     core: WorkerCore
     """Builds stages and runs their steps."""
@@ -46,11 +49,11 @@ class ElasticWorker:
     adopt_description: dict[str, Any] | None
     """What `WorkerCore.adopt` returned last, for the driver; None before the first plan."""
     _done: int
-    """Steps applied to the state, as far as was known when it was last asked (`applied`)."""
+    """Number of steps applied to the state, as `applied` last found."""
     _mirror_snapshot_due: bool
     """Whether the mirror copies the state after the step under way."""
     _old: dict[str, list[ParameterState]]
-    """Parameter -> what the plan before this one left here, of the same version; dropped after the first step."""
+    """Parameter -> its state that the plan before this one left here; valid, and kept, until the first step of this plan."""
 
     def __init__(self, core: WorkerCore, worker: int) -> None:
         self.core, self.worker = core, worker
@@ -89,7 +92,7 @@ class ElasticWorker:
         return self.core.step_commit.outcome
 
     def votable(self) -> bool:
-        """Whether the gradients of the open step are reduced and kept, so that `apply_late` can apply it."""
+        """Whether the gradients of the open step are reduced and kept, so that `apply_late` can apply the step."""
         return bool(self.core.stages) and self.core.step_commit.can_apply_late
 
     def apply_late(self, step: int, outcome: VoteResult) -> None:
@@ -100,11 +103,11 @@ class ElasticWorker:
             self._take_mirror_snapshot(None)  # the transport is gone; those who applied in time keep the other copies
 
     def pieces(self) -> tuple[Piece, ...]:
-        """The pieces that are here of the state after `applied()` steps."""
+        """The pieces of the state after `applied()` steps that this worker holds."""
         self.applied()
         return merge_pieces(
             Piece(name, start, stop)
-            for name, holdings in self._standing().items()
+            for name, holdings in self._held_state().items()
             for holding in holdings
             for start, stop in holding.spans
         )
@@ -129,12 +132,12 @@ class ElasticWorker:
         if part.cut:
             base = self.mirror.state_of_snapshot(part.done)
         elif not (part.fresh or part.load):
-            base = self._standing() if self.applied() == part.done else {}
+            base = self._held_state() if self.applied() == part.done else {}
         self.mirror.give_up_exchange()
         former, self.core.transport = self.core.transport, None
         if former is not None:
             former.close()
-        self.core.transport = transport = connect()  # an abort now means the new one
+        self.core.transport = transport = connect()  # from here on `abort` is for the new transport
         received = yield from self._exchange(part, transport, base)
         if part.assignment is None:
             return
@@ -142,7 +145,7 @@ class ElasticWorker:
             base.setdefault(name, []).extend(holdings)
         values: dict[str, Tensor] | None = None
         if not (part.fresh or part.load):
-            state = self._assembled(part, transport.rank, base)
+            state = self._assemble_state(part, transport.rank, base)
             values = {name: kept[PARAMETER] for name, kept in state.items()}
         load = Path(part.load) if part.load else None
         self.adopt_description = self.core.adopt(part.assignment, transport, values=values, load=load)
@@ -160,10 +163,10 @@ class ElasticWorker:
 
     def _take_mirror_snapshot(self, transport: Transport | None) -> None:
         done = self.applied()
-        self.mirror.take_snapshot(done, self._held(), transport, self._slices())
+        self.mirror.take_snapshot(done, self._stages_state(), transport, self._slices())
 
     def _slices(self) -> dict[str, ParameterSlice]:
-        """Parameter that is cut over shards -> which part of it is here."""
+        """Parameter that is cut over shards -> the part of it that this worker holds."""
         return {
             name: ParameterSlice(stage.shard.layout.cuts[name], stage.shard.group.shard)
             for stage in self.core.stages.values()
@@ -172,16 +175,17 @@ class ElasticWorker:
             if name in stage.shard.layout.cuts
         }
 
-    def _standing(self) -> dict[str, list[ParameterState]]:
-        """Parameter or buffer -> what is here of it of the state after `applied()` steps; not copies."""
+    def _held_state(self) -> dict[str, list[ParameterState]]:
+        """Parameter or buffer -> the parts of its state after `applied()` steps that this worker holds; not copies."""
         self.applied()
         found, slices = {name: list(holdings) for name, holdings in self._old.items()}, self._slices()
-        for name, kept in self._held().items():
+        for name, kept in self._stages_state().items():
             found.setdefault(name, []).insert(0, ParameterState(kept, slices.get(name, ParameterSlice())))
         return found
 
-    def _assembled(self, part: AdoptOrder, rank: int, base: Mapping[str, list[ParameterState]]) -> dict[str, StateByKey]:
-        """Name -> the state that the new plan wants here, in tensors that may be written to."""
+    def _assemble_state(self, part: AdoptOrder, rank: int, base: Mapping[str, list[ParameterState]]) -> dict[str, StateByKey]:
+        """Name -> the state that the new plan needs here, in tensors that may be written to. Raises `RayparError` if some is
+        missing."""
         plan = part.assignment.plan
         ownership = self.core.ownership_of(plan)
         found: dict[str, StateByKey] = {}
@@ -192,7 +196,7 @@ class ElasticWorker:
             made = assemble_parameter(base.get(name, ()), place, size, shape, whole, self.core.device)
             if made is None:
                 what = f"worker {self.worker} lacks elements of {name} of the state after {part.done} steps"
-                raise RayparError(what, cure="report this: what it was to be sent, or to have, is not all of it")
+                raise RayparError(what, cure="report this: the pieces that it holds and was sent do not cover them")
             kept, writable = made
             found[name] = kept if writable else {**kept, PARAMETER: kept[PARAMETER].clone()}
         return found
@@ -209,7 +213,7 @@ class ElasticWorker:
     def _shapes(self) -> dict[str, torch.Size]:
         return state_shapes(self.core.graph)
 
-    def _held(self) -> dict[str, StateByKey]:
+    def _stages_state(self) -> dict[str, StateByKey]:
         """Parameter or buffer of this worker's stages -> its state; not copies."""
         found: dict[str, StateByKey] = {}
         for index, stage in self.core.stages.items():
@@ -241,7 +245,7 @@ class ElasticWorker:
             tensors: list[Tensor] = []
             lines: list[tuple[str, int | None, dict[str, Any]]] = []
             for piece in pieces:
-                start, kept = self._moved(piece, base[piece.name])
+                start, kept = self._state_to_send(piece, base[piece.name])
                 numbers = {key: None if isinstance(value, Tensor) else (value,) for key, value in kept.items()}
                 lines.append((piece.name, start, numbers))
                 for value in kept.values():
@@ -271,8 +275,9 @@ class ElasticWorker:
             yield RoutineWait(handle, "state to be taken")
         return found
 
-    def _moved(self, piece: Piece, holdings: list[ParameterState]) -> tuple[int | None, StateByKey]:
-        """(first element, state) of what is sent of a parameter; None for the first element: all of it, in its own shape."""
+    def _state_to_send(self, piece: Piece, holdings: list[ParameterState]) -> tuple[int | None, StateByKey]:
+        """(first element, state) to send for a piece; the first element is None if all of a parameter is sent, in its own
+        shape."""
         for holding in holdings:
             if holding.slice.cut is None and holding.start is None and holding.spans == ((piece.start, piece.stop),):
                 return None, holding.state

@@ -1,4 +1,4 @@
-"""From a user's data set to the fields of one microbatch, as the numerics contract says (raypar/README.md, rule 1).
+"""Reads the samples of a user's data set and makes microbatches of them by the numerics contract (raypar/README.md, rule 1).
 
 Samples are read either here, in the thread that asks (`processes: 0`: nothing else may touch torch's generator while layers
 compute), or ahead of time in CPU processes of their own. Both give the same bits: a sample depends on (seed, epoch, id) only.
@@ -30,7 +30,7 @@ from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import DataSpec
-from raypar.worker.process.environment_guard import Warnings
+from raypar.worker.process.environment_guard import StateWarnings
 from raypar.worker.process.torch_state_guard import DEFAULT_TORCH_STATE, TorchStateGuard
 
 FIELD_NAMES = ("x", "y", "z")
@@ -46,7 +46,7 @@ READ_TIMEOUT_S = 120.0
 """How long data processes may take over one microbatch, their own start included."""
 
 AHEAD_BYTES = 32 << 20
-"""How much of the next step is read while the votes on this one are waited for."""
+"""Bytes of the next step that are read while this worker waits for the votes on this step."""
 
 SamplePosition = tuple[int, int]
 """(epoch, sample id)."""
@@ -117,7 +117,7 @@ class SampleOrder:
         return found
 
     def _order(self, epoch: int) -> Tensor:
-        """Kept for two epochs: a step may reach from one into the next."""
+        """The order of one epoch's samples; kept for two epochs, because a step may reach from one into the next."""
         if epoch not in self._permutations:
             generator = torch.Generator().manual_seed(seed_of(self.seed, "epoch", epoch))
             while len(self._permutations) > 1:
@@ -216,6 +216,31 @@ class MicrobatchLoader:
     about process state that samples leave changed, here or in the data processes.
     """
 
+    _spec: DataSpec
+    """The data set and its fields."""
+    _order: SampleOrder
+    """Which sample lies at which position of the stream."""
+    _batching: Microbatches
+    """Which samples of a step a microbatch has."""
+    _seed: int
+    """The job's seed."""
+    _fields: tuple[str, ...]
+    """The fields that are collated."""
+    _readers: int
+    """How many times each microbatch is asked for."""
+    _timeout_s: float
+    """How long the data processes may take over one microbatch."""
+    _guard: TorchStateGuard | None
+    """Gets the lines about process state that samples leave changed."""
+    _reader: SampleReader
+    """Reads samples in this process."""
+    _pool: ProcessPoolExecutor | None
+    """The data processes; None before the first is needed, and after `close`."""
+    _pending: dict[tuple[int, int], Future[_Answer]]
+    """(step, microbatch) -> the read under way in the data processes."""
+    _kept: dict[tuple[int, int], tuple[dict[str, Tensor], int]]
+    """(step, microbatch) -> (fields that were read, how many times they will still be asked for)."""
+
     def __init__(
         self,
         dataset: Any,
@@ -234,9 +259,7 @@ class MicrobatchLoader:
         self._seed, self._fields, self._readers, self._timeout_s = seed, tuple(fields), readers, timeout_s
         self._guard = guard
         self._reader = SampleReader(dataset, spec.names, self._fields, seed, guard)
-        self._pool: ProcessPoolExecutor | None = None
-        self._pending: dict[tuple[int, int], Future[_Answer]] = {}
-        self._kept: dict[tuple[int, int], tuple[dict[str, Tensor], int]] = {}
+        self._pool, self._pending, self._kept = None, {}, {}
 
     def sample_positions(self, step: int, microbatch: int) -> list[SamplePosition]:
         """(epoch, id) of the samples of a microbatch."""
@@ -245,7 +268,7 @@ class MicrobatchLoader:
         return self._order.ids(start + samples.start, start + samples.stop)
 
     def prefetch(self, step: int, microbatches: Sequence[int]) -> None:
-        """Start reading these in the data processes, if there are any; those under way already are left alone."""
+        """Start to read these microbatches in the data processes, if any; those being read already are left alone."""
         if not self._spec.processes:
             return
         for key in [key for key in self._pending if key[0] < step - 1]:
@@ -256,7 +279,7 @@ class MicrobatchLoader:
                 self._pending[key] = self._submit(self.sample_positions(*key))
 
     def read_ahead(self, step: int, microbatches: Sequence[int]) -> None:
-        """Read these now, about `AHEAD_BYTES` of them, while others are waited for. What goes wrong is raised by `get`."""
+        """Read these microbatches now, up to about `AHEAD_BYTES`, while the step waits for others. `get` raises the errors."""
         room = 0 if self._spec.processes else AHEAD_BYTES
         for key in [(step, microbatch) for microbatch in microbatches if (step, microbatch) not in self._kept]:
             if room <= 0:
@@ -269,7 +292,8 @@ class MicrobatchLoader:
             room -= sum(tensor.nbytes for tensor in batch.values())
 
     def get(self, step: int, microbatch: int) -> dict[str, Tensor]:
-        """Field -> [samples, ...]; fresh tensors. Raises `DataError` or `UserCodeError`, also when the deadline has passed."""
+        """One microbatch: field -> [samples, ...], fresh tensors. Raises `DataError` or `UserCodeError`, also after the
+        deadline."""
         key = (step, microbatch)
         for old in [k for k in self._kept if k[0] != step]:
             del self._kept[old]
@@ -348,7 +372,7 @@ def _ids(places: Sequence[SamplePosition]) -> str:
 # -- in the data processes ---------------------------------------------------------------------------------------------------
 
 _Packed = dict[str, tuple[bytearray, torch.dtype, tuple[int, ...]]]
-_Answer = tuple[_Packed, Warnings]
+_Answer = tuple[_Packed, StateWarnings]
 """A microbatch, and lines about process state that the data set has left changed."""
 
 _reader: SampleReader | RayparError | None = None

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class OneProcessRun:
-    """All workers of one plan."""
+    """A run of one plan whose workers all live in this process."""
 
     spec: JobSpec
     """The job."""
@@ -87,13 +87,13 @@ class OneProcessRun:
             core.adopt(part, transport, cost_ms=cost_ms, before_compute=before_compute)
 
     def step(self, step: int, *, trace: bool = False) -> list[StepReport]:
-        """One step on every worker; their reports by rank."""
+        """Run one step on every worker; returns their reports by rank."""
         reports = self._run([core.routine(step, trace=trace) for core in self.cores])
         self._keep_warnings(reports)
         return reports
 
     def validate(self, step: int) -> float:
-        """The validation loss."""
+        """Run one validation pass; returns its loss."""
         reports = self._run([core.validation_routine(step) for core in self.cores])
         self._keep_warnings(reports)
         return merge_validation_losses(reports)

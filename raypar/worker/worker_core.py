@@ -29,7 +29,7 @@ from raypar.schedule.instructions import Instruction
 from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 from raypar.worker.job_spec import DataSpec, JobSpec
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
-from raypar.worker.process.environment_guard import Warnings
+from raypar.worker.process.environment_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage
@@ -59,7 +59,7 @@ class StepReport:
     seconds: float
     """How long the step took, without the mirror."""
     busy_seconds: float
-    """Time in it that went into computing."""
+    """The part of `seconds` that went into computing."""
     started_ns: int
     """`time.perf_counter_ns` at the start."""
     spans: tuple[InstructionSpan, ...]
@@ -67,12 +67,12 @@ class StepReport:
     ledger: Mapping[str, Mapping[str, int]]
     """Bytes by kind of operation (`comm.communication_ledger`), if the step was traced."""
     peak_rss_bytes: int
-    """The process's largest memory so far."""
+    """Peak resident memory of the process so far."""
     mirror_seconds: float = 0.0
-    """Time that went into the mirror, beside `seconds`."""
+    """Time that went into the mirror; not part of `seconds`."""
     digest: Digest | None = None
     """Digest of the state after the step, if the mirror copied it and other workers should hold the same."""
-    warnings: Warnings = ()
+    warnings: StateWarnings = ()
     """Process state that users' code has left changed since the last report (`TorchStateGuard.lines`)."""
 
 
@@ -88,21 +88,24 @@ class ValidationReport:
     """Microbatch -> (sum, count), of the microbatches whose last stage ran here."""
     seconds: float
     """How long the pass took."""
-    warnings: Warnings = ()
+    warnings: StateWarnings = ()
     """As in `StepReport`."""
 
 
 class WorkerCore:
-    """Everything one worker owns. `adopt` may be called again with another assignment (a new plan, a new generation)."""
+    """One worker without Ray: its stages of the model, and all that trains, validates and saves them.
+
+    `adopt` builds the stages. It may be called again with another assignment (a new plan, a new generation).
+    """
 
     spec: JobSpec
     """The job."""
     graph: Graph
-    """The whole model; its builds are watched by `guard`."""
+    """The whole model; `guard` restores what building its layers leaves changed."""
     device: torch.device
     """Where this worker computes."""
     guard: TorchStateGuard
-    """Restores process state that users' code leaves changed; of the worker's process."""
+    """Restores state of this process that users' code leaves changed."""
     step_timeout_s: float
     """Bounds every wait of a step."""
     transport: Transport | None
@@ -116,7 +119,7 @@ class WorkerCore:
     ownership: Ownership
     """Which rank of the present plan keeps which piece of state."""
     step_commit: StepCommit
-    """Ends the steps: reductions, vote, optimizers."""
+    """Ends each step: reduces gradients, votes, runs the optimizers."""
     interpreter: Interpreter
     """Runs training steps."""
     loader: MicrobatchLoader | None
@@ -125,16 +128,16 @@ class WorkerCore:
     """Runs validation passes; None if the job has none."""
     validation_loader: MicrobatchLoader | None
     """Reads validation samples; None if no stage here reads any."""
-    _mine: list[int]
+    _own_microbatches: list[int]
     """Microbatches of a step that this worker runs, ascending."""
-    _validation_mine: list[int]
+    _own_validation_microbatches: list[int]
     """Microbatches of a validation pass that this worker runs, ascending."""
     _loaders: list[MicrobatchLoader]
     """The loaders of the present plan, to be closed."""
     _datasets: dict[tuple[str | tuple[str, str], ...], Any]
-    """The user's data sets by specification; they outlive plans."""
+    """Data set function and arguments -> the data set made; data sets outlive plans."""
     _layouts: dict[int, TensorParallelLayout]
-    """Number of shards -> how the model is cut over them; asked for repeatedly."""
+    """Number of shards -> how the model is cut over them; kept because it is needed repeatedly."""
     _writer: CheckpointWriter
     """Writes this worker's share of a checkpoint in the background."""
 
@@ -228,7 +231,7 @@ class WorkerCore:
         build = partial(
             Interpreter, rank=self.rank, links=links, stages=self.stages, transport=transport, step_commit=self.step_commit
         )
-        self._mine = self._microbatches(routing)
+        self._own_microbatches = self._microbatches(routing)
         self.loader = self._make_loader(self.spec.data, self.spec.batching, training=True)
         self.step_commit.while_votes_arrive = self._read_ahead
         self.interpreter = build(
@@ -238,7 +241,7 @@ class WorkerCore:
         if self.assignment.validation_batching is not None and self.spec.validation is not None:
             validation = MicrobatchRouting(plan, self.assignment.validation_batching)
             self.validation_loader = self._make_loader(self.spec.validation.data, validation.microbatches, training=False)
-            self._validation_mine = self._microbatches(validation)
+            self._own_validation_microbatches = self._microbatches(validation)
             self.validation_interpreter = build(routing=validation, batch_sources=self._batch_sources(self.validation_loader))
 
     def _microbatches(self, routing: MicrobatchRouting) -> list[int]:
@@ -247,7 +250,7 @@ class WorkerCore:
         return sorted({m for index in self.stages for m in routing.of_replica(index, replica)})
 
     def release_initial_values(self) -> None:
-        """Free what was kept of the whole model: this worker has its part, or gets it from others."""
+        """Free the initial values of the whole model, once this worker has its part of the state."""
         if self.graph.initial_values is not None:
             self.graph.initial_values.release()
 
@@ -257,7 +260,7 @@ class WorkerCore:
             self._layouts.update(assignment.layouts)
 
     def layout(self, shards: int) -> TensorParallelLayout:
-        """How the job's styles cut the model over so many shards; computed where no assignment has brought it."""
+        """How the model is cut over `shards` shards; computed if no assignment has brought the layout."""
         if shards not in self._layouts:
             self._layouts[shards] = compute_shard_layout(self.graph, shards, dict(self.spec.styles))
         return self._layouts[shards]
@@ -300,9 +303,9 @@ class WorkerCore:
         return loader
 
     def _read_ahead(self, step: int) -> None:
-        """Begin to read the samples of a step that comes later."""
+        """Read samples of a later step, if the job has one."""
         if self.loader is not None and step < self.spec.steps:
-            self.loader.read_ahead(step, self._mine)
+            self.loader.read_ahead(step, self._own_microbatches)
 
     def _batch_sources(self, loader: MicrobatchLoader | None) -> dict[int, BatchSource | None]:
         """Stage -> source of its batches, on the worker's device; None for a stage that reads none."""
@@ -315,9 +318,9 @@ class WorkerCore:
         """One training step as a routine, for `run_routine` or the cooperative scheduler."""
         self.guard.establish()
         if self.loader is not None:
-            self.loader.prefetch(step, self._mine)
+            self.loader.prefetch(step, self._own_microbatches)
             if step + 1 < self.spec.steps:
-                self.loader.prefetch(step + 1, self._mine)
+                self.loader.prefetch(step + 1, self._own_microbatches)
         start = time.perf_counter_ns()
         yield from self.interpreter.run(self.assignment.program, step, trace=trace)
         end = time.perf_counter_ns()
@@ -351,7 +354,7 @@ class WorkerCore:
         for stage in self.stages.values():
             stage.losses.clear()
         if self.validation_loader is not None:
-            self.validation_loader.prefetch(0, self._validation_mine)
+            self.validation_loader.prefetch(0, self._own_validation_microbatches)
         yield from self.validation_interpreter.run_forward(self.assignment.validation_program, step)
         losses = {m: (float(s), float(c)) for stage in self.stages.values() for m, (s, c) in stage.losses.items()}
         self.guard.check_all(f"a layer, the loss or the data set, in the validation after {step} steps,")
@@ -369,7 +372,7 @@ class WorkerCore:
         self._writer.start(folder, f"worker_{self.rank:04d}.safetensors", state)
 
     def save_result(self) -> ShardRecord:
-        """Wait for the file that `save` writes. Raises `CheckpointError` when the disk did not take it."""
+        """Wait until the file of `save` is written, and describe it. Raises `CheckpointError` if the disk refuses it."""
         return self._writer.result()
 
     def load(self, path: Path) -> None:
@@ -384,7 +387,7 @@ class WorkerCore:
         self._loaders.clear()
 
     def abort(self, reason: str) -> None:
-        """From any thread: every pending wait of this worker raises `GroupAborted`."""
+        """Make every pending wait of this worker raise `GroupAborted`; may be called from any thread."""
         if self.transport is not None:
             self.transport.abort(reason)
 
@@ -397,9 +400,9 @@ class WorkerCore:
 
 
 def _identity(value: Any) -> str:
-    """Text that two values share only if they are the same: plain ones with equal JSON, or one object.
+    """Text that is equal for two values only if they have equal JSON or are one object.
 
-    Not their names or `repr`: two lambdas have the same, and two large tensors may.
+    Names and `repr` would not do: two lambdas have the same ones, and two large tensors may.
     """
     try:
         return json.dumps(value)
@@ -408,9 +411,9 @@ def _identity(value: Any) -> str:
 
 
 def guard_graph_builds(graph: Graph, guard: TorchStateGuard) -> Graph:
-    """The graph with its builds and its `init` watched by `guard`, which restores process state that they leave changed.
+    """The graph with calls of its builds and its `init` guarded: `guard` restores process state that they leave changed.
 
-    Builds that copy skeletons are not watched: they run no users' code, and a recovery waits for each of them.
+    Builds that copy skeletons are not guarded: they run no users' code, and a recovery waits for each of them.
     """
 
     def build(layer: Layer) -> nn.Module:

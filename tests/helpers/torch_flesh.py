@@ -169,7 +169,7 @@ class TorchFlesh:
         """Of parameters and optimizer state; every holder must have the same."""
         slices: dict[str, dict[Any, ParameterState]] = {}
         for body in bodies:
-            for name, kept in body._held().items():
+            for name, kept in body._stages_state().items():
                 holding = ParameterState(kept, body._slices().get(name, ParameterSlice()))
                 same = slices.setdefault(name, {}).setdefault(holding.spans, holding)
                 assert PARAMETER in kept

@@ -205,7 +205,7 @@ class WatchedFlesh(TorchFlesh):
                 held[process.number] = body.pieces()
             else:
                 continue
-            for name, holdings in body._standing().items():
+            for name, holdings in body._held_state().items():
                 for holding in holdings:
                     nbytes = sum(value.nbytes for value in holding.state.values() if isinstance(value, Tensor))
                     size_of[name] = max(nbytes, size_of.get(name, 0))

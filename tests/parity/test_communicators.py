@@ -78,7 +78,7 @@ def check(layout, **changes):
         if job.validation is not None:
             run.validate(0)
         untrained = {index for core in run.cores for index, stage in core.stages.items() if not stage.uses}
-        spares = {rank for rank, core in enumerate(run.cores) if not core._mine}
+        spares = {rank for rank, core in enumerate(run.cores) if not core._own_microbatches}
     assert used <= wanted
     idle = wanted - used - undefined
     idle -= {w for w in idle if set(w.members) <= spares}  # a replica without a block computes nothing

@@ -241,14 +241,14 @@ def test_sums_are_final_while_the_last_backward_still_runs():
     backward([part], 0)
     assert not inside
     running = True
-    part.gradients.finished = _stop_clock(part, lambda: len(inside))
+    part.gradients.record_finished_halves = _stop_clock(part, lambda: len(inside))
     backward([part], 1)
     assert inside[0].startswith("head.") and inside[-1].startswith("first.")
     assert len(inside) == len(part.uses)  # each once
 
 
 def _stop_clock(part: Stage, count):
-    finished = part.gradients.finished
+    finished = part.gradients.record_finished_halves
 
     def check(block: int, halves: int) -> None:
         behind = [name for name, _, _ in part.uses if not name.startswith("first.")]  # the backward pass ends in the first

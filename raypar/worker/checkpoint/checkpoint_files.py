@@ -87,7 +87,7 @@ class TensorSlices:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What one worker has written."""
+    """The file that one worker has written into a checkpoint."""
 
     file: str
     nbytes: int
@@ -99,7 +99,7 @@ class ShardRecord:
 
 
 def create_checkpoint(root: Path, steps_done: int) -> Path:
-    """A new, empty folder aside, in which workers write. Raises `CheckpointError` when the disk does not let us."""
+    """Make the temporary folder of a new checkpoint, into which workers write. Raises `CheckpointError` if the disk refuses."""
     folder = root / f".tmp-step_{steps_done:08d}"
     with _disk(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -210,7 +210,7 @@ def commit_checkpoint(
 
 
 def discard_checkpoint(folder: Path) -> None:
-    """Forget a checkpoint that could not be finished; the last good one stays."""
+    """Remove the folder of a checkpoint that could not be finished; the last good checkpoint stays."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -365,9 +365,9 @@ def _read(
 ) -> dict[str, dict[str, Any]]:
     """Name -> kind -> tensor or number, of `entries` (as in the manifest: those of one name and kind together).
 
-    Checksums are not compared: `verify` did that, perhaps in another process and some time ago. Length and header are compared
-    with the manifest again, in the file that is then read and stays open: a file that was replaced meanwhile by one of another
-    size or shape is refused. Other bytes in the same places are not noticed before the next `verify`.
+    Checksums are not compared: `verify_checkpoint` did that, perhaps in another process and some time ago. Length and header
+    are compared with the manifest again, in the file that is then read and stays open: a file that was replaced meanwhile by
+    one of another size or shape is refused. Other bytes in the same places are not noticed before the next `verify_checkpoint`.
     `headers`: cache of parsed headers: file -> (its identity in the file system, header).
     """
     import torch
@@ -450,11 +450,14 @@ def checkpoint_weights_hash(path: Path) -> str:
     return weights_hash(CheckpointTensors(path))
 
 
-# -- belonging together --------------------------------------------------------------------------------------------------------
+# -- whether it fits a model and a job ----------------------------------------------------------------------------------------
 
 
 def check_checkpoint_fits_model(manifest: Manifest, shapes: Mapping[str, Sequence[int]]) -> None:
-    """`shapes`: of the model's parameters (ties once). Raises `CheckpointError` naming the first that differ."""
+    """Check that a checkpoint has a model's parameters; raises `CheckpointError` that names the first that differ.
+
+    `shapes`: of the model's parameters, tied ones once.
+    """
     there, wanted = manifest.shapes, {name: tuple(shape) for name, shape in shapes.items()}
     only_model, only_there = [n for n in wanted if n not in there], [n for n in there if n not in wanted]
     differ = [n for n in wanted if n in there and there[n] != wanted[n]]
@@ -521,7 +524,7 @@ _MOVED = {"raypar.worker.tokens": "raypar.token_files"}
 
 
 def _with_present_paths(value: Any) -> Any:
-    """A contract in which users' names of raypar's own classes are the present ones."""
+    """A contract in which modules that have moved (`_MOVED`) are called by their present paths."""
     if isinstance(value, dict):
         return {key: _with_present_paths(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -547,7 +550,7 @@ def list_changed_shard_settings(manifest: Manifest, spec: JobSpec) -> list[str]:
 
 
 def check_contract(manifest: Manifest, spec: JobSpec) -> None:
-    """Raises `CheckpointError` when going on would not give the bits of one undisturbed run."""
+    """Raises `CheckpointError` if resuming with this job would not give the bits of one undisturbed run."""
     differences = list_contract_differences(manifest, spec)
     if differences:
         raise CheckpointError(
@@ -561,7 +564,7 @@ def check_contract(manifest: Manifest, spec: JobSpec) -> None:
 
 @contextlib.contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """As `_reading`, for what is written."""
+    """Turn errors of the file system inside into a `CheckpointError` that says `path` cannot be written."""
     try:
         yield
     except OSError as error:

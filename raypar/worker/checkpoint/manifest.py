@@ -111,7 +111,7 @@ def manifest_to_json(
     contract: Mapping[str, Any],
     metrics: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The manifest as JSON values, checksum included; `parse` reads them back."""
+    """The manifest as JSON values, checksum included; `parse_manifest` reads them back."""
     assert len({(e.name, e.kind, e.slice) for e in entries}) == len(entries), "two workers wrote the same slice"
     body = {
         "format": FORMAT,
@@ -125,7 +125,7 @@ def manifest_to_json(
 
 
 def manifest_checksum(body: Mapping[str, Any]) -> str:
-    """The checksum of everything in a manifest but the checksum."""
+    """The checksum of a manifest without its checksum."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

@@ -164,7 +164,7 @@ PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
 
 
 def open_weights(path: str | Path) -> WeightsFile:
-    """Open the weights at a path; for a run of raypar, its last whole checkpoint (see `resolve`).
+    """Open the weights at a path; for a run of raypar, its last whole checkpoint (see `resolve_weights_path`).
 
     Raises `CheckpointError` if there are no weights, or if it is not clear which file is meant.
     """
@@ -286,7 +286,7 @@ class _OpenFiles:
             raise CheckpointError(f"{path} has changed while it was read", cure="start again when nobody writes to it")
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all files."""
         self._stack.close()
 
 

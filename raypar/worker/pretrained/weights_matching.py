@@ -217,7 +217,8 @@ def _sort_unread(
     there: Mapping[str, str],
     left_out: Collection[str],
 ) -> None:
-    """Note in `result` the file's tensors that nothing begins with: which may be there, and which may not.
+    """Note in `result` the file's tensors that no tensor of the model begins with: those that are allowed, and those that are
+    not.
 
     `there`: the model's name -> the file's, of all that the file has.
     """

@@ -1,7 +1,7 @@
 """Guards the working directory, environment variables and signal handlers of a process against users' code.
 
-Does not import torch, because the driver guards callbacks with it. `worker/read_global_torch_state.py` adds PyTorch's state,
-and says why the state of a process is guarded.
+Does not import torch, because the driver guards callbacks with it. `worker/process/torch_state_guard.py` adds PyTorch's
+state, and says why the state of a process is guarded.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ def _restore_environment(caller: str, found: EnvironmentState, wanted: Environme
             yield number.name, call, cure
 
 
-Warnings = tuple[tuple[str, str], ...]
-"""(key, line for the user) of each state that was left changed. The key, kind and caller, is equal in all processes."""
+StateWarnings = tuple[tuple[str, str], ...]
+"""(key, line for the user) of each part of the state that users' code left changed. The key (kind and caller) is the same in
+all processes."""
 
 
 class EnvironmentGuard:
@@ -148,7 +149,7 @@ class EnvironmentGuard:
                 self._told.add(key)
                 self._lines.append((key, line))
 
-    def lines(self) -> Warnings:
-        """The lines that the user has not been told yet; they are returned once."""
+    def lines(self) -> StateWarnings:
+        """The lines that have not been returned yet; each is returned once."""
         lines, self._lines = self._lines, []
         return tuple(lines)

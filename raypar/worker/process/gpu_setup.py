@@ -1,4 +1,4 @@
-"""A process that computes on a GPU: its settings, the generators of its random numbers, batches from the host."""
+"""Sets up a process that may compute on a GPU: environment, PyTorch's settings, seeding, batches copied from the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ first."""
 
 
 def configure_torch(device: torch.device, *, exact: bool) -> None:
-    """Set this process's PyTorch up; once per process.
+    """Set PyTorch's options for a worker on `device`; once per process.
 
     `exact`: equal computations must give equal bits at all times (`raypar/README.md`, the numerics contract). Operations that
     cannot promise that raise. A warning would not do: PyTorch then leaves some that can (memory-efficient attention) inexact.

@@ -135,7 +135,7 @@ def read_per_call_state() -> PerCallState:
 
 
 def select_per_call_state(state: GlobalTorchState) -> PerCallState:
-    """What `read_per_call_state` returns in this state."""
+    """The fields of a state that `read_per_call_state` would return."""
     return (
         *(state.inference, state.grad, state.autocast[0], state.default_dtype, state.threads),
         *(state.function_modes, state.dispatch_modes, state.anomaly[0], state.deterministic[0]),
@@ -317,7 +317,8 @@ class TorchStateGuard(EnvironmentGuard):
     evaluating: GlobalTorchState
     """The state expected in validation: the same without gradients."""
     compare_everything: bool
-    """Compare everything after each call: in the first step of a plan, and in the one after a step that left something."""
+    """Whether the whole state is compared after each call: in a plan's first step, and after a step that left something
+    changed."""
     _quick: dict[bool, PerCallState]
     """Whether in validation -> the expected `read_per_call_state`."""
     _threads: threading.local
@@ -344,7 +345,7 @@ class TorchStateGuard(EnvironmentGuard):
 
     @contextlib.contextmanager
     def accepting_contexts(self) -> Iterator[None]:
-        """Within this context expect the present state, with the contexts that raypar itself has entered."""
+        """Context in which the present state is expected, with the contexts that raypar itself has entered."""
         before = self.training
         self._expect(read_global_torch_state())
         try:
@@ -370,8 +371,8 @@ class TorchStateGuard(EnvironmentGuard):
         self.check(since)
 
     def check(self, caller: str, *, evaluating: bool = False, compare_everything: bool = False) -> tuple[str, ...]:
-        """The fields that a call of users' code has left changed; restores them. `compare_everything`: compare all of
-        `GlobalTorchState`.
+        """Restore what a call of users' code has left changed; returns the names of the changed fields. `compare_everything`:
+        compare all of `GlobalTorchState`.
 
         Raises `UserCodeError` for inference mode: what was made in it cannot be trained on.
         """
@@ -383,7 +384,7 @@ class TorchStateGuard(EnvironmentGuard):
         return left
 
     def check_all(self, callers: str) -> None:
-        """Compare all of the state, once a step, before its results are used. `callers`: all users' code called since.
+        """Compare the whole state, once a step, before the step's results are used. `callers`: all users' code called since.
 
         Raises `UserCodeError` for a change that `check` did not see: later calls have computed with it.
         """
@@ -399,14 +400,15 @@ class TorchStateGuard(EnvironmentGuard):
 
     @contextlib.contextmanager
     def watching(self, caller: str) -> Iterator[None]:
-        """Restore on exit the state found on entry; for users' code that runs once (the model function, imports, ...)."""
+        """Context that restores on exit the state found on entry; for users' code that runs once (model function, imports,
+        ...)."""
         before = read_global_torch_state()
         with super().watching(caller):
             yield
             self._restore(caller, read_global_torch_state(), before)
 
     def _restore(self, caller: str, found: GlobalTorchState, wanted: GlobalTorchState) -> tuple[str, ...]:
-        """The fields in which `found` differs from `wanted`; restores them. Raises `UserCodeError` if that is not possible."""
+        """Restore the fields in which `found` differs from `wanted`; returns their names. Raises `UserCodeError` if it fails."""
         if found == wanted:
             return ()
         left = [name for name in GlobalTorchState._fields if getattr(found, name) != getattr(wanted, name)]

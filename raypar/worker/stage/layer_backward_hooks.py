@@ -1,4 +1,4 @@
-"""What happens in a stage's backward pass when it comes by a layer's inputs: process state, alignment, finished gradients."""
+"""Hooks called when a backward pass reaches a layer's inputs: restore process state, align, hand over finished gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LayerBackwardHooks:
     _block: int | None
     """The block that this backward pass closes; None in other passes."""
     _not_passed: int
-    """The backward pass still has to come by the layers before this position."""
+    """The backward pass has still to reach the inputs of the layers before this position."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class LayerBackwardHooks:
         self._running, self._block, self._not_passed = False, None, len(layers)
 
     def begin(self, block: int | None) -> None:
-        """A backward pass begins. `block`: the one it closes, if gradients are to be handed over inside the pass."""
+        """Prepare for a backward pass. `block`: the block it closes, if gradients are to be handed over inside the pass."""
         self._running = True
         if block is not None:
             self._watch(block)
 
     def end(self) -> None:
-        """The backward pass is over, or has failed."""
+        """Clean up after a backward pass, also one that has failed."""
         self._running = False
         if self._block is not None:
             self._watch(None)

@@ -1,4 +1,4 @@
-"""Where in the job a stage computes, for messages, and errors of users' code that say so."""
+"""A stage's place in the plan, for messages, and errors of users' code that name the place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StageCoordinate:
     first_layer: str
     """Name of the stage's first layer."""
     is_profiling: bool = False
-    """The planner is timing single layers: there is neither a plan of the job's nor a step yet."""
+    """Whether the planner is timing single layers, before the job has a plan or a step."""
 
     def describe(self, step: int, microbatch: int) -> str:
         """Text such as `at stage 1, replica 0, step 3, microbatch 2`. `step` counts from 0, the text from 1."""

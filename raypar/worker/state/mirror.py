@@ -1,9 +1,10 @@
 """The mirror: copies of committed states in this worker's memory, of its own state and of the states of its wards.
 
-All workers take a mirror cut, a copy of their state, right after the same step. Each sends its copy to another worker, its
-keeper, beside the steps that follow: in chunks, so that activations never queue behind a whole state. A worker whose keeper
-this one is, is its ward. A worker votes on the step that takes the next cut only when this one is complete. So once that vote
-is whole, this cut is complete everywhere, and older cuts are dropped.
+All workers copy their state right after the same step: together the copies are a mirror snapshot. Each worker sends its copy to
+another worker, its keeper, during the steps that follow: in chunks, so that activations never queue behind a whole state. The
+workers whose keeper this worker is are its wards. Before a step that ends in the next snapshot a worker votes only when the
+copies of the last one have arrived. So once that vote is whole, the last snapshot is complete everywhere, and older ones are
+dropped.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, 
 from raypar.worker.step.message_tags import mirror_tag
 
 CHUNKS = 64
-"""About how many messages a copy travels in: a step has about as many moments at which the next one can be sent."""
+"""About how many messages a copy is sent in; a step has about as many moments at which a message can be sent."""
 CHUNK_BYTES = (256 << 10, 8 << 20)
-"""Least and most bytes of a message."""
+"""Fewest and most bytes of a message."""
 WINDOW = 2
 """Number of messages of a copy that are on their way at once."""
 WHOLE = ParameterSlice()
 """A parameter that is not cut over shards."""
 OWN = -1
-"""In the place of a ward's rank: the copy of this worker's own state."""
+"""Key of the copy of this worker's own state, where copies are found by the ward's rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class PackedTensorPlace:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """The first of its bytes."""
+    """Index of its first byte."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,15 @@ class StateCopy:
     """Copies of some parameters and buffers, with what the optimizer keeps for them, in one block of memory."""
 
     entries: tuple[tuple[str, str, Any], ...]
-    """(parameter or buffer, key, `PackedTensorPlace` or number) of all that is copied."""
+    """(parameter or buffer, key, place in `memory` or number) of all that is copied."""
     memory: Tensor
     """The bytes of all tensors, without gaps."""
     slices: Mapping[str, ParameterSlice] = field(default_factory=dict)
-    """Parameter that is cut over shards -> which part of it this is."""
+    """Parameter that is cut over shards -> the part of it that is copied."""
 
     @staticmethod
     def of(state: Mapping[str, StateByKey], pool: BufferPool, slices: Mapping[str, ParameterSlice] | None = None) -> StateCopy:
-        """A copy in memory of `pool`. Tensors lie by the width of their elements, widest first, so that all are aligned."""
+        """Copy `state` into memory of `pool`. Tensors with the widest elements come first, so that all are aligned."""
         tensors = [(n, k, v) for n, kept in state.items() for k, v in kept.items() if isinstance(v, Tensor)]
         tensors.sort(key=lambda entry: (-entry[2].dtype.itemsize, *entry[:2]))
         entries: list[tuple[str, str, Any]] = []
@@ -116,7 +117,7 @@ class StateCopy:
 
 
 def split_into_chunks(memory: Tensor) -> list[Tensor]:
-    """The memory in the chunks in which it travels: the same ones for sender and receiver."""
+    """The memory in the chunks in which it is sent; sender and receiver split it alike."""
     least, most = CHUNK_BYTES
     return list(memory.split(min(max(memory.nbytes // CHUNKS, least), most))) if memory.nbytes else []
 
@@ -129,7 +130,7 @@ class PolledRoutine:
         self._at = next(routine, None)
 
     def poll(self) -> None:
-        """Advance as far as that needs no waiting. `finish` raises what goes wrong."""
+        """Advance as far as possible without waiting. Errors of communication are left to `finish`."""
         try:
             while isinstance(self._at, RoutineWait) and self._at.handle.done():
                 self._at = next(self._routine, None)
@@ -137,17 +138,17 @@ class PolledRoutine:
             return
 
     def finish(self) -> Routine[None]:
-        """Run to the end."""
+        """Run the routine to its end. Raises its errors."""
         while isinstance(self._at, RoutineWait):
             if self._at.handle.done():
                 self._at = next(self._routine, None)
             else:
-                yield self._at  # it may be polled meanwhile, and stand elsewhere afterwards
+                yield self._at  # `poll` may advance the routine during this wait
 
 
 @dataclass
 class Mirror:
-    """The mirror's cuts in one worker's memory. Cuts are called by the number of steps done."""
+    """One worker's part of the mirror snapshots: its own copies and those of its wards, by the number of steps done."""
 
     keeper_of: Mapping[int, int] = field(default_factory=dict)
     """Rank -> the rank that is its keeper, in the present generation."""
@@ -156,15 +157,15 @@ class Mirror:
     compares_digests: bool = False
     """Whether other ranks should hold the same state, so that digests are compared."""
     digests: dict[int, Digest] = field(default_factory=dict)
-    """Cut -> digest of the copy of this worker's own state, where digests are compared."""
+    """Number of steps done -> digest of the copy of this worker's own state; empty if no digests are compared."""
     _pool: BufferPool = field(default_factory=BufferPool, init=False)
     """The memory of all copies."""
     _snapshots: dict[int, dict[int, StateCopy]] = field(default_factory=dict, init=False)
-    """Cut -> ward's rank, or `OWN` -> copy."""
+    """Number of steps done -> ward's rank, or `OWN` -> copy."""
     _complete: int | None = field(default=None, init=False)
-    """The last cut that is known to be complete everywhere."""
+    """The last snapshot (its number of steps done) that is known to be complete on all workers."""
     _open: int | None = field(default=None, init=False)
-    """The cut whose copies are on their way; None when there is none."""
+    """The snapshot whose copies are being exchanged; None when there is none."""
     _exchange: list[PolledRoutine] = field(default_factory=list, init=False)
     """Sends this worker's copy and receives its wards'."""
     _seconds: float = field(default=0.0, init=False)
@@ -179,10 +180,10 @@ class Mirror:
         transport: Transport | None,
         slices: Mapping[str, ParameterSlice] | None = None,
     ) -> None:
-        """Copy `state`, the one after `done` steps, and begin to exchange copies; without a transport nothing is exchanged.
+        """Copy `state`, which is the state after `done` steps, and begin to exchange copies; not without a transport.
 
-        `slices`: which part of a parameter the state has, where it is cut over shards. All cuts but the last complete one are
-        dropped.
+        `slices`: parameter that is cut over shards -> the part of it in `state`. Older snapshots are dropped, except for the
+        last complete one.
         """
         start = time.perf_counter()
         self._exchange = []
@@ -199,7 +200,7 @@ class Mirror:
                     self._exchange.append(PolledRoutine(self._give(own, done, self.keeper_of[self.rank], transport)))
                 self._exchange += [PolledRoutine(self._keep(done, ward, transport)) for ward in wards]
             except CommError:
-                self._open = None  # aborted just now: the next generation takes a cut at once
+                self._open = None  # aborted just now: the next generation takes a snapshot at once
         self._seconds += time.perf_counter() - start
 
     def run_beside_exchange(self, routine: Routine[Any]) -> Routine[Any]:
@@ -218,7 +219,7 @@ class Mirror:
                 failed = error
 
     def poll(self) -> None:
-        """Advance the exchange as far as that needs no waiting."""
+        """Advance the exchange of copies as far as possible without waiting."""
         if self._exchange:
             start = time.perf_counter()
             for part in self._exchange:
@@ -226,7 +227,7 @@ class Mirror:
             self._seconds += 2 * (time.perf_counter() - start)  # receiving costs another thread about as much
 
     def finish(self) -> Routine[None]:
-        """Complete the open cut, before the vote on the step that takes the next one. Raises what broke the exchange."""
+        """Wait until the exchange of copies is complete, before the vote that precedes the next snapshot. Raises its errors."""
         start, before = time.perf_counter(), self._seconds
         for part in self._exchange:
             yield from part.finish()
@@ -236,7 +237,7 @@ class Mirror:
         self._seconds = before + time.perf_counter() - start
 
     def pop_seconds_spent(self) -> float:
-        """Seconds spent on copies, messages and waiting for them since the last call."""
+        """Seconds spent on copies, messages and waiting for messages since the last call; starts again from 0."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -262,12 +263,12 @@ class Mirror:
     # -- between generations -------------------------------------------------------------------------------------------------
 
     def give_up_exchange(self) -> None:
-        """Give up what has not arrived: the generation is over."""
+        """Drop the copies that have not arrived, because the generation is over."""
         self.poll()
         self._exchange, self._open = [], None
 
     def pieces(self) -> dict[int, tuple[Piece, ...]]:
-        """Cut -> the pieces of it that are here, of copies that have arrived whole."""
+        """Number of steps done -> the pieces of that snapshot held here, in copies that have arrived whole."""
         self.poll()
         return {
             step: tuple(sorted({piece for copy in copies.values() for piece in copy.pieces()}))
@@ -275,7 +276,7 @@ class Mirror:
         }
 
     def state_of_snapshot(self, done: int) -> dict[str, list[ParameterState]]:
-        """Parameter or buffer -> what is here of it of one cut; the tensors lie inside the copies."""
+        """Parameter or buffer -> the parts of its state after `done` steps held here; the tensors lie inside the copies."""
         self.poll()
         found: dict[str, list[ParameterState]] = {}
         for copy in self._snapshots.get(done, {}).values():

@@ -29,14 +29,14 @@ class ParameterSlice:
     cut: TensorCut | None = None
     """How the parameter is cut over shards; None: this is all of it."""
     shard: int = 0
-    """Whose slice it is."""
+    """The shard whose slice this is."""
 
     def spans(self, size: int) -> IndexRanges:
-        """The elements in this part, of the `size` that the whole has."""
+        """The elements in this part of a parameter that has `size` elements."""
         return ((0, size),) if self.cut is None else self.cut.pieces(self.cut.held[self.shard], size)
 
     def size(self, local: Sequence[int]) -> int:
-        """Number of elements of the whole, from the shape `local` of this part."""
+        """Number of elements of the whole parameter; `local`: the shape of this part."""
         count = 1
         for dim, n in enumerate(local):
             count *= self.cut.size if self.cut is not None and dim == self.cut.dim else n
@@ -51,17 +51,17 @@ class ParameterState:
     """
 
     state: StateByKey
-    """The tensors and numbers."""
+    """The parameter's tensor, and the optimizer's tensors and numbers for it."""
     slice: ParameterSlice = ParameterSlice()
-    """Which part of the parameter tensors in their own shape are."""
+    """Which part of the parameter the tensors are; of tensors that are flat runs see `start`."""
     start: int | None = None
-    """First element of tensors that are flat runs; None: they have their own shape."""
+    """First element, if the tensors are flat runs of elements; None: they have the shape of `slice`."""
     is_read_only: bool = False
     """Whether the tensors lie in a copy of the mirror's, which must not change."""
 
     @property
     def spans(self) -> IndexRanges:
-        """The elements that are here."""
+        """The parameter's elements in this state."""
         parameter = self.state[PARAMETER]
         if self.start is not None:
             return ((self.start, self.start + parameter.numel()),)

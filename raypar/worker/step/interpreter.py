@@ -96,16 +96,16 @@ class StageLinks:
 
 @dataclass
 class Interpreter:
-    """Runs the programs of one worker; between steps it holds nothing but its parts."""
+    """Executes one worker's program, instruction by instruction; keeps no tensors from one step to the next."""
 
     rank: int
-    """Of this worker in the plan."""
+    """This worker's rank in the plan."""
     routing: MicrobatchRouting
     """Which replica runs which microbatch."""
     links: StageLinks
-    """What messages carry."""
+    """The values that messages between stages carry."""
     stages: Mapping[int, Stage]
-    """The worker's stages, by number."""
+    """This worker's stages, by index."""
     transport: Transport
     """Moves tensors between this worker and the others."""
     step_commit: StepCommit
@@ -126,9 +126,9 @@ class Interpreter:
     _sending: deque[tuple[Handle, list[Tensor]]] = field(default_factory=deque)
     """Posted sends, oldest first, with the tensors that must live until they are done."""
     spans: list[InstructionSpan] = field(default_factory=list)
-    """When instructions of the last step ran, if it was traced."""
+    """The instructions of the last step and their times, if it was traced."""
     busy_ns: int = 0
-    """Time of compute instructions in the last step; layers' waiting for other shards does not count."""
+    """Time that compute instructions of the last step took, without the time that layers waited for other shards."""
     _replica: int = field(init=False)
     """Which replica of its stages this worker is."""
 
@@ -136,7 +136,7 @@ class Interpreter:
         self._replica = self.routing.plan.seats[self.rank].replica
 
     def run(self, program: Program, step: int, *, trace: bool = False) -> Routine[None]:
-        """One training step. Leaves the outcome in `self.step_commit`. Raises what stages, transports or the vote raise."""
+        """Run one training step. Leaves the outcome in `self.step_commit`. Raises what stages, transports or the vote raise."""
         self._reset()
         clock = time.perf_counter_ns
         for stage in self.stages.values():
@@ -168,7 +168,7 @@ class Interpreter:
         yield from self._drain()
 
     def run_forward(self, program: Program, step: int) -> Routine[None]:
-        """A validation pass: forward instructions only; losses are left in the stages."""
+        """One validation pass, which leaves the losses in the stages."""
         self._reset()
         for instruction in program:
             rule = VALIDATION_RULES.get(type(instruction))

@@ -101,17 +101,17 @@ class StepCommit:
     """Restores process state that the lr_schedule and the optimizer leave changed."""
 
     while_votes_arrive: Callable[[int], None] | None = None
-    """Called with the number of the next step while the votes of other workers are on their way: reads ahead."""
+    """Called with the number of the next step while the votes of other workers are on their way: reads its samples."""
     before_vote: Callable[[], Routine[None]] | None = None
-    """What has to be complete here before this worker votes."""
+    """A routine to complete before this worker votes (the mirror's exchange of copies)."""
     outcome: VoteResult | None = None
     """The vote's result, once the vote of the step is whole."""
     applied: bool = False
     """Whether the optimizer has run in this step."""
     last_decided_step: int = -1
-    """The last step whose vote was whole and has been acted on: applied, or skipped by all workers."""
+    """The last step that was decided by a whole vote: applied, or skipped by all workers; -1 before the first."""
     can_apply_late: bool = False
-    """The reduced gradients of `step` are complete, kept, and not acted on: `apply_late` may do that."""
+    """Whether the reduced gradients of `step` are complete, kept and not yet applied or skipped, as `apply_late` needs."""
     step: int = -1
     """The step under way, from 0; -1 before the first."""
 
@@ -137,7 +137,7 @@ class StepCommit:
                 places.setdefault(canonical.get(use.name, use.name), []).append(place)
 
     def begin(self, step: int) -> None:
-        """Forget the last step. Its gradients, if they were kept, would be a second set beside those of the new step."""
+        """Begin a step. Drops the last step's gradients first: kept, they would be a second set beside the new ones."""
         self.step, self.outcome, self.applied, self._reduced_uses = step, None, False, None
         self.can_apply_late = False
         self._settled = {}
@@ -153,7 +153,7 @@ class StepCommit:
                 self.reductions[index].ready(range(len(stage.uses)), {})
 
     def reduce(self, stage: int) -> None:
-        """All of the stage's gradients on this worker are final and their buckets are posted: make progress with replies."""
+        """Make progress with the reduction of a stage, all of whose gradients on this worker are final and posted."""
         self.reductions[stage].poll()
 
     def _reduced(self) -> Routine[dict[int, list[Tensor | None]]]:
@@ -176,7 +176,7 @@ class StepCommit:
         return self._places[stage].get(tie, [])
 
     def exchange_ties(self) -> Routine[None]:
-        """Get the reduced gradients of tied parameters' uses in other stages; every worker that holds one does."""
+        """Exchange the reduced gradients of tied parameters with the other workers that hold them."""
         reduced = yield from self._reduced()
         yield from self._exchange.run(self.step, lambda stage, name: [reduced[stage][i] for i in self._uses_of(stage, name)])
 
@@ -250,7 +250,7 @@ class StepCommit:
         return torch.tensor(ballot, dtype=torch.float64)
 
     def _count(self, ballots: list[list[float]]) -> None:
-        """Set `outcome` from all workers' votes, by rank (rules 7 and 8 of the numerics contract)."""
+        """Set `outcome` from the votes of all workers, by rank (rules 7 and 8 of the numerics contract)."""
         losses: dict[int, tuple[float, float]] = {}
         squares: dict[int, dict[int, list[float]]] = {}
         for seat, ballot in zip(self.routing.plan.seats, ballots, strict=True):
@@ -343,7 +343,10 @@ class StepCommit:
             ) from error
 
     def apply_late(self, outcome: VoteResult) -> None:
-        """Act on a vote that other workers have counted and this one has not. All have voted, so the gradients are reduced."""
+        """Apply the step by the result of a vote that other workers have counted and this one has not.
+
+        All workers have voted, so the gradients are reduced everywhere.
+        """
         assert self.can_apply_late, f"no gradients of step {self.step} are kept"
         self.guard.establish()
         self.outcome = outcome

@@ -1,4 +1,4 @@
-"""Gradients of tied parameters of several stages: each worker that has the parameter gets those of its uses elsewhere.
+"""Exchanges gradients of tied parameters: each worker that has one gets the gradients of its uses in other stages.
 
 The gradients are reduced over replicas already, and cut as the receiving shard holds the parameter.
 """
@@ -48,14 +48,14 @@ def tied_gradient_senders(
 
 @dataclass
 class TiedGradientExchange:
-    """One worker's part of the exchange."""
+    """One worker's part of the exchange of tied parameters' gradients."""
 
     rank: int
     """This worker's rank."""
     graph: Graph
     """The whole model."""
     routing: MicrobatchRouting
-    """The plan."""
+    """The plan, and which replica runs which microbatch."""
     ties: tuple[TiedParameter, ...]
     """Tied parameters of several stages, in an order that all workers share."""
     transport: Transport
@@ -66,7 +66,7 @@ class TiedGradientExchange:
     """(canonical name, stage of another worker) -> reduced gradients of the uses there, in layer order."""
 
     def run(self, step: int, uses: Uses) -> Routine[None]:
-        """Send what other workers need of the uses here, and fill `received_gradients`."""
+        """Send the gradients of this worker's uses to the workers that need them, and fill `received_gradients`."""
         self.received_gradients.clear()
         sent: list[tuple[Handle, Tensor]] = []
         awaited: list[tuple[str, int, int, list[tuple[Source, Handle]]]] = []
