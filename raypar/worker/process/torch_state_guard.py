@@ -408,7 +408,7 @@ class TorchStateGuard(EnvironmentGuard):
             self._restore(caller, read_global_torch_state(), before)
 
     def _restore(self, caller: str, found: GlobalTorchState, wanted: GlobalTorchState) -> tuple[str, ...]:
-        """Restore the fields in which `found` differs from `wanted`; returns their names. Raises `UserCodeError` if it fails."""
+        """Restore the fields in which `found` differs from `wanted`; returns the names. Raises `UserCodeError` if it fails."""
         if found == wanted:
             return ()
         left = [name for name in GlobalTorchState._fields if getattr(found, name) != getattr(wanted, name)]
