@@ -67,7 +67,7 @@ def prepare_run_request(
             contract=contract_of_job(spec),
             outline=outline,
             profile=chosen.profile,
-            validation_batching=lowered[0].validation_batching,
+            validation_batching=lowered[0].validation_microbatches,
             resume=str(options.resume.resolve()) if options.resume is not None else None,
             keep=options.keep,
             host=host,

@@ -16,15 +16,15 @@ from raypar.schedule.validate import validate_schedule
 class ProgramAssignment:
     """One worker's part of a plan.
 
-    `splits_backward`: whether its stages must be able to put weight gradients off. `validation_batching`: how the samples of a
-    whole validation pass are divided into microbatches; None without validation.
+    `splits_backward`: whether its stages must be able to put weight gradients off. `validation_cut`: how the samples of a whole
+    validation pass are cut into microbatches; None without validation.
     """
 
     plan: ParallelPlan
     crossing: StageConnections
     program: Program
     splits_backward: bool
-    validation_batching: Microbatches | None = None
+    validation_microbatches: Microbatches | None = None
     validation_program: Program = ()
     layouts: Mapping[int, TensorParallelLayout] = field(default_factory=dict)
     """Number of shards -> how the model is cut over so many: of all numbers that the job may come to. Empty without shards."""
@@ -34,25 +34,25 @@ def assign_programs_to_ranks(
     schedule: Schedule,
     plan: ParallelPlan,
     crossing: StageConnections,
-    batching: Microbatches,
-    validation_batching: Microbatches | None = None,
+    cut: Microbatches,
+    validation_cut: Microbatches | None = None,
     *,
     layouts: Mapping[int, TensorParallelLayout] | None = None,
 ) -> tuple[ProgramAssignment, ...]:
     """One assignment per rank, with the programs of a schedule. Raises `ScheduleError` when they would not run."""
-    routing = MicrobatchRouting(plan, batching)
+    routing = MicrobatchRouting(plan, cut)
     programs = lower_schedule(schedule, routing, crossing)
     validate_schedule(programs, routing, crossing)
     forward: tuple[Program, ...] = ((),) * plan.world
-    if validation_batching is not None:
-        forward = lower_validation_pass(MicrobatchRouting(plan, validation_batching), crossing)
+    if validation_cut is not None:
+        forward = lower_validation_pass(MicrobatchRouting(plan, validation_cut), crossing)
     return tuple(
         ProgramAssignment(
             plan,
             crossing,
             program,
             splits_backward(program),
-            validation_batching,
+            validation_cut,
             forward[rank],
             layouts or {},
         )

@@ -238,8 +238,8 @@ class WorkerCore:
             routing=routing, batch_sources=self._batch_sources(self.loader), cost_ms=cost_ms, before_compute=before_compute
         )
         self.validation_interpreter = None
-        if self.assignment.validation_batching is not None and self.spec.validation is not None:
-            validation = MicrobatchRouting(plan, self.assignment.validation_batching)
+        if self.assignment.validation_microbatches is not None and self.spec.validation is not None:
+            validation = MicrobatchRouting(plan, self.assignment.validation_microbatches)
             self.validation_loader = self._make_loader(self.spec.validation.data, validation.microbatches, training=False)
             self._own_validation_microbatches = self._microbatches(validation)
             self.validation_interpreter = build(routing=validation, batch_sources=self._batch_sources(self.validation_loader))
