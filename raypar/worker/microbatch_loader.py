@@ -19,7 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for_sentinel
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -206,6 +206,13 @@ class SampleReader:
                 cure="pad or crop samples to one shape, and give every sample the same dtype",
             )
         return torch.stack(column)
+
+
+class BatchSource(Protocol):
+    """The source of the batch fields that a stage reads: a `MicrobatchLoader`, or what wraps one."""
+
+    def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
+        """The collated fields of one microbatch; blocks until they are read, with a deadline of its own."""
 
 
 class MicrobatchLoader:

@@ -28,14 +28,14 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Instruction
 from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 from raypar.worker.job_spec import DataSpec, JobSpec
-from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
+from raypar.worker.microbatch_loader import BatchSource, MicrobatchLoader, SampleOrder, make_dataset
 from raypar.worker.process.environment_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import StageBuilder
 from raypar.worker.state.checkpoint_snapshot import CheckpointWriter, restore_from_checkpoint, take_snapshot
-from raypar.worker.step.interpreter import BatchSource, Interpreter, StageLinks
+from raypar.worker.step.interpreter import Interpreter, StageLinks
 from raypar.worker.step.step_commit import InstructionSpan, StepCommit
 from raypar.worker.worker_assignments import ProgramAssignment, make_layer_graph
 

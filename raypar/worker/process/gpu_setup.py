@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU
+from raypar.worker.microbatch_loader import BatchSource
 
 GPU_WORKER_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 """Variables that a GPU worker's process is started with. Without the first, the order of cuBLAS's sums may depend on what else
@@ -50,20 +51,15 @@ def make_seeder(device: torch.device) -> Callable[[int], Any]:
     return seed
 
 
-class HostBatchSource(Protocol):
-    """See `worker.step.interpreter.BatchSource`."""
-
-    def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
-        """The fields of one microbatch."""
-
-
 @dataclass(frozen=True)
 class DeviceBatchSource:
-    """See `HostBatchSource`: `source`, whose tensors are copied to a device."""
+    """A `BatchSource` whose tensors are copies, on a device, of those of another source."""
 
-    source: HostBatchSource
+    source: BatchSource
+    """Reads the batches into host memory."""
     device: torch.device
+    """Where the copies lie."""
 
     def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
-        """See `HostBatchSource.get`."""
+        """See `BatchSource.get`."""
         return {name: tensor.to(self.device) for name, tensor in self.source.get(step, microbatch).items()}

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from raypar.schedule.instructions import (
     Role,
     Send,
 )
+from raypar.worker.microbatch_loader import BatchSource
 from raypar.worker.stage.stage import Batch, Stage, count_returned_gradients
 from raypar.worker.step.message_tags import bundle_tag
 from raypar.worker.step.step_commit import InstructionSpan, StepCommit
@@ -49,13 +50,6 @@ Received = dict[str, list[Tensor]]
 """Value -> [activation], or -> its gradients, last consumer first."""
 _AT_ONCE: tuple[Role, ...] = ("communication", "release")
 """Roles of instructions that only post or drop something: no work for the virtual clock, not traced."""
-
-
-class BatchSource(Protocol):
-    """The source of a stage's batch fields (`worker.microbatch_loader.MicrobatchLoader`, or a stand-in)."""
-
-    def get(self, step: int, microbatch: int) -> Batch:
-        """The collated fields of one microbatch; blocks until they are loaded, with a deadline of its own."""
 
 
 @dataclass
