@@ -26,7 +26,7 @@ from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.loss_function import make_loss_function
 from raypar.worker.stage.stage import Stage
-from raypar.worker.stage_builder import build_stage
+from raypar.worker.stage_builder import build_stage, loss_target_name
 from raypar.worker.step.optimizer import build_optimizer, optimizer_state
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -77,7 +77,7 @@ def read_first_microbatch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
     guard.establish()
     with guard.watching("the data set function"):
         dataset = make_dataset(spec.data)
-    fields = tuple(dict.fromkeys([*graph.batch_fields, spec.data.target or "y"]))
+    fields = tuple(dict.fromkeys([*graph.batch_fields, loss_target_name(spec)]))
     order = SampleOrder(spec.seed, len(dataset))
     loader = MicrobatchLoader(dataset, spec.data, order, spec.batching, seed=spec.seed, fields=fields, guard=guard)
     try:

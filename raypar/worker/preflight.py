@@ -23,6 +23,7 @@ from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, make_dataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import refuse_input_writes
 from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.stage_builder import loss_target_name
 from raypar.worker.step.optimizer import check_optimizer_groups, check_optimizer_is_elementwise
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -92,7 +93,7 @@ def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: Paralle
                     f"plan.shards is {shards}, but none of the model's layers has a style: every shard would compute all of it",
                     cure="name layers in plan.styles (for example '*.up': column, '*.down': row), or set plan.shards: 1",
                 )
-            target, sequence = spec.data.target or "y", spec.sequence_parallel
+            target, sequence = loss_target_name(spec), spec.sequence_parallel
             loss = make_loss_function(spec.loss)
             check_by_shape(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
 
@@ -151,12 +152,11 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
 
 
 def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
-    fields = list(batch)
-    target = spec.data.target or (fields[1] if len(fields) > 1 else fields[0])
+    target = loss_target_name(spec)
     if target not in values:
         raise DataError(
             f"the loss reads field {target!r}, which the samples do not have",
-            cure=f"choose data.target (data_target= of Trainer): one of {fields}",
+            cure=f"choose data.target (data_target= of Trainer): one of {list(batch)}",
         )
     try:
         with torch.no_grad():
