@@ -29,6 +29,7 @@ from raypar.schedule.instructions import Instruction
 from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 from raypar.worker.job_spec import DataSpec, JobSpec
 from raypar.worker.microbatch_loader import BatchSource, MicrobatchLoader, SampleOrder, make_dataset
+from raypar.worker.norm_and_weights_hash import sum_losses
 from raypar.worker.process.environment_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -436,8 +437,5 @@ def merge_validation_losses(reports: list[ValidationReport]) -> float:
     losses = {m: pair for report in reports for m, pair in report.losses.items()}
     if not losses:
         raise WorkerLost("no worker reported a validation loss", cure="report this: a worker must hold the last stage")
-    total = count = 0.0
-    for microbatch in sorted(losses):
-        total += losses[microbatch][0]
-        count += losses[microbatch][1]
+    total, count = sum_losses(losses)
     return total / count

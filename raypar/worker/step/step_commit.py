@@ -28,7 +28,7 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.vote_result import VoteResult
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_squared_gradients
+from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_losses, sum_squared_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage
 from raypar.worker.step.message_tags import vote_tag
@@ -264,10 +264,7 @@ class StepCommit:
                 stage, size = int(next(numbers)), int(next(numbers))
                 mine = squares.setdefault(stage, {}).setdefault(seat.shard, [])
                 mine.extend(next(numbers) for _ in range(size))  # ranks of replicas ascend
-        total = count = 0.0
-        for microbatch in sorted(losses):
-            total += losses[microbatch][0]
-            count += losses[microbatch][1]
+        total, count = sum_losses(losses)
         in_order = [s for stage in sorted(squares) for s in _over_shards(squares[stage])]
         norm, factor = gradient_norm_and_factor(in_order, count, self.spec.clip_norm)
         loss = total / count if count else math.nan
