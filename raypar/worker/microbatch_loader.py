@@ -94,12 +94,16 @@ def dataset_size(dataset: Any, label: str = "") -> int:
 
 @dataclass
 class SampleOrder:
-    """Which sample lies at each position of the endless stream. `size` samples an epoch; not `shuffle`d: 0, 1, 2, ..."""
+    """Which sample lies at each position of the endless stream of samples."""
 
     seed: int
+    """The job's seed."""
     size: int
+    """Samples in an epoch."""
     shuffle: bool = True
+    """Whether each epoch has an order of its own; else every epoch is 0, 1, 2, ..."""
     _permutations: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    """Epoch -> its order, of the epochs used last."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -128,16 +132,18 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Reads the samples of one microbatch and stacks the fields asked for. Works in any process.
-
-    `guard`: restores process state that a sample leaves changed, so that the next one does not depend on it.
-    """
+    """Reads the samples of one microbatch and stacks the fields asked for. Works in any process."""
 
     dataset: Any
+    """The user's data set."""
     names: tuple[str, ...]
+    """Names of the fields of tuple samples; empty: `FIELD_NAMES`."""
     fields: tuple[str, ...]
+    """The fields to stack."""
     seed: int
+    """The job's seed."""
     guard: TorchStateGuard | None = None
+    """Restores process state that a sample leaves changed, so that the next one does not depend on it."""
 
     def read(self, places: Sequence[SamplePosition]) -> dict[str, Tensor]:
         """field -> [samples, ...], fresh memory. Leaves python, numpy and torch seeded by the last sample."""

@@ -90,9 +90,13 @@ class ShardRecord:
     """The file that one worker has written into a checkpoint."""
 
     file: str
+    """The file's name."""
     nbytes: int
+    """Its size."""
     sha256: str
+    """Its checksum."""
     entries: tuple[ManifestEntry, ...]
+    """The tensors in it, and numbers, which lie in the manifest itself."""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------------

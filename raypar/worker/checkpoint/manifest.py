@@ -53,16 +53,24 @@ NOT_FINITE = {repr(value): value for value in (math.inf, -math.inf, math.nan)}
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """One tensor in a file, or one number. `shape`: of the unsharded tensor; `slice`: the part that the file has."""
+    """One tensor in a file, or one number."""
 
     name: str
+    """Qualified name of the parameter or buffer."""
     kind: str
+    """What it is of the parameter or buffer: `PARAMETER`, `BUFFER`, `CACHE`, `TIE`, or a key of the optimizer's state."""
     shape: tuple[int, ...] = ()
+    """Shape of the unsharded tensor."""
     dtype: str = ""
+    """torch's name of the dtype, such as `float32`; empty for a number."""
     slice: Slice = ()
+    """The part of the unsharded tensor that the file has."""
     file: str = ""
+    """Name of the file that has the tensor; empty for a number."""
     key: str = ""
+    """The tensor's name in the file."""
     value: Scalar = None
+    """The number."""
 
     @property
     def part(self) -> tuple[int, ...]:
@@ -72,15 +80,20 @@ class ManifestEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `files`: name -> (bytes, sha256); `contract`: what its bits depend on (`contract_of_job`);
-    `entries`: ascending, those of one name and kind together."""
+    """What a checkpoint holds."""
 
     path: Path
+    """The checkpoint's folder."""
     steps_done: int
+    """Number of steps after which the state was saved."""
     contract: Mapping[str, Any]
+    """The settings of the job on which the bits depend (`contract_of_job`)."""
     entries: tuple[ManifestEntry, ...]
+    """Tensors and numbers, ascending by name, kind and slice."""
     files: Mapping[str, tuple[int, str]]
+    """Name of a file -> (bytes, sha256)."""
     metrics: Mapping[str, Any]
+    """Metrics of the last step, as the run recorded them."""
 
     @property
     def ties(self) -> dict[str, str]:
