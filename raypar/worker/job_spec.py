@@ -47,7 +47,7 @@ class Ref:
         return found  # type: ignore[no-any-return]
 
     def call(self) -> Any:
-        """`function(**args)`: for factories of models and data sets."""
+        """Call the function with `args`: for functions that make models and data sets."""
         return self.resolve()(**self.args)
 
     def partial(self) -> Callable[..., Any]:
@@ -63,8 +63,10 @@ class Ref:
 
 
 def stable_callable_label(target: Callable[..., Any], inside: tuple[int, ...] = ()) -> str:
-    """A callable as text that is the same in every process: name, and for objects what they hold. `inside`: see
-    `stable_argument_text`."""
+    """Text for a callable that is the same in every process: its name; for a `partial` or loss module also its values.
+
+    `inside`: see `stable_argument_text`.
+    """
     if isinstance(target, functools.partial):
         inside = (*inside, id(target))
         given = [stable_argument_text(value, inside) for value in target.args]
@@ -78,9 +80,9 @@ def stable_callable_label(target: Callable[..., Any], inside: tuple[int, ...] = 
 
 
 def stable_argument_text(value: Any, inside: tuple[int, ...] = ()) -> str:
-    """An argument as text that is the same in every process; of a tensor or an array shape, type and a hash of its values.
+    """Text for an argument that is the same in every process; for a tensor or array: shape, type and a hash of the values.
 
-    `inside`: ids of the containers that it is in; one of these again is `...`, as in Python's `repr`.
+    `inside`: ids of the containers around the argument; a container inside itself is `...`, as in Python's `repr`.
     """
     if id(value) in inside:
         return "..."
@@ -114,8 +116,10 @@ def stable_argument_text(value: Any, inside: tuple[int, ...] = ()) -> str:
 
 
 def find_unstable_argument(target: Any, inside: tuple[int, ...] = ()) -> str | None:
-    """The text of an argument bound by a `functools.partial` that names an address only, so that a resumed run could not tell
-    it from another; None if there is none. `inside`: see `stable_argument_text`."""
+    """The `repr` of an argument, bound by a `functools.partial`, that is known by its address only; None if there is none.
+
+    A resumed run could not tell such an argument from another. `inside`: see `stable_argument_text`.
+    """
     if id(target) in inside:
         return None
     if isinstance(target, functools.partial):
@@ -134,12 +138,12 @@ def find_unstable_argument(target: Any, inside: tuple[int, ...] = ()) -> str | N
 
 
 def without_addresses(text: str) -> str:
-    """A `repr` without the addresses of objects, which are no part of what they are."""
+    """A `repr` without the addresses of objects, which differ from process to process."""
     return re.sub(_ADDRESS, "", text)
 
 
 _ADDRESS = r" at 0x[0-9a-fA-F]+"
-"""As Python writes it, or numpy, whose generators have capitals."""
+"""An address in a `repr`: Python writes small letters, numpy's generators capitals."""
 
 
 @dataclass(frozen=True)

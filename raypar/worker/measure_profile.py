@@ -39,8 +39,9 @@ LINK_TIMEOUT_S = 20.0
 
 
 def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None, shards: Collection[int] = ()) -> ModelProfile:
-    """Everything the planner needs to know of a job on this machine. Reads the first microbatch of the data set. `shards`: how
-    many a stage may have, for what each of them will hold.
+    """Measure what the planner needs to know of a job on this machine, with the first microbatch of the data set.
+
+    `shards`: numbers of shards that a stage may have, for each of which the profile has the bytes held.
 
     `workers` share this machine's free memory and processors. One layer is held at a time, so that models larger than
     this process can be profiled.
@@ -185,7 +186,7 @@ def _profile_optimizer(spec: JobSpec, stage: Stage) -> tuple[float, int]:
 
 
 def measure_median_ms(*calls: Callable[[], Any]) -> tuple[float, ...]:
-    """Median ms of each of some calls that are made in turn, after one round that is not counted."""
+    """Median time of each call in ms; the calls are made in turn, and the first round is not counted."""
     rounds: list[list[float]] = []
     while len(rounds) < 4 or (len(rounds) <= REPEATS and sum(map(sum, rounds)) < BUDGET_MS):
         took = []
@@ -198,7 +199,7 @@ def measure_median_ms(*calls: Callable[[], Any]) -> tuple[float, ...]:
 
 
 def tensor_nbytes(tensor: Tensor) -> int:
-    """Payload of a tensor."""
+    """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -217,12 +218,12 @@ def free_memory_per_worker(workers: int) -> int | None:
 
 
 def count_usable_cpus() -> int:
-    """Processors this process may use."""
+    """Number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def profile_loopback() -> LinkProfile:
-    """The TCP transport between two workers of this machine."""
+    """Measure latency and bandwidth of the TCP transport between two workers of this machine."""
     credential = RunCredential.fresh("profile")
     meshes = [TcpEndpoint.listen(credential=credential) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
@@ -258,7 +259,7 @@ def profile_loopback() -> LinkProfile:
 
 
 def profile_link(transport: Transport, *, peer: int) -> LinkProfile:
-    """Latency and bandwidth to `peer`, which calls this too; the lower rank leads. One-way times are half of there and back."""
+    """Measure latency and bandwidth to `peer`, which has to call this too. One-way times are half of those there and back."""
     small = _one_way_ms(transport, peer, PING_BYTES, 40)
     bulk = _one_way_ms(transport, peer, BULK_BYTES, 6)
     return LinkProfile(small, BULK_BYTES / max(bulk - small, 1e-6))
@@ -279,7 +280,7 @@ def _one_way_ms(transport: Transport, peer: int, size: int, times: int) -> float
 
 
 def merge_profiles(profiles: Sequence[ModelProfile]) -> ModelProfile:
-    """One profile from several workers' own, measured at the same time: each time is the slowest, memory the least."""
+    """One profile of several workers' profiles, measured at the same time: the slowest times, the least memory."""
     layers = tuple(
         LayerProfile(
             name=same[0].name,

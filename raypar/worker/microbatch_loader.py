@@ -53,7 +53,7 @@ SamplePosition = tuple[int, int]
 
 
 def make_dataset(spec: DataSpec) -> Any:
-    """Call the user's data set function. Raises `UserCodeError` when it raises, `DataError` for what cannot be read by id."""
+    """Call the user's data set function. Raises `UserCodeError` if it raises, `DataError` if samples cannot be read by id."""
     try:
         dataset = spec.dataset.call()
     except RayparError:
@@ -146,7 +146,7 @@ class SampleReader:
     """Restores process state that a sample leaves changed, so that the next one does not depend on it."""
 
     def read(self, places: Sequence[SamplePosition]) -> dict[str, Tensor]:
-        """field -> [samples, ...], fresh memory. Leaves python, numpy and torch seeded by the last sample."""
+        """Read samples: field -> [samples, ...], in fresh memory. Leaves python, numpy and torch seeded by the last sample."""
         columns: list[list[Tensor]] = [[] for _ in self.fields]
         # Who promises to draw no random numbers need not have them seeded; it does not change a bit.
         seeded = not getattr(self.dataset, "raypar_thread_safe", False)

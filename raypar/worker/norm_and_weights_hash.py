@@ -34,7 +34,7 @@ def sum_squared_gradients(gradients: Sequence[Tensor]) -> list[float]:
 
 
 def gradient_norm_and_factor(squares: Sequence[float], count: float, clip_norm: float | None) -> tuple[float, float]:
-    """(norm of the scaled gradient, the one factor it is multiplied by). `squares` in parameter order, `count` > 0 units."""
+    """(norm of the scaled gradient, the factor that scales and clips it). `squares`: by parameter; `count`: of the loss."""
     total = 0.0
     for square in squares:
         total += square

@@ -59,7 +59,7 @@ def required_communicators(
 def check_communicator_limit(
     spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
 ) -> None:
-    """Raise `PlanError` where a worker would use more communicators than make progress beside each other on any GPU.
+    """Raise `PlanError` if a worker would use more communicators than every GPU can run at the same time.
 
     A GPU with few multiprocessors takes fewer, which its worker says before the first step (`check_communicator_keys`).
     """

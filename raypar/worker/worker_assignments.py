@@ -171,7 +171,7 @@ def make_validation_batching(spec: JobSpec, samples: int) -> Microbatches | None
 def make_worker_assignments(
     spec: JobSpec, graph: Graph, plan: ParallelPlan, schedule: Schedule, *, validation_samples: int = 0
 ) -> tuple[ProgramAssignment, ...]:
-    """One assignment per rank, lowered from the schedule. Raises `ScheduleError` if the result would not run."""
+    """The assignment of each rank, by rank, lowered from the schedule. Raises `ScheduleError` if the result would not run."""
     counts = {stage.shards for stage in plan.stages}
     layouts = (
         {count: compute_shard_layout(graph, count, dict(spec.styles)) for count in counts | {1}} if max(counts) > 1 else {}

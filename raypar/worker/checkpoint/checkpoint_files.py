@@ -75,7 +75,7 @@ class TensorSlices:
     spans: IndexRanges
 
     def of(self, tensor: Tensor) -> Iterator[tuple[Slice, Tensor]]:
-        """The tensor in blocks, each with its place in the whole."""
+        """(slice of the unsharded tensor, part of this tensor), one for each span."""
         whole = tuple((0, n) for n in self.shape)
         if not self.spans:
             yield whole, tensor
@@ -119,7 +119,8 @@ def write_shard(
     slices: Mapping[StateName, TensorSlices] | None = None,
     ties: Mapping[str, Sequence[str]] | None = None,
 ) -> ShardRecord:
-    """Write CPU tensors as one safetensors file. `slices`: which parts of an unsharded tensor it is, where not the whole.
+    """Write a worker's CPU tensors as one safetensors file. `slices`: which part of the unsharded tensor a tensor is, if not
+    all.
 
     `ties`: first name of a tied parameter -> its other names. Streams: no second copy in memory, and the checksum is taken
     in the same pass. Raises `CheckpointError` (disk full, ...).
@@ -320,7 +321,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def latest_usable_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
-    """(the newest checkpoint that is whole, why newer ones were skipped)."""
+    """(folder of the newest checkpoint that is whole, or None; lines that say why newer ones were skipped)."""
     skipped = []
     for _, path in reversed(_steps(root)):
         try:
@@ -335,10 +336,10 @@ def latest_usable_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
 def read_checkpoint_state(
     path: Path, names: Collection[str] | None = None, take: Callable[[str, Tensor], Tensor] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """name -> {"parameter": tensor, "exp_avg": tensor, "step": tensor or number, ...}, unsharded, for these names or all.
+    """Read unsharded state: name -> {"parameter": tensor, "exp_avg": tensor, "step": tensor or number, ...}.
 
-    `take(name, tensor)`: what is kept of each, one tensor being held whole at a time. Reads only what is asked for. Raises
-    `CheckpointError` for names that are not there, missing slices and damaged files.
+    `names`: of the parameters to read; None: all. `take(name, tensor)`: the part to keep of each tensor; one tensor is held
+    whole at a time. Raises `CheckpointError` for names that are not there, missing slices and damaged files.
     """
     manifest = load_manifest(path)
     wanted = set(manifest.shapes if names is None else names)
@@ -353,7 +354,7 @@ def read_checkpoint_state(
 
 
 def read_checkpoint_buffers(path: Path, names: Collection[str]) -> dict[str, Tensor]:
-    """name -> buffer, of those of `names` that the checkpoint has. Raises `CheckpointError` for damaged files."""
+    """Read buffers: name -> buffer, of those of `names` that the checkpoint has. Raises `CheckpointError` for damaged files."""
     if not names:
         return {}
     manifest = load_manifest(path)
@@ -485,7 +486,7 @@ as it may with another number of shards."""
 
 
 def contract_of_job(spec: JobSpec) -> dict[str, Any]:
-    """Everything of a job that its bits depend on, as JSON values; `steps` and validation are not among it."""
+    """The settings of a job on which its bits depend, as JSON values; `steps` and validation are not among them."""
     made = {
         "seed": spec.seed,
         "batch_size": spec.batch_size,
@@ -539,7 +540,7 @@ def _with_present_paths(value: Any) -> Any:
 
 
 def list_contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
-    """A line for each part of the contract that differs from the checkpoint's, but for those of shards (`_OF_SHARDS`)."""
+    """A line for each setting of the contract that differs from the checkpoint's, except for those of shards (`_OF_SHARDS`)."""
     # Checkpoints from before there was a choice say nothing of the device.
     then, now = _with_present_paths({"device": "cpu", **manifest.contract}), _with_present_paths(contract_of_job(spec))
     return [
@@ -548,7 +549,7 @@ def list_contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
 
 
 def list_changed_shard_settings(manifest: Manifest, spec: JobSpec) -> list[str]:
-    """Keys of the job file that say how layers are cut over shards and differ from the checkpoint's."""
+    """The job file's keys of settings of shards (`_OF_SHARDS`) that differ from the checkpoint's."""
     now = contract_of_job(spec)
     return [name for key, name in _OF_SHARDS.items() if manifest.contract.get(key) != now.get(key)]
 

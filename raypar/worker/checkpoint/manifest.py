@@ -103,7 +103,7 @@ class Manifest:
 
     @cached_property
     def tensors(self) -> Mapping[str, Mapping[str, ManifestEntry]]:
-        """File -> key -> what lies there; ties left out."""
+        """File -> key -> entry of the tensor there; ties are left out."""
         found: dict[str, dict[str, ManifestEntry]] = {file: {} for file in self.files}
         for entry in self.entries:
             if entry.file and entry.kind != TIE:
@@ -143,7 +143,7 @@ def manifest_checksum(body: Mapping[str, Any]) -> str:
 
 
 def parse_manifest(body: Mapping[str, Any], path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path` from JSON values. Raises `ValueError` for whatever a checkpoint cannot have."""
+    """The manifest of the checkpoint at `path` from JSON values. Raises `ValueError` for what no checkpoint can have."""
     _keys(body, "the manifest", {"format", "steps_done", "contract", "metrics", "files", "entries"})
     steps_done, contract, metrics = body["steps_done"], body["contract"], body["metrics"]
     if not is_int64_count(steps_done):
@@ -167,7 +167,7 @@ def parse_manifest(body: Mapping[str, Any], path: Path) -> Manifest:
 
 
 def check_header_matches_manifest(manifest: Manifest, file: str, header: SafetensorsHeader) -> None:
-    """Raises `ValueError` where a file's header and the manifest do not say the same of its tensors."""
+    """Raises `ValueError` if the header of a file and the manifest disagree on the file's tensors."""
     named = manifest.tensors[file]
     absent, unknown = sorted(named.keys() - header.tensors.keys()), sorted(header.tensors.keys() - named.keys())
     if absent or unknown:

@@ -179,7 +179,7 @@ def open_weights(path: str | Path) -> WeightsFile:
 
 
 def resolve_weights_path(path: str | Path) -> tuple[Path, tuple[str, ...]]:
-    """(the path that workers open, why newer checkpoints were skipped): a run's last whole checkpoint, else the path itself.
+    """(the path that workers open: a run's last whole checkpoint, else the path itself; why newer checkpoints were skipped).
 
     Called once, before workers start: a run that is still going may have a newer checkpoint a moment later. Reads checkpoints
     whole and compares their checksums, which `open_weights` does not. Raises `CheckpointError`.

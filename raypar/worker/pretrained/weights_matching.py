@@ -45,7 +45,7 @@ def match_weights(
     dtype: str | torch.dtype = "float32",
     dtypes: Mapping[str, str | torch.dtype] | None = None,
 ) -> WeightsMatch:
-    """The tensor of `file` for each of `wanted`: name -> shape of the model's parameters and persistent buffers.
+    """Find the tensor of `file` for each of `wanted`: name -> shape of the model's parameters and persistent buffers.
 
     Raises `CheckpointError` that lists tensors that are missing, unexpected, or of another shape or dtype, unless `source`
     allows them. Floating-point values are cast; others must have the model's dtype.

@@ -55,7 +55,7 @@ class EnvironmentState(NamedTuple):
 
 
 def read_environment_state() -> EnvironmentState:
-    """The state of this process now."""
+    """The present `EnvironmentState` of this process."""
     try:
         directory: str | None = os.getcwd()
     except FileNotFoundError:
@@ -124,7 +124,8 @@ class EnvironmentGuard:
         self.environment = read_environment_state()
 
     def check_environment(self, caller: str) -> bool:
-        """True if `caller` has left nothing changed; else restores it. Raises `UserCodeError` if that is not possible."""
+        """Restore what `caller` has left changed; returns whether that was nothing. Raises `UserCodeError` if it is not
+        possible."""
         found = read_environment_state()
         if found == self.environment:
             return True
@@ -134,7 +135,7 @@ class EnvironmentGuard:
 
     @contextlib.contextmanager
     def watching(self, caller: str) -> Iterator[None]:
-        """Restore on exit what the users' code inside has changed."""
+        """Context that restores on exit what users' code inside it has changed."""
         yield
         self.check_environment(caller)
 

@@ -80,7 +80,7 @@ class GlobalTorchState(NamedTuple):
 
 
 def read_global_torch_state() -> GlobalTorchState:
-    """The state of this thread and process now."""
+    """The present `GlobalTorchState` of this thread and process."""
     precision = _float32_precision
     return GlobalTorchState(
         torch.is_inference_mode_enabled(),
@@ -127,7 +127,7 @@ _QUICK: tuple[Callable[[], object], ...] = (
 
 
 def read_per_call_state() -> PerCallState:
-    """The part of the state that is compared after every call.
+    """Read the part of the state that is compared after every call.
 
     Read through a table, because looking the names up in torch takes longer than the calls.
     """

@@ -208,7 +208,7 @@ def _wrong_outputs(layer: Layer, outputs: tuple[Any, ...]) -> UserCodeError:
 
 
 def alias_repeated_outputs(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The outputs, with an alias in each place where a tensor stands for a second time.
+    """The outputs, with an alias in the place of each tensor that a layer returns again.
 
     A tensor that a layer returns under two names is two values, each with gradients of its own to add (rule 4).
     """

@@ -45,7 +45,7 @@ def count_returned_gradients(graph: Graph, plan: ParallelPlan, value: str, consu
 
 
 def fold_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """((g3 + g2) + g1), the undefined ones skipped; `gradients` from the last consumer to the first."""
+    """The sum of the defined gradients in the order given, ((g1 + g2) + g3); a single one is returned as it is."""
     total: Tensor | None = None
     for gradient in gradients:
         if gradient is not None:
@@ -188,13 +188,14 @@ class Stage:
         return 0 if self.shard is None else self.shard.group.waited_ns
 
     def partial_uses(self) -> tuple[int, ...]:
-        """Uses of parameters that are whole on every shard but have met parts of values: their gradients are parts of a sum."""
+        """Indices of uses whose gradient is only a part of a sum: of parameters that every shard has whole but that met parts
+        of values."""
         return () if self.shard is None else self.weights.uses_of(tuple(self.shard.group.partial))
 
     # -- life of a stage -----------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Forget the last step. Gradients of parameters (`.grad`) are no longer valid."""
+        """Begin a step: forget the last one. Gradients of parameters (`.grad`) are no longer valid."""
         self.step = step
         self.losses.clear()
         self._live.clear()
@@ -275,7 +276,7 @@ class Stage:
     def backward_input(
         self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]
     ) -> dict[str, tuple[Tensor | None, ...]]:
-        """As `backward`, but what Linears need for their weights' gradients is kept for `backward_weight`."""
+        """As `backward`, but the weight gradients of split Linears are left to `backward_weight`."""
         return self._backward(microbatch, gradients, halves=1)
 
     def backward_weight(self, microbatch: int) -> None:

@@ -48,7 +48,7 @@ class StateSnapshot:
 def take_snapshot(
     stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], names: Mapping[int, Iterable[str]]
 ) -> StateSnapshot:
-    """Copies on the CPU of the named parameters and buffers (by stage; see `Ownership.written`): one pass over that memory."""
+    """Copy the state of the named parameters and buffers to host memory. `names`: by stage, as `Ownership` gives them."""
     tensors: dict[StateName, Tensor] = {}
     scalars: dict[StateName, Scalar] = {}
     slices: dict[StateName, TensorSlices] = {}

@@ -104,7 +104,7 @@ class StateCopy:
         return {name: ParameterState(kept, self.slices.get(name, WHOLE), is_read_only=True) for name, kept in found.items()}
 
     def digest(self) -> Digest:
-        """Digests of what is copied and of its bits, 32 bits each; the second depends on every bit and its place."""
+        """Two digests of 32 bits: of the list of what is copied, and of the copied bits."""
         rooms = [entry for entry in self.entries if isinstance(entry[2], PackedTensorPlace)]
         numbers = self.entries[len(rooms) :]
         bits = zlib.crc32(memoryview(self.memory.numpy()), zlib.crc32(repr(numbers).encode()))
@@ -112,7 +112,7 @@ class StateCopy:
 
     @property
     def header(self) -> Tensor:
-        """`entries`, the number of bytes and `slices`, pickled: what a keeper has to know before the memory comes."""
+        """`entries`, the number of bytes and `slices`, pickled: what a keeper has to know before it receives the memory."""
         return torch.frombuffer(bytearray(pickle.dumps((self.entries, self.memory.nbytes, self.slices))), dtype=torch.uint8)
 
 
@@ -180,7 +180,7 @@ class Mirror:
         transport: Transport | None,
         slices: Mapping[str, ParameterSlice] | None = None,
     ) -> None:
-        """Copy `state`, which is the state after `done` steps, and begin to exchange copies; not without a transport.
+        """Copy `state`, the state after `done` steps, and begin to exchange copies. Without a transport none are exchanged.
 
         `slices`: parameter that is cut over shards -> the part of it in `state`. Older snapshots are dropped, except for the
         last complete one.

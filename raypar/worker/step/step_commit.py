@@ -30,7 +30,7 @@ from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_losses, sum_squared_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard
-from raypar.worker.stage.stage import Stage
+from raypar.worker.stage.stage import Stage, fold_gradients
 from raypar.worker.step.message_tags import vote_tag
 from raypar.worker.step.optimizer import set_learning_rate
 from raypar.worker.step.tied_gradients import TiedGradientExchange
@@ -194,7 +194,7 @@ class StepCommit:
                         uses += [reduced[src][i] for i in self._uses_of(src, name)]
                     else:
                         uses += self._exchange.received_gradients.get((name, src), ())
-                gradients[name] = _sum_in_order(uses)
+                gradients[name] = fold_gradients(uses)
             settled[stage] = gradients
         return settled
 
@@ -355,13 +355,4 @@ def _over_shards(squares: Mapping[int, Sequence[float]]) -> Sequence[float]:
     total, *others = (squares[shard] for shard in sorted(squares))
     for more in others:
         total = [a + b for a, b in zip(total, more, strict=True)]
-    return total
-
-
-def _sum_in_order(uses: list[Tensor | None]) -> Tensor | None:
-    """((u1 + u2) + u3) over those that are defined; a single one is returned as it is."""
-    total: Tensor | None = None
-    for use in uses:
-        if use is not None:
-            total = use if total is None else total + use
     return total
