@@ -66,7 +66,7 @@ def prepare_run_request(
             callbacks=cloudpickle.dumps(Callbacks(options.callbacks)),
             contract=contract_of_job(spec),
             outline=outline,
-            profile=chosen.profile,
+            profile=chosen.profile.with_outline(outline),
             validation_batching=lowered[0].validation_microbatches,
             resume=str(options.resume.resolve()) if options.resume is not None else None,
             keep=options.keep,
