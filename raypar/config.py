@@ -377,7 +377,7 @@ class Job(_Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Job:
-        self.to_spec().cut  # noqa: B018  raises PlanError when the microbatches do not fit the batch
+        self.to_spec().batching  # noqa: B018  raises PlanError when the microbatches do not fit the batch
         if self.early_stopping is not None and (self.validation is None or not self.validation.every):
             raise ConfigError(
                 "early_stopping needs validation losses",

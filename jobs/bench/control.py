@@ -170,7 +170,7 @@ def interpreter(microbatches: int, schedule: str, repeats: int = 30) -> dict[str
     )
     core = WorkerCore(spec)
     part = make_worker_assignments(
-        spec, make_layer_graph(spec), plan, registry.build_schedule(schedule, MicrobatchRouting(plan, spec.cut))
+        spec, make_layer_graph(spec), plan, registry.build_schedule(schedule, MicrobatchRouting(plan, spec.batching))
     )[0]
     core.adopt(part, Nothing(0, plan.world))  # type: ignore[arg-type]
     program = tuple(i for i in part.program if not isinstance(i, (ReduceGradients, ExchangeTies, ExchangeVotes, OptimizerStep)))

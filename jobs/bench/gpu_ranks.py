@@ -94,9 +94,9 @@ def train(state: State, index: int, plan: ParallelPlan, schedule: str, addresses
     """Some steps as one rank of a plan: digests of the parameters held."""
     spec = small_job()
     graph = make_layer_graph(spec)
-    part = make_worker_assignments(spec, graph, plan, registry.build_schedule(schedule, MicrobatchRouting(plan, spec.cut)))[
-        index
-    ]
+    part = make_worker_assignments(
+        spec, graph, plan, registry.build_schedule(schedule, MicrobatchRouting(plan, spec.batching))
+    )[index]
     core = WorkerCore(spec, graph=graph, step_timeout_s=60.0, device=state["device"].device)
     connect(
         state, index, addresses, generation, sorted(required_communicators(AdoptOrder(part, {}, 0), index, spec, core.layout))

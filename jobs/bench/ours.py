@@ -113,7 +113,7 @@ class Raypar:
         self.plan, self.rank, self.trace = plan, rank, trace
         keep_freed_memory()  # as worker_actor does
         self.core = WorkerCore(spec)
-        order = registry.build_schedule(schedule, MicrobatchRouting(plan, spec.cut))
+        order = registry.build_schedule(schedule, MicrobatchRouting(plan, spec.batching))
         self.assignment = make_worker_assignments(spec, self.core.graph, plan, order)[rank]
         self.mesh = TcpEndpoint.listen(credential=CREDENTIAL)
         self.hello = {"address": self.mesh.address, "rank": rank}
@@ -161,7 +161,9 @@ class RayparOnRay:
         self.connection = connect_ray(None, plan.world, Path.cwd())
         host = self.connection.__enter__().host
         graph = make_layer_graph(spec)
-        parts = make_worker_assignments(spec, graph, plan, registry.build_schedule(schedule, MicrobatchRouting(plan, spec.cut)))
+        parts = make_worker_assignments(
+            spec, graph, plan, registry.build_schedule(schedule, MicrobatchRouting(plan, spec.batching))
+        )
         self.loop = asyncio.new_event_loop()
         self.pool = WorkerPool(RunCredential.fresh(f"bench-{os.getpid()}"))
         self.loop.run_until_complete(self.pool.reserve(plan, CONNECT_TIMEOUT_S, print))

@@ -24,7 +24,9 @@ _exchange = ElasticWorker._exchange
 def _counted(self: ElasticWorker, part: Any, transport: Any, base: Any) -> Any:
     start = time.time()
     found = yield from _exchange(self, part, transport, base)
-    tensors = [v for holdings in found.values() for holding in holdings for v in holding.kept.values() if isinstance(v, Tensor)]
+    tensors = [
+        v for holdings in found.values() for holding in holdings for v in holding.state.values() if isinstance(v, Tensor)
+    ]
     received = sum(v.numel() * v.element_size() for v in tensors)
     if _diary is not None:
         line = {"worker": self.worker, "time": time.time(), "seconds": time.time() - start, "bytes": received}

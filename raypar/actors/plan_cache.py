@@ -52,7 +52,7 @@ class PlanCache:
         most = max(stage.shards for stage in self.request.plan.stages)
         shards = next(n for n in possible_shard_counts(self.request.plan) if most % n == 0 and n <= max(1, workers))
         try:
-            choice = search_plans(self.request.profile, workers, self.request.cut, shards)
+            choice = search_plans(self.request.profile, workers, self.request.batching, shards)
         except PlanError as error:
             return error
         self.schedules.setdefault(choice.plan, choice.schedule)
@@ -77,20 +77,20 @@ class PlanCache:
     def assignments(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
         """Every worker's assignment under the plan, by rank."""
         request = self.request
-        made = registry.build_schedule(self.schedule(plan), MicrobatchRouting(plan, request.cut))
+        made = registry.build_schedule(self.schedule(plan), MicrobatchRouting(plan, request.batching))
         outline = request.outline
         return assign_programs_to_ranks(
-            made, plan, outline.crossing(plan), request.cut, request.validation_cut, layouts=outline.layouts
+            made, plan, outline.crossing(plan), request.batching, request.validation_batching, layouts=outline.layouts
         )
 
     def memory(self, plan: ParallelPlan, rank: int) -> tuple[str, str]:
         """Two texts for a worker that ran out of memory: what it holds, and which plan would fit."""
-        return out_of_memory_advice(self.request.profile, plan, self.schedule(plan), self.request.cut, rank)
+        return out_of_memory_advice(self.request.profile, plan, self.schedule(plan), self.request.batching, rank)
 
     def passes(self, plan: ParallelPlan) -> tuple[int, ...]:
         """By rank: microbatches that a worker takes through its stages in a step, counted for each of its chunks."""
         if plan not in self._passes:
-            routing = MicrobatchRouting(plan, self.request.cut)
+            routing = MicrobatchRouting(plan, self.request.batching)
             self._passes[plan] = tuple(
                 sum(len(routing.microbatches_of_replica(stage, seat.replica)) for stage in plan.stages_of(rank))
                 for rank, seat in enumerate(plan.seats)
@@ -100,6 +100,6 @@ class PlanCache:
     def _step_s(self, plan: ParallelPlan) -> float:
         """The predicted time of a step under the plan."""
         request = self.request
-        made = registry.build_schedule(self.schedule(plan), MicrobatchRouting(plan, request.cut))
-        timeline, _ = predict_step(request.profile, plan, made, request.cut)
+        made = registry.build_schedule(self.schedule(plan), MicrobatchRouting(plan, request.batching))
+        timeline, _ = predict_step(request.profile, plan, made, request.batching)
         return timeline.makespan_ms / 1000

@@ -276,7 +276,7 @@ class RunRecorder:
             "norm": brief["norm"],
             "count": brief["count"],
             "seconds": wall,
-            "samples_per_s": self.request.cut.batch_size / wall if wall else 0.0,
+            "samples_per_s": self.request.batching.batch_size / wall if wall else 0.0,
             "count_per_s": brief["count"] / wall if wall else 0.0,
             "bubble": max(0.0, 1 - brief["busy_seconds"] / (longest * brief["workers"])) if longest else 0.0,
             "peak_rss_bytes": brief["peak_rss_bytes"] if longest else [],

@@ -28,8 +28,8 @@ class RunRequest:
     """The schedule of `plan`."""
     crossing: StageConnections
     """What crosses between the stages of `plan`."""
-    cut: Microbatches
-    """How a batch is cut into microbatches and blocks."""
+    batching: Microbatches
+    """How the samples of a step are divided into microbatches, and these into blocks."""
     spec: bytes
     """The `JobSpec`, pickled for the workers; the driver does not open it."""
     assignments: tuple[bytes, ...]
@@ -44,8 +44,8 @@ class RunRequest:
     """The model's layers and edges, from which another plan is made when workers come or go."""
     profile: ModelProfile
     """Times and sizes of the layers, for the planner's choice of another plan."""
-    validation_cut: Microbatches | None = None
-    """How a whole validation pass is cut; None without validation."""
+    validation_batching: Microbatches | None = None
+    """How the samples of a whole validation pass are divided into microbatches; None without validation."""
     resume: str | None = None
     """The checkpoint folder that workers load; None for a new run."""
     keep: int = 2

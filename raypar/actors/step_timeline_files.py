@@ -26,7 +26,7 @@ def write_step_timeline_files(request: RunRequest, step: int, spans: Rows, nodes
     edges = [(e.src, e.dst) for e in request.crossing.edges]
     folder = Path(request.folder)
     workers = f"{request.plan.world} workers = {request.plan.describe()}"
-    title = f"{request.run}: {workers}, schedule {request.schedule_name}, {request.cut.count} microbatches"
+    title = f"{request.run}: {workers}, schedule {request.schedule_name}, {request.batching.count} microbatches"
     replace_file_atomically(folder / "swimlane.svg", swimlanes_svg(panels, title=title, edges=edges).encode())
     trace = json.dumps(chrome_trace(measured, nodes=list(nodes), name=request.run))
     replace_file_atomically(folder / "trace.json", trace.encode())

@@ -162,7 +162,7 @@ class WorkerActor:
             if made.run_begins or made.checkpoint_folder:  # built from whole layers or files
                 return_unused_memory()  # not during a run: other workers would wait for this
             self.coordinate = coordinate
-            described: dict[str, Any] | None = self.elastic_worker.described
+            described: dict[str, Any] | None = self.elastic_worker.adopt_description
             return described
 
         return self._guard("building its stages", build)

@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
             breakpoint()
             guard.accept_environment()  # pdb handles Ctrl-C itself
 
-    with OneProcessRun(spec, plan, job.schedule_name, graph=graph, seed=args.order_seed, before=before, guard=guard) as local:
+    with OneProcessRun(
+        spec, plan, job.schedule_name, graph=graph, seed=args.order_seed, before_compute=before, guard=guard
+    ) as local:
         for step in range(min(args.steps, spec.steps)):
             try:
                 report = local.step(step)[0]

@@ -60,11 +60,13 @@ def run(args: argparse.Namespace) -> int:
         else job_plan_to_show(job, spec, graph, not args.no_profile)
     )
     plan, name, profile = shown.plan, shown.name, shown.profile
-    found = plan_as_dict(plan, name, spec.cut, sizes, profile, shown.schedule, layer_sizes_by_shard(graph, spec, plan, sizes))
+    found = plan_as_dict(
+        plan, name, spec.batching, sizes, profile, shown.schedule, layer_sizes_by_shard(graph, spec, plan, sizes)
+    )
     found["cut"] = shard_style_by_layer(graph, spec, plan)
     parts = [plan_as_text(found)]
     if profile is not None:
-        timeline, _ = predict_step(profile, plan, shown.schedule or name, spec.cut)
+        timeline, _ = predict_step(profile, plan, shown.schedule or name, spec.batching)
         parts.append(predicted_step_text(timeline))
         if args.svg is not None:
             write_predicted_step_svg(
@@ -121,7 +123,7 @@ def choose_plan_to_show(job: Job, spec: JobSpec, graph: Graph, workers: int | No
             cure=f"give --workers {shards} or more",
         )
     profile = profile_job(spec, workers=workers, graph=graph, shards={shards})
-    choice = search_plans(profile, workers, spec.cut, shards)
+    choice = search_plans(profile, workers, spec.batching, shards)
     return ShownPlan(choice.plan, choice.schedule, profile, choice=choice)
 
 
@@ -137,7 +139,7 @@ def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool) 
 
             check_model_can_shard(spec, preflight(spec), plan)
         profile = profile_job(spec, workers=plan.world, graph=graph, shards=counts)
-    schedule = build(MicrobatchRouting(plan, spec.cut)) if build is not None else None
+    schedule = build(MicrobatchRouting(plan, spec.batching)) if build is not None else None
     return ShownPlan(plan, job.schedule_name, profile, schedule)
 
 

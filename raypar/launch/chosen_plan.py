@@ -70,13 +70,13 @@ def choose_plan(
         shards={stage.shards for stage in fixed.stages} if fixed is not None else (),
     )
     if fixed is None:
-        choice = search_plans(profile, workers, spec.cut)
-        timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.cut)
-        made = registry.build_schedule(choice.schedule, MicrobatchRouting(choice.plan, spec.cut))
+        choice = search_plans(profile, workers, spec.batching)
+        timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.batching)
+        made = registry.build_schedule(choice.schedule, MicrobatchRouting(choice.plan, spec.batching))
         return ChosenPlan(choice.plan, choice.schedule, made, timeline, profile, plan_report(choice))
-    routing = MicrobatchRouting(fixed, spec.cut)
+    routing = MicrobatchRouting(fixed, spec.batching)
     made = registry.build_schedule(schedule, routing) if orders is None else orders(routing)
-    timeline, _ = predict_step(profile, fixed, made, spec.cut)
+    timeline, _ = predict_step(profile, fixed, made, spec.batching)
     return ChosenPlan(fixed, schedule, made, timeline, profile)
 
 

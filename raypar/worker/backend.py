@@ -26,7 +26,7 @@ from raypar.worker.worker_assignments import ProgramAssignment
 
 
 class DeviceBackend(ABC):
-    """One kind of device. The launcher asks for what a run needs before it starts; each worker opens its device and a mesh.
+    """One kind of device: what a run on it needs, and how a worker opens the device and connects to other workers.
 
     The launcher uses the attributes and `check_plan`. A worker calls `open_device` once, then `listen` once, then
     `communicators` for every generation.
@@ -35,7 +35,7 @@ class DeviceBackend(ABC):
     gpus_per_worker: int
     """GPUs that Ray has to reserve for each worker."""
     environment: Mapping[str, str]
-    """Variables that a worker's process is started with."""
+    """Environment variables that a worker's process is started with."""
     deadlines: Mapping[str, float]
     """Fields of `elastic.run_machine.RunPolicy`, in seconds, that have other values than its defaults."""
     plan_notes: tuple[str, ...]
@@ -45,7 +45,7 @@ class DeviceBackend(ABC):
     def check_plan(
         self, spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
     ) -> None:
-        """Raise `PlanError` for a plan that workers of this kind cannot carry out. `parts`: assignments by rank."""
+        """Raise `PlanError` for a plan that workers on this kind of device cannot carry out. `parts`: assignments by rank."""
 
     @abstractmethod
     def open_device(self, *, exact: bool) -> torch.device:
@@ -56,14 +56,16 @@ class DeviceBackend(ABC):
 
     @abstractmethod
     def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:
-        """A mesh that listens on `host` and moves tensors of the device; after `open_device`."""
+        """An endpoint that listens on `host`, and whose transports move tensors of the device; after `open_device`."""
 
     @abstractmethod
     def communicators(
         self, order: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
     ) -> frozenset[CommunicatorKey]:
-        """What `WorkerEndpoint.connect` has to make for this rank in the generation of `order`. `layout`: see
-        `required_communicators`."""
+        """The communicators that `WorkerEndpoint.connect` has to make for this rank in the generation of `order`.
+
+        `layout`: see `required_communicators`.
+        """
 
 
 class CpuBackend(DeviceBackend):

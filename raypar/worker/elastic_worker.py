@@ -1,7 +1,7 @@
 """A `WorkerCore` behind the interface of the elastic protocol (`elastic.generation_guard.WorkerTrainingBackend`).
 
-State travels as pieces: elements of a parameter and what the optimizer keeps for them. What a new plan needs just as this
-worker's old stages have it is not copied.
+State travels as pieces: elements of a parameter and what the optimizer keeps for them. State that a new plan needs in the very
+tensors of this worker's old stages is not copied.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore
 
 
 class ElasticWorker:
-    """See `elastic.generation_guard.WorkerTrainingBackend`."""
+    """One worker of an elastic run: trains, mirrors its state, and hands state over when the plan changes.
+
+    The methods of the first part are those of `elastic.generation_guard.WorkerTrainingBackend`.
+    """
 
     core: WorkerCore
     """Builds stages and runs their steps."""
@@ -43,32 +46,32 @@ class ElasticWorker:
     """Copies of this worker's state and of its wards'."""
     trace: bool
     """Whether the next step's report contains its spans."""
-    described: dict[str, Any] | None
-    """What `WorkerCore.adopt` said of the stages that were built last, for the driver."""
+    adopt_description: dict[str, Any] | None
+    """What `WorkerCore.adopt` returned last, for the driver; None before the first plan."""
     _done: int
-    """Steps applied to the state, as far as was known when it was last asked (`applied`)."""
-    _snapshot_due: bool
-    """Whether the mirror takes a snapshot after the step under way."""
+    """Number of steps applied to the state, as `applied` last found."""
+    _mirror_snapshot_due: bool
+    """Whether the mirror copies the state after the step under way."""
     _old: dict[str, list[ParameterState]]
-    """Parameter -> what the plan before this one left here, of the same version; dropped after the first step."""
+    """Parameter -> its state that the plan before this one left here; valid, and kept, until the first step of this plan."""
 
     def __init__(self, core: WorkerCore, worker: int) -> None:
         self.core, self.worker = core, worker
         self.mirror = Mirror()
-        self.trace, self.described = False, None
-        self._done, self._snapshot_due, self._old = 0, False, {}
+        self.trace, self.adopt_description = False, None
+        self._done, self._mirror_snapshot_due, self._old = 0, False, {}
 
     # -- WorkerTrainingBackend ---------------------------------------------------------------------------------------------
 
     def step(self, step: int, into_mirror: bool = False) -> Routine[StepReport]:
-        """Run a step, vote, apply it; then, if `into_mirror`, let the mirror take a snapshot."""
-        self._snapshot_due = into_mirror
-        self.core.end.before_vote = self.mirror.finish if into_mirror else None
-        report = yield from self.mirror.beside(self.core.routine(step, trace=self.trace))
+        """Run a step, vote and apply it; then, if `into_mirror`, let the mirror copy the state."""
+        self._mirror_snapshot_due = into_mirror
+        self.core.step_commit.before_vote = self.mirror.finish if into_mirror else None
+        report = yield from self.mirror.run_beside_exchange(self.core.routine(step, trace=self.trace))
         if into_mirror:
-            self._take_snapshot(self.core.transport)
+            self._take_mirror_snapshot(self.core.transport)
         digest = self.mirror.digests.get(step + 1) if into_mirror else None
-        return replace(report, mirror_seconds=self.mirror.spent(), digest=digest)
+        return replace(report, mirror_seconds=self.mirror.pop_seconds_spent(), digest=digest)
 
     def validate(self) -> Routine[ValidationReport]:
         """Run one validation pass."""
@@ -77,33 +80,33 @@ class ElasticWorker:
 
     def applied(self) -> int:
         """Number of steps that are applied to the state here."""
-        end = getattr(self.core, "end", None)
-        if end is not None and end.finished >= self._done:
-            self._done = end.finished + 1
+        step_commit = getattr(self.core, "step_commit", None)
+        if step_commit is not None and step_commit.last_decided_step >= self._done:
+            self._done = step_commit.last_decided_step + 1
             self._old = {}
         return self._done
 
     def vote_result(self) -> VoteResult | None:
         """The result of the vote on the step that was applied last."""
-        return self.core.end.outcome
+        return self.core.step_commit.outcome
 
     def can_apply_late(self) -> bool:
-        """Whether the gradients of the open step are reduced and kept, so that `apply_late` can apply it."""
-        return bool(self.core.stages) and self.core.end.votable
+        """Whether the gradients of the open step are reduced and kept, so that `apply_late` can apply the step."""
+        return bool(self.core.stages) and self.core.step_commit.can_apply_late
 
     def apply_late(self, step: int, vote_result: VoteResult) -> None:
         """Apply the open step, on which other workers have received all votes."""
-        assert self.core.end.step == step
-        self.core.end.apply_late(vote_result)
-        if self._snapshot_due:
-            self._take_snapshot(None)  # the transport is gone; those who applied in time keep the other copies
+        assert self.core.step_commit.step == step
+        self.core.step_commit.apply_late(vote_result)
+        if self._mirror_snapshot_due:
+            self._take_mirror_snapshot(None)  # the transport is gone; those who applied in time keep the other copies
 
     def pieces(self) -> tuple[Piece, ...]:
-        """The pieces that are here of the state after `applied()` steps."""
+        """The pieces of the state after `applied()` steps that this worker holds."""
         self.applied()
         return merge_pieces(
             Piece(name, start, stop)
-            for name, holdings in self._standing().items()
+            for name, holdings in self._held_state().items()
             for holding in holdings
             for start, stop in holding.spans
         )
@@ -113,7 +116,7 @@ class ElasticWorker:
         return self.mirror.pieces()
 
     def digests(self) -> Mapping[int, Digest]:
-        """Number of steps -> digest of this worker's own state in the mirror snapshot after them."""
+        """Number of steps done -> digest of the mirror's copy of this worker's own state."""
         return self.mirror.digests
 
     def abort(self, reason: str) -> None:
@@ -123,17 +126,17 @@ class ElasticWorker:
     def adopt(self, order: tuple[AdoptOrder, Callable[[], Transport]]) -> Routine[None]:
         """Connect, send and receive state, then build stages. Until all state has arrived the old stages stay as they are."""
         part, connect = order
-        self.core.learn_layouts(part.assignment)
+        self.core.take_layouts_from_assignment(part.assignment)
         base: dict[str, list[ParameterState]] = {}
         if part.from_mirror:
-            base = self.mirror.at(part.steps_done)
+            base = self.mirror.state_of_snapshot(part.steps_done)
         elif not (part.run_begins or part.checkpoint_folder):
-            base = self._standing() if self.applied() == part.steps_done else {}
-        self.mirror.leave()
+            base = self._held_state() if self.applied() == part.steps_done else {}
+        self.mirror.give_up_exchange()
         former, self.core.transport = self.core.transport, None
         if former is not None:
             former.close()
-        self.core.transport = transport = connect()  # an abort now means the new one
+        self.core.transport = transport = connect()  # from here on `abort` is for the new transport
         received = yield from self._exchange(part, transport, base)
         if part.assignment is None:
             return
@@ -141,28 +144,28 @@ class ElasticWorker:
             base.setdefault(name, []).extend(holdings)
         values: dict[str, Tensor] | None = None
         if not (part.run_begins or part.checkpoint_folder):
-            state = self._assembled(part, transport.rank, base)
+            state = self._assemble_state(part, transport.rank, base)
             values = {name: kept[PARAMETER] for name, kept in state.items()}
         load = Path(part.checkpoint_folder) if part.checkpoint_folder else None
-        self.described = self.core.adopt(part.assignment, transport, values=values, load=load)
+        self.adopt_description = self.core.adopt(part.assignment, transport, values=values, load=load)
         self.core.release_initial_values()
         if not (part.run_begins or part.checkpoint_folder):
-            for index, optimizer in self.core.end.optimizers.items():
+            for index, optimizer in self.core.step_commit.optimizers.items():
                 kinds = {name: _without_parameter(state.get(name, {})) for name in self.core.stages[index].parameters}
                 load_optimizer_state(optimizer, {name: kept for name, kept in kinds.items() if kept})
-        self._done, self.core.end.finished = part.steps_done, part.steps_done - 1
+        self._done, self.core.step_commit.last_decided_step = part.steps_done, part.steps_done - 1
         self._old = base
-        self.mirror.rank, self.mirror.buddies = transport.rank, part.mirror_keepers
-        self.mirror.compared = self.core.ownership.has_copies(transport.rank)
+        self.mirror.rank, self.mirror.keeper_of = transport.rank, part.mirror_keepers
+        self.mirror.compares_digests = self.core.ownership.has_copies(transport.rank)
 
     # -- state here -----------------------------------------------------------------------------------------------------------
 
-    def _take_snapshot(self, transport: Transport | None) -> None:
+    def _take_mirror_snapshot(self, transport: Transport | None) -> None:
         done = self.applied()
-        self.mirror.take(done, self._held(), transport, self._slices())
+        self.mirror.take_snapshot(done, self._stages_state(), transport, self._slices())
 
     def _slices(self) -> dict[str, ParameterSlice]:
-        """Parameter that is cut over shards -> which part of it is here."""
+        """Parameter that is cut over shards -> the part of it that this worker holds."""
         return {
             name: ParameterSlice(stage.shard.layout.cuts[name], stage.shard.group.shard)
             for stage in self.core.stages.values()
@@ -171,16 +174,17 @@ class ElasticWorker:
             if name in stage.shard.layout.cuts
         }
 
-    def _standing(self) -> dict[str, list[ParameterState]]:
-        """Parameter or buffer -> what is here of it of the state after `applied()` steps; not copies."""
+    def _held_state(self) -> dict[str, list[ParameterState]]:
+        """Parameter or buffer -> the parts of its state after `applied()` steps that this worker holds; not copies."""
         self.applied()
         found, slices = {name: list(holdings) for name, holdings in self._old.items()}, self._slices()
-        for name, kept in self._held().items():
+        for name, kept in self._stages_state().items():
             found.setdefault(name, []).insert(0, ParameterState(kept, slices.get(name, ParameterSlice())))
         return found
 
-    def _assembled(self, part: AdoptOrder, rank: int, base: Mapping[str, list[ParameterState]]) -> dict[str, StateByKey]:
-        """Name -> the state that the new plan wants here, in tensors that may be written to."""
+    def _assemble_state(self, part: AdoptOrder, rank: int, base: Mapping[str, list[ParameterState]]) -> dict[str, StateByKey]:
+        """Name -> the state that the new plan needs here, in tensors that may be written to. Raises `RayparError` if some is
+        missing."""
         plan = part.assignment.plan
         ownership = self.core.ownership_of(plan)
         found: dict[str, StateByKey] = {}
@@ -191,7 +195,7 @@ class ElasticWorker:
             made = assemble_parameter(base.get(name, ()), place, size, shape, whole, self.core.device)
             if made is None:
                 what = f"worker {self.worker} lacks elements of {name} of the state after {part.steps_done} steps"
-                raise RayparError(what, cure="report this: what it was to be sent, or to have, is not all of it")
+                raise RayparError(what, cure="report this: the pieces that it holds and was sent do not cover them")
             kept, writable = made
             found[name] = kept if writable else {**kept, PARAMETER: kept[PARAMETER].clone()}
         return found
@@ -208,11 +212,11 @@ class ElasticWorker:
     def _shapes(self) -> dict[str, torch.Size]:
         return state_shapes(self.core.graph)
 
-    def _held(self) -> dict[str, StateByKey]:
+    def _stages_state(self) -> dict[str, StateByKey]:
         """Parameter or buffer of this worker's stages -> its state; not copies."""
         found: dict[str, StateByKey] = {}
         for index, stage in self.core.stages.items():
-            optimizer = self.core.end.optimizers.get(index)
+            optimizer = self.core.step_commit.optimizers.get(index)
             state = optimizer_state(optimizer) if optimizer is not None else {}
             for name, parameter in stage.parameters.items():
                 if parameter.numel():
@@ -240,7 +244,7 @@ class ElasticWorker:
             tensors: list[Tensor] = []
             lines: list[tuple[str, int | None, dict[str, Any]]] = []
             for piece in pieces:
-                start, kept = self._moved(piece, base[piece.name])
+                start, kept = self._state_to_send(piece, base[piece.name])
                 numbers = {key: None if isinstance(value, Tensor) else (value,) for key, value in kept.items()}
                 lines.append((piece.name, start, numbers))
                 for value in kept.values():
@@ -272,11 +276,12 @@ class ElasticWorker:
             yield RoutineWait(handle, "state to be taken")
         return found
 
-    def _moved(self, piece: Piece, holdings: list[ParameterState]) -> tuple[int | None, StateByKey]:
-        """(first element, state) of what is sent of a parameter; None for the first element: all of it, in its own shape."""
+    def _state_to_send(self, piece: Piece, holdings: list[ParameterState]) -> tuple[int | None, StateByKey]:
+        """(first element, state) to send for a piece; the first element is None if all of a parameter is sent, in its own
+        shape."""
         for holding in holdings:
-            if holding.place.cut is None and holding.start is None and holding.spans == ((piece.start, piece.stop),):
-                return None, holding.kept
+            if holding.slice.cut is None and holding.start is None and holding.spans == ((piece.start, piece.stop),):
+                return None, holding.state
         return piece.start, extract_elements(holdings, piece.start, piece.stop, self._whole(piece.name))
 
 

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ref:
-    """A user function: `module:name` (importable on every worker) or the callable itself, with keyword arguments."""
+    """A user's function with its keyword arguments."""
 
     target: str | Callable[..., Any]
+    """`module:name`, importable on every worker, or the callable itself."""
     args: Mapping[str, Any] = field(default_factory=dict)
+    """The keyword arguments."""
 
     def resolve(self) -> Callable[..., Any]:
         """Import the function. Raises `ConfigError` naming what could not be imported."""
@@ -45,7 +47,7 @@ class Ref:
         return found  # type: ignore[no-any-return]
 
     def call(self) -> Any:
-        """`function(**args)`: for factories of models and data sets."""
+        """Call the function with `args`: for functions that make models and data sets."""
         return self.resolve()(**self.args)
 
     def partial(self) -> Callable[..., Any]:
@@ -61,8 +63,10 @@ class Ref:
 
 
 def stable_callable_label(target: Callable[..., Any], inside: tuple[int, ...] = ()) -> str:
-    """A callable as text that is the same in every process: name, and for objects what they hold. `inside`: see
-    `stable_argument_text`."""
+    """Text for a callable that is the same in every process: its name; for a `partial` or loss module also its values.
+
+    `inside`: see `stable_argument_text`.
+    """
     if isinstance(target, functools.partial):
         inside = (*inside, id(target))
         given = [stable_argument_text(value, inside) for value in target.args]
@@ -76,9 +80,9 @@ def stable_callable_label(target: Callable[..., Any], inside: tuple[int, ...] = 
 
 
 def stable_argument_text(value: Any, inside: tuple[int, ...] = ()) -> str:
-    """An argument as text that is the same in every process; of a tensor or an array shape, type and a hash of its values.
+    """Text for an argument that is the same in every process; for a tensor or array: shape, type and a hash of the values.
 
-    `inside`: ids of the containers that it is in; one of these again is `...`, as in Python's `repr`.
+    `inside`: ids of the containers around the argument; a container inside itself is `...`, as in Python's `repr`.
     """
     if id(value) in inside:
         return "..."
@@ -112,8 +116,10 @@ def stable_argument_text(value: Any, inside: tuple[int, ...] = ()) -> str:
 
 
 def find_unstable_argument(target: Any, inside: tuple[int, ...] = ()) -> str | None:
-    """The text of an argument bound by a `functools.partial` that names an address only, so that a resumed run could not tell
-    it from another; None if there is none. `inside`: see `stable_argument_text`."""
+    """The `repr` of an argument, bound by a `functools.partial`, that is known by its address only; None if there is none.
+
+    A resumed run could not tell such an argument from another. `inside`: see `stable_argument_text`.
+    """
     if id(target) in inside:
         return None
     if isinstance(target, functools.partial):
@@ -132,86 +138,111 @@ def find_unstable_argument(target: Any, inside: tuple[int, ...] = ()) -> str | N
 
 
 def without_addresses(text: str) -> str:
-    """A `repr` without the addresses of objects, which are no part of what they are."""
+    """A `repr` without the addresses of objects, which differ from process to process."""
     return re.sub(_ADDRESS, "", text)
 
 
 _ADDRESS = r" at 0x[0-9a-fA-F]+"
-"""As Python writes it, or numpy, whose generators have capitals."""
+"""An address in a `repr`: Python writes small letters, numpy's generators capitals."""
 
 
 @dataclass(frozen=True)
 class DataSpec:
     """A map-style data set and how its samples become the fields of a batch.
 
-    Samples are dicts of tensors/arrays/numbers, or tuples (then the fields are called `x`, `y`, `z`, or `names`).
-    `input`: field read by the first layer of a sequential model (default `x`); `target`: field given to the loss (default
-    `y`). `processes` > 0 loads in that many CPU processes.
+    Samples are dicts or tuples of tensors, arrays and numbers.
     """
 
     dataset: Ref
+    """The function that makes the data set."""
     names: tuple[str, ...] = ()
+    """Names of the fields of tuple samples; by default `x`, `y`, `z`."""
     input: str | None = None
+    """The field that the first layer of a sequential model reads; by default `x`."""
     target: str | None = None
+    """The field, or value of the graph, with which the loss compares the model's output; by default `y`."""
     processes: int = 0
+    """Number of CPU processes that read samples; 0: the worker itself reads them."""
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """A `torch.optim` class with its arguments; `groups`: (name pattern, overrides), the first matching pattern wins."""
+    """A `torch.optim` class with its arguments, for all parameters and for groups of them."""
 
     optimizer: Ref
+    """The class and its arguments."""
     groups: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    """(pattern of parameter names, arguments that differ for them); the first pattern that matches counts."""
 
 
 @dataclass(frozen=True)
 class ValidationSpec:
-    """Evaluate `samples` samples (0: all) of `data` every `every` steps and at the end."""
+    """When a run validates, and on which samples."""
 
     data: DataSpec
+    """The validation data."""
     every: int = 0
+    """Validate after every so many steps, and at the end; 0: at the end only."""
     samples: int = 0
+    """How many samples, the first ones, a validation pass reads; 0: all."""
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """Everything that a result may depend on to the last bit, and nothing about the cluster.
-
-    `styles`: (pattern of layer names, style), the first match counts (`model.tensor_parallel.styles`); `sequence_parallel`:
-    between layers values are cut over the sequence. Both matter to stages with several shards only.
-    `init`: parameters begin with the values that the model function gives them (`model`), or with those that every module's
-    `reset_parameters` gives under a seed made from its name (`by-name`). `deferred_init`: whether large tensors are computed
-    only by the workers that own them (`auto`: if the model function allocates more than 1 GiB); the values are the same.
-    `init_from`: weights to begin with instead; `init_fingerprint`: of that file, as the process that started the run saw it.
-    """
+    """Everything that a result may depend on to the last bit, and nothing about the cluster."""
 
     name: str
+    """The run's name."""
     seed: int
+    """Decides initial values, the order of samples, and all random numbers that layers draw."""
     steps: int
+    """Number of training steps."""
     batch_size: int
+    """Samples in a step."""
     microbatches: int
+    """Microbatches in a step."""
     model: Ref
+    """The function that makes the model."""
     loss: Ref
+    """The loss: a function, a loss module, or a class of such."""
     data: DataSpec
+    """The training data."""
     optimizer: OptimizerSpec
+    """The optimizer."""
     virtual_replicas: int = 0
+    """Number of blocks of microbatches, in whose order gradients are added; 0: one for each microbatch, at most 16."""
     lr_schedule: Ref | None = None
+    """Function of the step that returns the factor on the learning rates; None: always 1."""
     clip_norm: float | None = None
+    """Largest norm of the gradient; None: no clipping."""
     validation: ValidationSpec | None = None
+    """Validation; None: there is none."""
     dtype: Literal["float32", "float64"] = "float32"
+    """Dtype of the model."""
     device: str = "cpu"
     """A name of `worker.backend.BACKENDS`."""
     threads: int = 1
+    """Threads in which PyTorch computes in each worker."""
     reduction: Literal["canonical", "fast"] = "canonical"
+    """How gradients are added over replicas: in one order under every plan, or as is fastest."""
     non_finite: Literal["stop", "skip"] = "stop"
+    """What happens in a step whose loss or norm is not finite: the run stops, or the step is skipped."""
     styles: tuple[tuple[str, str], ...] = ()
+    """(pattern of layer names, style), the first match counts (`model.tensor_parallel.styles`); for stages with shards only."""
     sequence_parallel: bool = False
+    """Whether values between layers are cut over the sequence; for stages with shards only."""
     init: Literal["model", "by-name"] = "model"
+    """Parameters begin with the model function's values (`model`), or with those that each module's `reset_parameters` gives
+    under a seed made from its name (`by-name`)."""
     deferred_init: Literal["auto", "always", "never"] = "auto"
+    """Whether large tensors are computed only by the workers that own them (`auto`: if the model function allocates more than
+    1 GiB); the values are the same."""
     init_from: WeightsSource | None = None
+    """Weights to begin with instead of initial values."""
     init_fingerprint: str = ""
+    """Fingerprint of the file of `init_from`, as the process that started the run saw it."""
 
     @property
-    def cut(self) -> Microbatches:
-        """The step's cut into microbatches and blocks."""
+    def batching(self) -> Microbatches:
+        """How the samples of a step are divided into microbatches, and these into blocks."""
         return Microbatches(self.microbatches, self.virtual_replicas, self.batch_size)

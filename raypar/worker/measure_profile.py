@@ -28,7 +28,7 @@ from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.loss_function import make_loss_function
 from raypar.worker.stage.stage import Stage
-from raypar.worker.stage_builder import build_stage
+from raypar.worker.stage_builder import build_stage, loss_target_name
 from raypar.worker.step.optimizer import build_optimizer, optimizer_state
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -41,8 +41,10 @@ LINK_TIMEOUT_S = 20.0
 
 
 def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None, shards: Collection[int] = ()) -> ModelProfile:
-    """Everything the planner needs to know of a job on this machine. Reads the first microbatch of the data set. `shards`: how
-    many a stage may have, for what each of them will hold (`outline_graph_with_layouts`).
+    """Measure what the planner needs to know of a job on this machine, with the first microbatch of the data set.
+
+    `shards`: numbers of shards that a stage may have, for each of which the profile says what a shard holds
+    (`outline_graph_with_layouts`).
 
     `workers` share this machine's free memory and processors. One layer is held at a time, so that models larger than
     this process can be profiled.
@@ -71,9 +73,9 @@ def read_first_microbatch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
     guard.establish()
     with guard.watching("the data set function"):
         dataset = make_dataset(spec.data)
-    fields = tuple(dict.fromkeys([*graph.batch_fields, spec.data.target or "y"]))
+    fields = tuple(dict.fromkeys([*graph.batch_fields, loss_target_name(spec)]))
     order = SampleOrder(spec.seed, len(dataset))
-    loader = MicrobatchLoader(dataset, spec.data, order, spec.cut, seed=spec.seed, fields=fields, guard=guard)
+    loader = MicrobatchLoader(dataset, spec.data, order, spec.batching, seed=spec.seed, fields=fields, guard=guard)
     try:
         loader.prefetch(0, [0])
         return loader.get(0, 0)
@@ -90,7 +92,7 @@ def profile_layers(
 ) -> tuple[tuple[LayerProfile, ...], tuple[tuple[int, int, int], ...], BytesByTensor]:
     """Every layer's profile; (producer, consumer, bytes) of every value that passes between layers; what parameters take."""
     count = len(graph.layers)
-    routing = MicrobatchRouting(ParallelPlan.mesh(pp=count), spec.cut)
+    routing = MicrobatchRouting(ParallelPlan.mesh(pp=count), spec.batching)
     values: dict[str, Tensor] = {}
     sizes: dict[str, int] = {}
     found = []
@@ -123,7 +125,7 @@ def _profile_layer(
         build_stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=loss, split=split, values=held)
         for split in (False, True)
     )
-    whole.coordinate.before_run = split.coordinate.before_run = True
+    whole.coordinate.is_profiling = split.coordinate.is_profiling = True
     fields = {name: batch[name] for name in whole.batch_fields}
     outputs = _forward(whole, received, fields)
     gradients = {name: [torch.randn_like(v) if v.is_floating_point() else None] for name, v in outputs.items()}
@@ -193,7 +195,7 @@ def _profile_optimizer(spec: JobSpec, stage: Stage) -> tuple[float, dict[str, in
 
 
 def measure_median_ms(*calls: Callable[[], Any]) -> tuple[float, ...]:
-    """Median ms of each of some calls that are made in turn, after one round that is not counted."""
+    """Median time of each call in ms; the calls are made in turn, and the first round is not counted."""
     rounds: list[list[float]] = []
     while len(rounds) < 4 or (len(rounds) <= REPEATS and sum(map(sum, rounds)) < BUDGET_MS):
         took = []
@@ -206,7 +208,7 @@ def measure_median_ms(*calls: Callable[[], Any]) -> tuple[float, ...]:
 
 
 def tensor_nbytes(tensor: Tensor) -> int:
-    """Payload of a tensor."""
+    """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -225,12 +227,12 @@ def free_memory_per_worker(workers: int) -> int | None:
 
 
 def count_usable_cpus() -> int:
-    """Processors this process may use."""
+    """Number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def profile_loopback() -> LinkProfile:
-    """The TCP transport between two workers of this machine."""
+    """Measure latency and bandwidth of the TCP transport between two workers of this machine."""
     credential = RunCredential.fresh("profile")
     meshes = [TcpEndpoint.listen(credential=credential) for _ in range(2)]
     addresses = [mesh.address for mesh in meshes]
@@ -266,7 +268,7 @@ def profile_loopback() -> LinkProfile:
 
 
 def profile_link(transport: Transport, *, peer: int) -> LinkProfile:
-    """Latency and bandwidth to `peer`, which calls this too; the lower rank leads. One-way times are half of there and back."""
+    """Measure latency and bandwidth to `peer`, which has to call this too. One-way times are half of those there and back."""
     small = _one_way_ms(transport, peer, PING_BYTES, 40)
     bulk = _one_way_ms(transport, peer, BULK_BYTES, 6)
     return LinkProfile(small, BULK_BYTES / max(bulk - small, 1e-6))

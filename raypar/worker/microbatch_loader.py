@@ -1,4 +1,4 @@
-"""From a user's data set to the fields of one microbatch, as the numerics contract says (raypar/README.md, rule 1).
+"""Reads the samples of a user's data set and makes microbatches of them by the numerics contract (raypar/README.md, rule 1).
 
 Samples are read either here, in the thread that asks (`processes: 0`: nothing else may touch torch's generator while layers
 compute), or ahead of time in CPU processes of their own. Both give the same bits: a sample depends on (seed, epoch, id) only.
@@ -19,7 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for_sentinel
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -30,7 +30,7 @@ from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import DataSpec
-from raypar.worker.process.environment_guard import Warnings
+from raypar.worker.process.environment_guard import StateWarnings
 from raypar.worker.process.torch_state_guard import DEFAULT_TORCH_STATE, TorchStateGuard
 
 FIELD_NAMES = ("x", "y", "z")
@@ -46,14 +46,14 @@ READ_TIMEOUT_S = 120.0
 """How long data processes may take over one microbatch, their own start included."""
 
 AHEAD_BYTES = 32 << 20
-"""How much of the next step is read while the votes on this one are waited for."""
+"""Bytes of the next step that are read while this worker waits for the votes on this step."""
 
 SamplePosition = tuple[int, int]
 """(epoch, sample id)."""
 
 
 def make_dataset(spec: DataSpec) -> Any:
-    """Call the user's data set function. Raises `UserCodeError` when it raises, `DataError` for what cannot be read by id."""
+    """Call the user's data set function. Raises `UserCodeError` if it raises, `DataError` if samples cannot be read by id."""
     try:
         dataset = spec.dataset.call()
     except RayparError:
@@ -94,12 +94,16 @@ def dataset_size(dataset: Any, label: str = "") -> int:
 
 @dataclass
 class SampleOrder:
-    """Which sample lies at each position of the endless stream. `size` samples an epoch; not `shuffle`d: 0, 1, 2, ..."""
+    """Which sample lies at each position of the endless stream of samples."""
 
     seed: int
+    """The job's seed."""
     size: int
+    """Samples in an epoch."""
     shuffle: bool = True
+    """Whether each epoch has an order of its own; else every epoch is 0, 1, 2, ..."""
     _permutations: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    """Epoch -> its order, of the epochs used last."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -117,7 +121,7 @@ class SampleOrder:
         return found
 
     def _order(self, epoch: int) -> Tensor:
-        """Kept for two epochs: a step may reach from one into the next."""
+        """The order of one epoch's samples; kept for two epochs, because a step may reach from one into the next."""
         if epoch not in self._permutations:
             generator = torch.Generator().manual_seed(seed_of(self.seed, "epoch", epoch))
             while len(self._permutations) > 1:
@@ -128,19 +132,21 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Reads the samples of one microbatch and stacks the fields asked for. Works in any process.
-
-    `guard`: restores process state that a sample leaves changed, so that the next one does not depend on it.
-    """
+    """Reads the samples of one microbatch and stacks the fields asked for. Works in any process."""
 
     dataset: Any
+    """The user's data set."""
     names: tuple[str, ...]
+    """Names of the fields of tuple samples; empty: `FIELD_NAMES`."""
     fields: tuple[str, ...]
+    """The fields to stack."""
     seed: int
+    """The job's seed."""
     guard: TorchStateGuard | None = None
+    """Restores process state that a sample leaves changed, so that the next one does not depend on it."""
 
     def read(self, places: Sequence[SamplePosition]) -> dict[str, Tensor]:
-        """field -> [samples, ...], fresh memory. Leaves python, numpy and torch seeded by the last sample."""
+        """Read samples: field -> [samples, ...], in fresh memory. Leaves python, numpy and torch seeded by the last sample."""
         columns: list[list[Tensor]] = [[] for _ in self.fields]
         # Who promises to draw no random numbers need not have them seeded; it does not change a bit.
         seeded = not getattr(self.dataset, "raypar_thread_safe", False)
@@ -208,20 +214,52 @@ class SampleReader:
         return torch.stack(column)
 
 
+class BatchSource(Protocol):
+    """The source of the batch fields that a stage reads: a `MicrobatchLoader`, or what wraps one."""
+
+    def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
+        """The collated fields of one microbatch; blocks until they are read, with a deadline of its own."""
+
+
 class MicrobatchLoader:
     """The microbatches of one data set, by (step, microbatch).
 
-    `cut.batch_size` samples a step; `fields`: which to collate; `readers`: how many times a step's microbatch is asked for
+    `batching.batch_size` samples a step; `fields`: which to collate; `readers`: how many times a step's microbatch is asked for
     (stages of one worker that read batch fields), so that it is read once and let go after its last use. `guard`: gets lines
     about process state that samples leave changed, here or in the data processes.
     """
+
+    _spec: DataSpec
+    """The data set and its fields."""
+    _order: SampleOrder
+    """Which sample lies at which position of the stream."""
+    _batching: Microbatches
+    """Which samples of a step a microbatch has."""
+    _seed: int
+    """The job's seed."""
+    _fields: tuple[str, ...]
+    """The fields that are collated."""
+    _readers: int
+    """How many times each microbatch is asked for."""
+    _timeout_s: float
+    """How long the data processes may take over one microbatch."""
+    _guard: TorchStateGuard | None
+    """Gets the lines about process state that samples leave changed."""
+    _reader: SampleReader
+    """Reads samples in this process."""
+    _pool: ProcessPoolExecutor | None
+    """The data processes; None before the first is needed, and after `close`."""
+    _pending: dict[tuple[int, int], Future[_Answer]]
+    """(step, microbatch) -> the read under way in the data processes."""
+    _kept: dict[tuple[int, int], tuple[dict[str, Tensor], int]]
+    """(step, microbatch) -> (fields that were read, how many times they will still be asked for)."""
 
     def __init__(
         self,
         dataset: Any,
         spec: DataSpec,
         order: SampleOrder,
-        cut: Microbatches,
+        batching: Microbatches,
         *,
         seed: int,
         fields: Sequence[str],
@@ -230,22 +268,20 @@ class MicrobatchLoader:
         guard: TorchStateGuard | None = None,
     ) -> None:
         dataset_size(dataset, spec.dataset.label)
-        self._spec, self._order, self._cut = spec, order, cut
+        self._spec, self._order, self._batching = spec, order, batching
         self._seed, self._fields, self._readers, self._timeout_s = seed, tuple(fields), readers, timeout_s
         self._guard = guard
         self._reader = SampleReader(dataset, spec.names, self._fields, seed, guard)
-        self._pool: ProcessPoolExecutor | None = None
-        self._pending: dict[tuple[int, int], Future[_Answer]] = {}
-        self._kept: dict[tuple[int, int], tuple[dict[str, Tensor], int]] = {}
+        self._pool, self._pending, self._kept = None, {}, {}
 
-    def places(self, step: int, microbatch: int) -> list[SamplePosition]:
+    def sample_positions(self, step: int, microbatch: int) -> list[SamplePosition]:
         """(epoch, id) of the samples of a microbatch."""
-        samples = self._cut.samples(microbatch)
-        start = step * self._cut.batch_size
+        samples = self._batching.samples(microbatch)
+        start = step * self._batching.batch_size
         return self._order.ids(start + samples.start, start + samples.stop)
 
     def prefetch(self, step: int, microbatches: Sequence[int]) -> None:
-        """Start reading these in the data processes, if there are any; those under way already are left alone."""
+        """Start to read these microbatches in the data processes, if any; those being read already are left alone."""
         if not self._spec.processes:
             return
         for key in [key for key in self._pending if key[0] < step - 1]:
@@ -253,29 +289,30 @@ class MicrobatchLoader:
         for microbatch in microbatches:
             key = (step, microbatch)
             if key not in self._pending and key not in self._kept:
-                self._pending[key] = self._submit(self.places(*key))
+                self._pending[key] = self._submit(self.sample_positions(*key))
 
     def read_ahead(self, step: int, microbatches: Sequence[int]) -> None:
-        """Read these now, about `AHEAD_BYTES` of them, while others are waited for. What goes wrong is raised by `get`."""
+        """Read these microbatches now, up to about `AHEAD_BYTES`, while the step waits for others. `get` raises the errors."""
         room = 0 if self._spec.processes else AHEAD_BYTES
         for key in [(step, microbatch) for microbatch in microbatches if (step, microbatch) not in self._kept]:
             if room <= 0:
                 return
             try:
-                batch = self._reader.read(self.places(*key))
+                batch = self._reader.read(self.sample_positions(*key))
             except RayparError:
                 return
             self._kept[key] = batch, self._readers
             room -= sum(tensor.nbytes for tensor in batch.values())
 
     def get(self, step: int, microbatch: int) -> dict[str, Tensor]:
-        """Field -> [samples, ...]; fresh tensors. Raises `DataError` or `UserCodeError`, also when the deadline has passed."""
+        """One microbatch: field -> [samples, ...], fresh tensors. Raises `DataError` or `UserCodeError`, also after the
+        deadline."""
         key = (step, microbatch)
         for old in [k for k in self._kept if k[0] != step]:
             del self._kept[old]
         batch, left = self._kept.pop(key, (None, self._readers))
         if batch is None:
-            places = self.places(step, microbatch)
+            places = self.sample_positions(step, microbatch)
             batch = self._wait(key, places) if self._spec.processes else self._reader.read(places)
         if left > 1:
             self._kept[key] = (batch, left - 1)
@@ -348,7 +385,7 @@ def _ids(places: Sequence[SamplePosition]) -> str:
 # -- in the data processes ---------------------------------------------------------------------------------------------------
 
 _Packed = dict[str, tuple[bytearray, torch.dtype, tuple[int, ...]]]
-_Answer = tuple[_Packed, Warnings]
+_Answer = tuple[_Packed, StateWarnings]
 """A microbatch, and lines about process state that the data set has left changed."""
 
 _reader: SampleReader | RayparError | None = None

@@ -1,4 +1,4 @@
-"""The parts of the numerics contract that are arithmetic: norm, factor, weights hash (raypar/README.md, rules 7 and 10)."""
+"""The arithmetic of the numerics contract: sum of losses, gradient norm, weights hash (raypar/README.md, rules 7, 8, 10)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sum_squared_gradients(gradients: Sequence[Tensor]) -> list[float]:
 
 
 def gradient_norm_and_factor(squares: Sequence[float], count: float, clip_norm: float | None) -> tuple[float, float]:
-    """(norm of the scaled gradient, the one factor it is multiplied by). `squares` in parameter order, `count` > 0 units."""
+    """(norm of the scaled gradient, the factor that scales and clips it). `squares`: by parameter; `count`: of the loss."""
     total = 0.0
     for square in squares:
         total += square
@@ -44,6 +44,15 @@ def gradient_norm_and_factor(squares: Sequence[float], count: float, clip_norm: 
     if clip_norm is None:
         return norm, 1.0 / count
     return norm, min(1.0, clip_norm / (norm + 1e-6)) / count
+
+
+def sum_losses(losses: Mapping[int, tuple[float, float]]) -> tuple[float, float]:
+    """(sum, count) of all microbatches' losses, added in microbatch order. `losses`: microbatch -> its (sum, count)."""
+    total = count = 0.0
+    for microbatch in sorted(losses):
+        total += losses[microbatch][0]
+        count += losses[microbatch][1]
+    return total, count
 
 
 def weights_hash(parameters: Mapping[str, Tensor]) -> str:

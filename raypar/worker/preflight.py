@@ -1,4 +1,4 @@
-"""What can be found wrong with a job before anything is started: names, data, shapes, the loss. Needs no cluster."""
+"""Checks a job before anything is started: names, data, shapes, the loss. Needs no cluster."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, make_dataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import refuse_input_writes
 from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.stage_builder import loss_target_name
 from raypar.worker.step.optimizer import check_optimizer_groups, check_optimizer_is_elementwise
 from raypar.worker.worker_assignments import make_layer_graph
 
 
 @dataclass(frozen=True)
 class PreflightResult:
-    """What the check has found out about a job. Numbers of samples; `validation_samples` 0 without validation."""
+    """What `preflight` has found out about a job."""
 
     graph: Graph
+    """The layer graph of the model."""
     samples: int
+    """Number of training samples."""
     validation_samples: int
+    """Number of samples of a validation pass; 0 without validation."""
     batch: Mapping[str, Tensor]
     """The first microbatch."""
     notes: tuple[str, ...] = ()
@@ -72,7 +76,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
 
 
 def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan) -> None:
-    """Whether the model can be cut over the plan's shards as `spec.styles` say, and run so; also that the optimizer can.
+    """Check that the model can be cut over the plan's shards by `spec.styles` and run so, and that the optimizer allows it.
 
     Raises `PlanError` for styles and numbers that do not fit, `ModelError` for layers that need other shards' parts,
     `ConfigError` for an optimizer that does not take each element by itself.
@@ -89,13 +93,13 @@ def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: Paralle
                     f"plan.shards is {shards}, but none of the model's layers has a style: every shard would compute all of it",
                     cure="name layers in plan.styles (for example '*.up': column, '*.down': row), or set plan.shards: 1",
                 )
-            target, sequence = spec.data.target or "y", spec.sequence_parallel
+            target, sequence = loss_target_name(spec), spec.sequence_parallel
             loss = make_loss_function(spec.loss)
             check_by_shape(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
 
 
 def check_other_shard_counts(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan, possible: Iterable[int]) -> None:
-    """Whether the model can be run on the other numbers of shards too (`possible`) that an elastic run may come to have.
+    """Check the model for the other numbers of shards (`possible`) that an elastic run may come to have.
 
     Raises as `check_model_can_shard` does.
     """
@@ -148,12 +152,11 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
 
 
 def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
-    fields = list(batch)
-    target = spec.data.target or (fields[1] if len(fields) > 1 else fields[0])
+    target = loss_target_name(spec)
     if target not in values:
         raise DataError(
             f"the loss reads field {target!r}, which the samples do not have",
-            cure=f"choose data.target (data_target= of Trainer): one of {fields}",
+            cure=f"choose data.target (data_target= of Trainer): one of {list(batch)}",
         )
     try:
         with torch.no_grad():
@@ -171,7 +174,7 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
 
 
 def _check_lr_schedule(ref: Ref) -> None:
-    """Raises `UserCodeError` when it cannot be called with a step, `ConfigError` when it then returns no number."""
+    """Raises `UserCodeError` if the lr_schedule cannot be called with a step, `ConfigError` if it returns no number."""
     schedule = ref.partial()
     try:
         factor = schedule(0)
@@ -191,7 +194,8 @@ def _check_lr_schedule(ref: Ref) -> None:
 
 
 def _dtype(spec: JobSpec) -> torch.dtype:
-    return torch.float64 if spec.dtype == "float64" else torch.float32
+    found: torch.dtype = getattr(torch, spec.dtype)
+    return found
 
 
 def find_sibling_function(ref: Ref, name: str) -> Any:

@@ -47,7 +47,7 @@ def required_communicators(
         found |= {key for key in _ties(plan, assignment.crossing.ties, layout) if rank in key.members}
         for stage in plan.stages_of(rank):
             fast, shards = spec.reduction == "fast", plan.stages[stage].shards
-            found |= set(_reduction(MicrobatchRouting(plan, spec.cut), stage, plan.seats[rank].shard, fast))
+            found |= set(_reduction(MicrobatchRouting(plan, spec.batching), stage, plan.seats[rank].shard, fast))
             if shards > 1:
                 # A loss on cut logits gathers. So do layers of the gathered style; every stage is assumed to have one.
                 last = plan.stages[stage].last == max(other.last for other in plan.stages)
@@ -59,7 +59,7 @@ def required_communicators(
 def check_communicator_limit(
     spec: JobSpec, graph: Graph, plan: ParallelPlan, parts: Sequence[ProgramAssignment], *, elastic: bool
 ) -> None:
-    """Raise `PlanError` where a worker would use more communicators than make progress beside each other on any GPU.
+    """Raise `PlanError` if a worker would use more communicators than every GPU can run at the same time.
 
     A GPU with few multiprocessors takes fewer, which its worker says before the first step (`check_communicator_keys`).
     """

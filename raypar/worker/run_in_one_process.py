@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class OneProcessRun:
-    """All workers of one plan."""
+    """A run of one plan whose workers all live in this process."""
 
     spec: JobSpec
     """The job."""
@@ -60,19 +60,21 @@ class OneProcessRun:
         graph: Graph | None = None,
         seed: int | None = None,
         cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
-        before: Callable[[int, Instruction], None] | None = None,
+        before_compute: Callable[[int, Instruction], None] | None = None,
         device: torch.device = CPU,
         guard: TorchStateGuard | None = None,
     ) -> None:
         """`schedule`: a name of the registry, or a schedule of the user's. `seed`: picks the order in which workers that can
-        run take turns; results do not depend on it. `cost_ms`, `before`: see `Interpreter`."""
+        run take turns; results do not depend on it. `cost_ms`, `before_compute`: see `Interpreter`."""
         self.spec, self.plan = spec, plan
         self.guard = guard if guard is not None else TorchStateGuard(spec.threads)
         if graph is None:
             self.guard.establish("the process that made this run")
             graph = make_layer_graph(spec, self.guard.watching)
         self.graph = graph
-        order = registry.build_schedule(schedule, MicrobatchRouting(plan, spec.cut)) if isinstance(schedule, str) else schedule
+        order = (
+            registry.build_schedule(schedule, MicrobatchRouting(plan, spec.batching)) if isinstance(schedule, str) else schedule
+        )
         self.warnings = []
         self.mesh = LocalMesh(plan.world)
         self.scheduler = CooperativeScheduler(seed)
@@ -82,16 +84,16 @@ class OneProcessRun:
         self.cores = [WorkerCore(spec, graph=self.graph, device=device, guard=self.guard) for _ in range(plan.world)]
         parts = make_worker_assignments(spec, self.graph, plan, order, validation_samples=samples)
         for core, part, transport in zip(self.cores, parts, self.mesh.transports, strict=True):
-            core.adopt(part, transport, cost_ms=cost_ms, before=before)
+            core.adopt(part, transport, cost_ms=cost_ms, before_compute=before_compute)
 
     def step(self, step: int, *, trace: bool = False) -> list[StepReport]:
-        """One step on every worker; their reports by rank."""
+        """Run one step on every worker; returns their reports by rank."""
         reports = self._run([core.routine(step, trace=trace) for core in self.cores])
         self._keep_warnings(reports)
         return reports
 
     def validate(self, step: int) -> float:
-        """The validation loss."""
+        """Run one validation pass; returns its loss."""
         reports = self._run([core.validation_routine(step) for core in self.cores])
         self._keep_warnings(reports)
         return merge_validation_losses(reports)
@@ -104,7 +106,7 @@ class OneProcessRun:
         in threads that take turns."""
         return self.scheduler.run(
             [
-                as_routine(partial(blocking_code_as_routine.run_or_yield, routine)) if core.blocks else routine
+                as_routine(partial(blocking_code_as_routine.run_or_yield, routine)) if core.waits_inside_layers else routine
                 for core, routine in zip(self.cores, routines, strict=True)
             ],
             self.mesh,
@@ -131,7 +133,7 @@ class OneProcessRun:
         """Parameter -> every worker's optimizer state of it."""
         found: dict[str, list[dict[str, Any]]] = {}
         for core in self.cores:
-            for optimizer in core.end.optimizers.values():
+            for optimizer in core.step_commit.optimizers.values():
                 for name, state in optimizer_state(optimizer).items():
                     found.setdefault(name, []).append(state)
         return found

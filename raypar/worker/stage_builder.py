@@ -1,4 +1,4 @@
-"""The one page on which a worker's stages are made, in order: `build_stage` makes one, `StageBuilder` all of a worker's.
+"""Makes a worker's stages, step by step: `build_stage` makes one, `StageBuilder` all of a worker's.
 
 A stage is made of whole values or slices of them: modules, device, parameter uses, split backward, accumulators, hooks, calls.
 Beside the stages stand what ends their steps: optimizers, reductions over replicas, and the step commit that runs them.
@@ -117,7 +117,7 @@ def materialise_modules(
 
 
 def prepare_split_backward(modules: Mapping[str, nn.Module], *, sharded: bool) -> DeferredGradients:
-    """Make the Linears, where that can be, put off their weight gradients."""
+    """Make the Linears that can do so put off their weight gradients; returns where they put them."""
     deferred = DeferredGradients()
     for module in modules.values():
         for find in (defer_weight_gradients, defer_sharded_weight_gradients) if sharded else (defer_weight_gradients,):
@@ -129,7 +129,7 @@ def prepare_split_backward(modules: Mapping[str, nn.Module], *, sharded: bool) -
 def build_gradient_accumulator(
     weights: StageWeights, routing: MicrobatchRouting, index: int, replica: int
 ) -> GradientAccumulator:
-    """Adds up gradients over the microbatches and blocks that this replica runs."""
+    """The accumulator of gradients over the microbatches and blocks that this replica runs."""
     run = routing.blocks_of_replica(index, replica)
     sizes = {block: len(routing.microbatches.microbatches_of_block(block)) for block in run}
     names = [use.name for use in weights.uses]
@@ -152,7 +152,7 @@ def build_stage_layers(
     seed_generators: Callable[[int], Any],
     guard: TorchStateGuard,
 ) -> list[StageLayer]:
-    """How each layer reads its values and is called, in order."""
+    """The layers in order, each with how it reads its inputs and is called."""
     written: set[str] = set()
     fields = set(graph.batch_fields)
     made = []
@@ -180,7 +180,7 @@ def build_stage_loss(
     coordinate: StageCoordinate,
     guard: TorchStateGuard,
 ) -> LossCall | None:
-    """The loss, where the stage has the last layer."""
+    """The call of the loss; None unless the stage has the last layer."""
     if plan.stages[index].last < len(graph.layers):
         return None
     function = loss_fn if shard is None else sharded_loss(loss_fn, shard.group)
@@ -334,7 +334,7 @@ class StageBuilder:
                 self.transport,
                 group=plan.replica_ranks(index, shard),
                 runs=[self.routing.blocks_of_replica(index, r) for r in range(plan.stages[index].replicas)],
-                blocks=self.spec.cut.blocks,
+                blocks=self.spec.batching.blocks,
                 parameters=[(use.shape, use.dtype) for use in stage.uses],
                 channel=index,
                 device=self.device,
@@ -343,7 +343,7 @@ class StageBuilder:
         }
 
     def build_step_commit(self, stages: Mapping[int, Stage]) -> StepCommit:
-        """What ends a step of these stages."""
+        """The `StepCommit` that ends the steps of these stages."""
         lr_factor, optimizers = self.build_lr_factor(), self.build_optimizers(stages)
         return StepCommit(
             rank=self.transport.rank,

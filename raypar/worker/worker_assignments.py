@@ -27,7 +27,7 @@ from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.pretrained.initial_values import weights_from_file
 
-__all__ = ["ProgramAssignment", "make_layer_graph", "make_worker_assignments", "validation_cut"]
+__all__ = ["ProgramAssignment", "make_layer_graph", "make_validation_batching", "make_worker_assignments"]
 
 LOADS_BYTES = 1 << 20
 """A model function that copies more than this from files and arrays gets a line which says what that costs."""
@@ -159,7 +159,7 @@ def _values_again(spec: JobSpec) -> Mapping[str, Tensor]:
         return dict(named_state(layers_in(made)))
 
 
-def validation_cut(spec: JobSpec, samples: int) -> Microbatches | None:
+def make_validation_batching(spec: JobSpec, samples: int) -> Microbatches | None:
     """The validation samples in microbatches of at most the training size; None if the job has no validation."""
     if spec.validation is None or samples == 0:
         return None
@@ -171,10 +171,10 @@ def validation_cut(spec: JobSpec, samples: int) -> Microbatches | None:
 def make_worker_assignments(
     spec: JobSpec, graph: Graph, plan: ParallelPlan, schedule: Schedule, *, validation_samples: int = 0
 ) -> tuple[ProgramAssignment, ...]:
-    """One assignment per rank, lowered from the schedule. Raises `ScheduleError` if the result would not run."""
+    """The assignment of each rank, by rank, lowered from the schedule. Raises `ScheduleError` if the result would not run."""
     counts = {stage.shards for stage in plan.stages}
     layouts = (
         {count: compute_shard_layout(graph, count, dict(spec.styles)) for count in counts | {1}} if max(counts) > 1 else {}
     )
-    validation = validation_cut(spec, validation_samples)
-    return assign_programs_to_ranks(schedule, plan, graph.crossing(plan), spec.cut, validation, layouts=layouts)
+    validation = make_validation_batching(spec, validation_samples)
+    return assign_programs_to_ranks(schedule, plan, graph.crossing(plan), spec.batching, validation, layouts=layouts)

@@ -21,21 +21,22 @@ from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
 from raypar.model.layer_skeletons import SkeletonCopier, outline_graph
 from raypar.model.tensor_parallel.layout import compute_shard_layout
-from raypar.plan import MicrobatchRouting, ModelOutline, ParallelPlan
+from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Instruction
 from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 from raypar.worker.job_spec import DataSpec, JobSpec
-from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
-from raypar.worker.process.environment_guard import Warnings
+from raypar.worker.microbatch_loader import BatchSource, MicrobatchLoader, SampleOrder, make_dataset
+from raypar.worker.norm_and_weights_hash import sum_losses
+from raypar.worker.process.environment_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import StageBuilder
 from raypar.worker.state.checkpoint_snapshot import CheckpointWriter, restore_from_checkpoint, take_snapshot
-from raypar.worker.step.interpreter import BatchSource, Interpreter, StageLinks
+from raypar.worker.step.interpreter import Interpreter, StageLinks
 from raypar.worker.step.step_commit import InstructionSpan, StepCommit
 from raypar.worker.worker_assignments import ProgramAssignment, make_layer_graph
 
@@ -59,7 +60,7 @@ class StepReport:
     seconds: float
     """How long the step took, without the mirror."""
     busy_seconds: float
-    """Time in it that went into computing."""
+    """The part of `seconds` that went into computing."""
     started_ns: int
     """`time.perf_counter_ns` at the start."""
     spans: tuple[InstructionSpan, ...]
@@ -67,12 +68,12 @@ class StepReport:
     ledger: Mapping[str, Mapping[str, int]]
     """Bytes by kind of operation (`comm.communication_ledger`), if the step was traced."""
     peak_rss_bytes: int
-    """The process's largest memory so far."""
+    """Peak resident memory of the process so far."""
     mirror_seconds: float = 0.0
-    """Time that went into the mirror, beside `seconds`."""
+    """Time that went into the mirror; not part of `seconds`."""
     digest: Digest | None = None
     """Digest of the state after the step, if the mirror copied it and other workers should hold the same."""
-    warnings: Warnings = ()
+    warnings: StateWarnings = ()
     """Process state that users' code has left changed since the last report (`TorchStateGuard.lines`)."""
 
 
@@ -88,21 +89,24 @@ class ValidationReport:
     """Microbatch -> (sum, count), of the microbatches whose last stage ran here."""
     seconds: float
     """How long the pass took."""
-    warnings: Warnings = ()
+    warnings: StateWarnings = ()
     """As in `StepReport`."""
 
 
 class WorkerCore:
-    """Everything one worker owns. `adopt` may be called again with another assignment (a new plan, a new generation)."""
+    """One worker without Ray: its stages of the model, and all that trains, validates and saves them.
+
+    `adopt` builds the stages. It may be called again with another assignment (a new plan, a new generation).
+    """
 
     spec: JobSpec
     """The job."""
     graph: Graph
-    """The whole model; its builds are watched by `guard`."""
+    """The whole model; `guard` restores what building its layers leaves changed."""
     device: torch.device
     """Where this worker computes."""
     guard: TorchStateGuard
-    """Restores process state that users' code leaves changed; of the worker's process."""
+    """Restores state of this process that users' code leaves changed."""
     step_timeout_s: float
     """Bounds every wait of a step."""
     transport: Transport | None
@@ -115,26 +119,26 @@ class WorkerCore:
     """This worker's rank in the present plan."""
     ownership: Ownership
     """Which rank of the present plan keeps which piece of state."""
-    end: StepCommit
-    """Ends the steps: reductions, vote, optimizers."""
+    step_commit: StepCommit
+    """Ends each step: reduces gradients, votes, runs the optimizers."""
     interpreter: Interpreter
     """Runs training steps."""
     loader: MicrobatchLoader | None
     """Reads training samples; None if no stage here reads any."""
-    validator: Interpreter | None
+    validation_interpreter: Interpreter | None
     """Runs validation passes; None if the job has none."""
     validation_loader: MicrobatchLoader | None
     """Reads validation samples; None if no stage here reads any."""
-    _mine: list[int]
+    _own_microbatches: list[int]
     """Microbatches of a step that this worker runs, ascending."""
-    _validation_mine: list[int]
+    _own_validation_microbatches: list[int]
     """Microbatches of a validation pass that this worker runs, ascending."""
     _loaders: list[MicrobatchLoader]
     """The loaders of the present plan, to be closed."""
     _datasets: dict[tuple[str | tuple[str, str], ...], Any]
-    """The user's data sets by specification; they outlive plans."""
+    """Data set function and arguments -> the data set made; data sets outlive plans."""
     _layouts: dict[int, TensorParallelLayout]
-    """Number of shards -> how the model is cut over them; asked for repeatedly."""
+    """Number of shards -> how the model is cut over them; kept because it is needed repeatedly."""
     _writer: CheckpointWriter
     """Writes this worker's share of a checkpoint in the background."""
 
@@ -168,7 +172,7 @@ class WorkerCore:
         transport: Transport,
         *,
         cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
-        before: Callable[[int, Instruction], None] | None = None,
+        before_compute: Callable[[int, Instruction], None] | None = None,
         values: Mapping[str, Tensor] | None = None,
         load: Path | None = None,
     ) -> dict[str, Any]:
@@ -176,21 +180,21 @@ class WorkerCore:
 
         `values`: tensors of all parameters (canonical names) and buffers, which the stages make their own; `load`: a checkpoint
         to read them from, with the optimizers' state. With neither, stages begin with the initial values, and the description
-        contains digests of these. `cost_ms`, `before`: see `Interpreter`.
+        contains digests of these. `cost_ms`, `before_compute`: see `Interpreter`.
         """
-        self.learn_layouts(assignment)
+        self.take_layouts_from_assignment(assignment)
         self.guard.establish()
-        self.guard.thorough = True
+        self.guard.compare_everything = True
         self._close_loaders()
         former = list(self.stages.values())
-        reductions = list(self.end.reductions.values()) if self.stages else []
+        reductions = list(self.step_commit.reductions.values()) if self.stages else []
         self.assignment, self.transport, self.rank = assignment, transport, transport.rank
         self.ownership = self.ownership_of(assignment.plan)
         builder = StageBuilder(
             spec=self.spec,
             graph=self.graph,
             assignment=assignment,
-            routing=MicrobatchRouting(assignment.plan, self.spec.cut),
+            routing=MicrobatchRouting(assignment.plan, self.spec.batching),
             transport=transport,
             layout=self.layout,
             ownership=self.ownership,
@@ -199,8 +203,8 @@ class WorkerCore:
             shard_timeout_s=self.step_timeout_s,
         )
         self.stages, digests = builder.build_stages(values, unfilled=load is not None)
-        self.end = builder.build_step_commit(self.stages)
-        self._build_interpreters(builder.routing, transport, cost_ms, before)
+        self.step_commit = builder.build_step_commit(self.stages)
+        self._build_interpreters(builder.routing, transport, cost_ms, before_compute)
         # Stages and what hangs on their tensors hold each other in circles, and Python's collector skips what is frozen.
         for stage in former:
             stage.release()
@@ -220,22 +224,26 @@ class WorkerCore:
         routing: MicrobatchRouting,
         transport: Transport,
         cost_ms: Callable[[Instruction], float],
-        before: Callable[[int, Instruction], None] | None,
+        before_compute: Callable[[int, Instruction], None] | None,
     ) -> None:
         """Make loaders and interpreters, of training and of validation."""
         plan, seat = self.assignment.plan, self.assignment.plan.seats[self.rank]
         links = StageLinks.of(self.graph, plan, self.assignment.crossing, shard=seat.shard)
-        build = partial(Interpreter, rank=self.rank, links=links, stages=self.stages, transport=transport, end=self.end)
-        self._mine = self._microbatches(routing)
-        self.loader = self._feed(self.spec.data, self.spec.cut, training=True)
-        self.end.meanwhile = self._read_ahead
-        self.interpreter = build(routing=routing, feeds=self._feeds(self.loader), cost_ms=cost_ms, before=before)
-        self.validator = None
+        build = partial(
+            Interpreter, rank=self.rank, links=links, stages=self.stages, transport=transport, step_commit=self.step_commit
+        )
+        self._own_microbatches = self._microbatches(routing)
+        self.loader = self._make_loader(self.spec.data, self.spec.batching, training=True)
+        self.step_commit.while_votes_arrive = self._read_ahead
+        self.interpreter = build(
+            routing=routing, batch_sources=self._batch_sources(self.loader), cost_ms=cost_ms, before_compute=before_compute
+        )
+        self.validation_interpreter = None
         if self.assignment.validation_microbatches is not None and self.spec.validation is not None:
             validation = MicrobatchRouting(plan, self.assignment.validation_microbatches)
-            self.validation_loader = self._feed(self.spec.validation.data, validation.microbatches, training=False)
-            self._validation_mine = self._microbatches(validation)
-            self.validator = build(routing=validation, feeds=self._feeds(self.validation_loader))
+            self.validation_loader = self._make_loader(self.spec.validation.data, validation.microbatches, training=False)
+            self._own_validation_microbatches = self._microbatches(validation)
+            self.validation_interpreter = build(routing=validation, batch_sources=self._batch_sources(self.validation_loader))
 
     def _microbatches(self, routing: MicrobatchRouting) -> list[int]:
         """The microbatches that this worker runs, ascending."""
@@ -243,17 +251,17 @@ class WorkerCore:
         return sorted({m for index in self.stages for m in routing.microbatches_of_replica(index, replica)})
 
     def release_initial_values(self) -> None:
-        """Free what was kept of the whole model: this worker has its part, or gets it from others."""
+        """Free the initial values of the whole model, once this worker has its part of the state."""
         if self.graph.initial_values is not None:
             self.graph.initial_values.release()
 
-    def learn_layouts(self, assignment: ProgramAssignment | None) -> None:
-        """Take over, from what the driver has sent, how the model is cut over shards: it was computed once, by the client."""
+    def take_layouts_from_assignment(self, assignment: ProgramAssignment | None) -> None:
+        """Keep the layouts that the assignment brings, so that this worker need not compute them again."""
         if assignment is not None:
             self._layouts.update(assignment.layouts)
 
     def layout(self, shards: int) -> TensorParallelLayout:
-        """How the job's styles cut the model over so many shards; computed where no assignment has brought it."""
+        """How the model is cut over `shards` shards; computed if no assignment has brought the layout."""
         if shards not in self._layouts:
             self._layouts[shards] = compute_shard_layout(self.graph, shards, dict(self.spec.styles))
         return self._layouts[shards]
@@ -268,8 +276,8 @@ class WorkerCore:
         return outline_graph(self.graph)
 
     @property
-    def blocks(self) -> bool:
-        """Whether steps wait for other shards in the middle of a layer; a plain routine cannot do that."""
+    def waits_inside_layers(self) -> bool:
+        """Whether steps wait for other shards in the middle of a layer, which a plain routine cannot do."""
         return any(stage.shard is not None for stage in self.stages.values())
 
     def dataset(self, spec: DataSpec) -> Any:
@@ -281,8 +289,8 @@ class WorkerCore:
                 self._datasets[key] = make_dataset(spec)
         return self._datasets[key]
 
-    def _feed(self, data: DataSpec, cut: Any, *, training: bool) -> MicrobatchLoader | None:
-        """A loader of the batch fields that the stages here read; None if they read none. `cut`: samples -> microbatches."""
+    def _make_loader(self, data: DataSpec, batching: Microbatches, *, training: bool) -> MicrobatchLoader | None:
+        """A loader of the batch fields that this worker's stages read; None if they read none."""
         fields = tuple(dict.fromkeys(f for stage in self.stages.values() for f in stage.batch_fields))
         if not fields:
             return None
@@ -290,17 +298,17 @@ class WorkerCore:
         order = SampleOrder(self.spec.seed, len(dataset), shuffle=training)
         readers = sum(bool(stage.batch_fields) for stage in self.stages.values())
         loader = MicrobatchLoader(
-            dataset, data, order, cut, seed=self.spec.seed, fields=fields, readers=readers, guard=self.guard
+            dataset, data, order, batching, seed=self.spec.seed, fields=fields, readers=readers, guard=self.guard
         )
         self._loaders.append(loader)
         return loader
 
     def _read_ahead(self, step: int) -> None:
-        """Begin to read the samples of a step that comes later."""
+        """Read samples of a later step, if the job has one."""
         if self.loader is not None and step < self.spec.steps:
-            self.loader.read_ahead(step, self._mine)
+            self.loader.read_ahead(step, self._own_microbatches)
 
-    def _feeds(self, loader: MicrobatchLoader | None) -> dict[int, BatchSource | None]:
+    def _batch_sources(self, loader: MicrobatchLoader | None) -> dict[int, BatchSource | None]:
         """Stage -> source of its batches, on the worker's device; None for a stage that reads none."""
         source = DeviceBatchSource(loader, self.device) if loader is not None and self.device != CPU else loader
         return {index: source if stage.batch_fields else None for index, stage in self.stages.items()}
@@ -311,13 +319,13 @@ class WorkerCore:
         """One training step as a routine, for `run_routine` or the cooperative scheduler."""
         self.guard.establish()
         if self.loader is not None:
-            self.loader.prefetch(step, self._mine)
+            self.loader.prefetch(step, self._own_microbatches)
             if step + 1 < self.spec.steps:
-                self.loader.prefetch(step + 1, self._mine)
+                self.loader.prefetch(step + 1, self._own_microbatches)
         start = time.perf_counter_ns()
         yield from self.interpreter.run(self.assignment.program, step, trace=trace)
         end = time.perf_counter_ns()
-        outcome = self.end.outcome
+        outcome = self.step_commit.outcome
         assert outcome is not None and self.transport is not None
         return StepReport(
             rank=self.rank,
@@ -341,14 +349,14 @@ class WorkerCore:
 
     def validation_routine(self, step: int) -> Routine[ValidationReport]:
         """One whole validation pass as a routine."""
-        assert self.validator is not None, "the assignment has no validation pass"
+        assert self.validation_interpreter is not None, "the assignment has no validation pass"
         self.guard.establish()
         start = time.perf_counter_ns()
         for stage in self.stages.values():
             stage.losses.clear()
         if self.validation_loader is not None:
-            self.validation_loader.prefetch(0, self._validation_mine)
-        yield from self.validator.run_forward(self.assignment.validation_program, step)
+            self.validation_loader.prefetch(0, self._own_validation_microbatches)
+        yield from self.validation_interpreter.run_forward(self.assignment.validation_program, step)
         losses = {m: (float(s), float(c)) for stage in self.stages.values() for m, (s, c) in stage.losses.items()}
         self.guard.check_all(f"a layer, the loss or the data set, in the validation after {step} steps,")
         return ValidationReport(self.rank, step, losses, (time.perf_counter_ns() - start) / 1e9, self.guard.lines())
@@ -361,16 +369,16 @@ class WorkerCore:
 
     def save(self, folder: Path) -> None:
         """Copy this rank's share of the state, and write it in the background; see `save_result`."""
-        state = take_snapshot(self.stages, self.end.optimizers, self.ownership.checkpoint_pieces(self.rank))
+        state = take_snapshot(self.stages, self.step_commit.optimizers, self.ownership.checkpoint_pieces(self.rank))
         self._writer.start(folder, f"worker_{self.rank:04d}.safetensors", state)
 
     def save_result(self) -> ShardRecord:
-        """Wait for the file that `save` writes. Raises `CheckpointError` when the disk did not take it."""
+        """Wait until the file of `save` is written, and describe it. Raises `CheckpointError` if the disk refuses it."""
         return self._writer.result()
 
     def load(self, path: Path) -> None:
         """Put a checkpoint's state into the stages. Raises `CheckpointError`."""
-        restore_from_checkpoint(path, self.stages, self.end.optimizers, initial_values_of(self.graph, self.spec.seed))
+        restore_from_checkpoint(path, self.stages, self.step_commit.optimizers, initial_values_of(self.graph, self.spec.seed))
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -380,7 +388,7 @@ class WorkerCore:
         self._loaders.clear()
 
     def abort(self, reason: str) -> None:
-        """From any thread: every pending wait of this worker raises `GroupAborted`."""
+        """Make every pending wait of this worker raise `GroupAborted`; may be called from any thread."""
         if self.transport is not None:
             self.transport.abort(reason)
 
@@ -393,9 +401,9 @@ class WorkerCore:
 
 
 def _identity(value: Any) -> str:
-    """Text that two values share only if they are the same: plain ones with equal JSON, or one object.
+    """Text that is equal for two values only if they have equal JSON or are one object.
 
-    Not their names or `repr`: two lambdas have the same, and two large tensors may.
+    Names and `repr` would not do: two lambdas have the same ones, and two large tensors may.
     """
     try:
         return json.dumps(value)
@@ -404,9 +412,9 @@ def _identity(value: Any) -> str:
 
 
 def guard_graph_builds(graph: Graph, guard: TorchStateGuard) -> Graph:
-    """The graph with its builds and its `init` watched by `guard`, which restores process state that they leave changed.
+    """The graph with calls of its builds and its `init` guarded: `guard` restores process state that they leave changed.
 
-    Builds that copy skeletons are not watched: they run no users' code, and a recovery waits for each of them.
+    Builds that copy skeletons are not guarded: they run no users' code, and a recovery waits for each of them.
     """
 
     def build(layer: Layer) -> nn.Module:
@@ -429,8 +437,5 @@ def merge_validation_losses(reports: list[ValidationReport]) -> float:
     losses = {m: pair for report in reports for m, pair in report.losses.items()}
     if not losses:
         raise WorkerLost("no worker reported a validation loss", cure="report this: a worker must hold the last stage")
-    total = count = 0.0
-    for microbatch in sorted(losses):
-        total += losses[microbatch][0]
-        count += losses[microbatch][1]
+    total, count = sum_losses(losses)
     return total / count

@@ -136,7 +136,7 @@ def test_seeded_histories(count: int, whole: bool):
     for plan, work in (
         (GRID, job()),
         (LINE, job(mirror_every=2, steps=6)),
-        (UNEVEN, job(mirror_every=1, steps=6, cut=Microbatches(5, 3, 10))),
+        (UNEVEN, job(mirror_every=1, steps=6, batching=Microbatches(5, 3, 10))),
         (GRID, job(zero=True, mirror_every=2, steps=6)),
         (ParallelPlan.mesh(dp=4, layers=4), job(zero=True, holders=2, steps=6)),
     ):

@@ -27,7 +27,7 @@ PROFILE = ModelProfile(tuple(LayerProfile(f"block{i}", 1.0, 2.0, 1.0, 1.0) for i
 
 
 def plans_of(plan: ParallelPlan) -> PlanCache:
-    return PlanCache(SimpleNamespace(plan=plan, schedule_name="1f1b", profile=PROFILE, cut=Microbatches(8)))
+    return PlanCache(SimpleNamespace(plan=plan, schedule_name="1f1b", profile=PROFILE, batching=Microbatches(8)))
 
 
 def told(now: ParallelPlan, then: ParallelPlan) -> dict:

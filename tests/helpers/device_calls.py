@@ -151,7 +151,7 @@ def hands_over(state: State, dests: int) -> set[str]:
         body = ElasticWorker(run.cores[0], 0)
         ways = tuple(PieceMove(0, dest, piece) for dest in range(1, dests + 1) for piece in body.pieces()[:3])
         part = AdoptOrder(None, {worker: worker for worker in range(dests + 1)}, 1, ways)
-        next(body._exchange(part, Post(), body._standing()), None)  # type: ignore[arg-type]
+        next(body._exchange(part, Post(), body._held_state()), None)  # type: ignore[arg-type]
     return left
 
 
@@ -203,7 +203,8 @@ def changes_shards(state: State, model: str, path: list[tuple[int, int, int]], f
             run.step(done), run.step(done + 1)
             for body in run.bodies.values():
                 assert all(
-                    on_device(kept[checkpoint_files.PARAMETER]) == (kind == pretend.NAME) for kept in body._held().values()
+                    on_device(kept[checkpoint_files.PARAMETER]) == (kind == pretend.NAME)
+                    for kept in body._stages_state().values()
                 )
             saved.append(run.save(Path(folder) / kind, done + 2))
         same_tensors(*saved)

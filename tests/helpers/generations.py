@@ -51,7 +51,7 @@ class Generations:
         mesh, ranks = LocalMesh(len(workers), self.number), {w: rank for rank, w in enumerate(workers)}
         self.number += 1
         parts = make_worker_assignments(
-            self.job.spec, self.job.graph, plan, registry.build_schedule("1f1b", MicrobatchRouting(plan, self.job.cut))
+            self.job.spec, self.job.graph, plan, registry.build_schedule("1f1b", MicrobatchRouting(plan, self.job.batching))
         )
         orders = [
             (

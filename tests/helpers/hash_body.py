@@ -37,7 +37,7 @@ class Job:
     """What is trained. `mirror_every` 0: no mirror."""
 
     layers: int = 4
-    cut: Microbatches = field(default_factory=lambda: Microbatches(4, 4, 8))
+    batching: Microbatches = field(default_factory=lambda: Microbatches(4, 4, 8))
     steps: int = 5
     zero: bool = False
     holders: int = 1
@@ -74,8 +74,8 @@ def elements(pieces: tuple[Piece, ...]) -> Iterator[Element]:
 
 
 @cache
-def programs(plan: ParallelPlan, cut: Microbatches) -> tuple[Program, ...]:
-    routing = MicrobatchRouting(plan, cut)
+def programs(plan: ParallelPlan, batching: Microbatches) -> tuple[Program, ...]:
+    routing = MicrobatchRouting(plan, batching)
     made = lower_schedule(build_schedule("1f1b", routing), routing, StageConnections.chain(len(plan.stages)))
     return tuple(
         tuple(i for i in p if isinstance(i, (Forward, Backward, Send, Recv, ReduceGradients, ExchangeVotes, OptimizerStep)))
@@ -277,8 +277,8 @@ class HashBody:
         self.state = base
         self.mine = tuple(elements(self.job.layout(self.plan)[self.rank]))
         assert all(e in base for e in self.mine), f"worker {self.worker} lacks state"
-        self.routing = MicrobatchRouting(self.plan, self.job.cut)
-        self.program = programs(self.plan, self.job.cut)[self.rank]
+        self.routing = MicrobatchRouting(self.plan, self.job.batching)
+        self.program = programs(self.plan, self.job.batching)[self.rank]
         self.pending = None
 
     def validate(self) -> Generator[Any, Any, int]:
@@ -358,7 +358,7 @@ class HashBody:
                     yield Wait(handle, instruction)
                     g = handle.value
                 yield Work(instruction)
-                block = job.cut.block_of(m)
+                block = job.batching.block_of(m)
                 for n, x in zip(reversed(layers), reversed(inputs.pop(m)), strict=True):
                     mine, before = h(7, n, x, g, weights[n]), sums[n].get(block)
                     sums[n][block] = mine if before is None else h(8, before, mine)
@@ -366,7 +366,7 @@ class HashBody:
                 if stage_index:
                     outgoing["gradient", m] = g
             elif kind is ReduceGradients:
-                nodes = covering_nodes(self.routing.blocks_of_replica(stage_index, seat.replica), job.cut.blocks)
+                nodes = covering_nodes(self.routing.blocks_of_replica(stage_index, seat.replica), job.batching.blocks)
                 rows = {
                     n: {node: fold_tree({(b, b + 1): s for b, s in sums[n].items()}, node, add) for node in nodes}
                     for n in layers
@@ -379,7 +379,7 @@ class HashBody:
                     yield Wait(handle, "gradients")
                     for n, row in handle.value.items():
                         rows[n] = rows[n] | row
-                self.totals = {n: fold_tree(rows[n], (0, job.cut.blocks), add) or 0 for n in layers}
+                self.totals = {n: fold_tree(rows[n], (0, job.batching.blocks), add) or 0 for n in layers}
                 if into_mirror:
                     yield from self._finish_cut()
                 ballots = {rank: losses}
@@ -391,7 +391,7 @@ class HashBody:
                     yield Wait(handle, "vote")
                     ballots[peer] = handle.value
                 whole = {m: loss for ballot in ballots.values() for m, loss in ballot.items()}
-                self.vote = h(*(whole[m] for m in range(job.cut.count)))
+                self.vote = h(*(whole[m] for m in range(job.batching.count)))
             elif kind is OptimizerStep:
                 yield Work(instruction)
                 self._apply(step, self.vote)

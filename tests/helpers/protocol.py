@@ -509,7 +509,7 @@ class World:
         """By default as many workers as can be used, in stages as equal as can be."""
         if self.plans is not None:
             return self.plans(generation, workers)
-        layers, blocks = self.job.layers, self.job.cut.blocks
+        layers, blocks = self.job.layers, self.job.batching.blocks
         stages, replicas = max(
             ((stages, min(workers // stages, blocks)) for stages in range(1, min(layers, workers) + 1)),
             key=lambda shape: (shape[0] * shape[1], -abs(shape[0] - 2)),

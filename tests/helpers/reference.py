@@ -118,7 +118,7 @@ def train(graph: Graph, spec: JobSpec) -> Result:
     base = [group["lr"] for group in optimizer.param_groups]
 
     data, loss_fn = spec.data.dataset.call(), spec.loss.partial()
-    m, batch, blocks = spec.microbatches, spec.batch_size, spec.cut.blocks
+    m, batch, blocks = spec.microbatches, spec.batch_size, spec.batching.blocks
     result = Result()
     for step in range(spec.steps):
         block_sums: list[dict[str, Tensor | None] | None] = []

@@ -196,7 +196,7 @@ def held(local: OneProcessRun) -> Iterator[tuple[Key, Tensor, dict[str, Any]]]:
         seat = local.plan.seats[core.rank]
         for index, stage in core.stages.items():
             for name, parameter in stage.parameters.items():
-                state = core.end.optimizers[index].state[parameter]
+                state = core.step_commit.optimizers[index].state[parameter]
                 yield (name, local.plan.stages[index].shards, seat.shard), parameter, state
 
 
@@ -249,7 +249,7 @@ def steps_of(job: JobSpec, steps: range, counts: int | dict[str, int], slices: A
     return same_shards.train(
         slices,
         batches,
-        blocks=job.cut.blocks,
+        blocks=job.batching.blocks,
         depth=DEPTH,
         heads=HEADS,
         shards=counts,

@@ -38,7 +38,7 @@ def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: l
 
     job, plan, graph = layout.job, layout.plan, layout.graph
     part = make_worker_assignments(
-        job, graph, plan, registry.build_schedule(layout.schedule, MicrobatchRouting(plan, job.cut))
+        job, graph, plan, registry.build_schedule(layout.schedule, MicrobatchRouting(plan, job.batching))
     )[index]
     core = WorkerCore(job, graph=graph, step_timeout_s=30.0)
     keys = required_communicators(AdoptOrder(part, {}, 0), index, job, core.layout) if state["nccl"] else frozenset()
@@ -66,7 +66,7 @@ def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: l
             "parameters": {n: p.detach().numpy().copy() for s in core.stages.values() for n, p in s.parameters.items()},
             "state": {
                 n: {k: getattr(v, "numpy", lambda v=v: v)() for k, v in kinds.items()}
-                for optimizer in core.end.optimizers.values()
+                for optimizer in core.step_commit.optimizers.values()
                 for n, kinds in optimizer_state(optimizer).items()
             },
         }

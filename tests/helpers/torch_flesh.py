@@ -65,8 +65,8 @@ class TorchJob:
         return len(self.graph.layers)
 
     @property
-    def cut(self) -> Any:
-        return self.spec.cut
+    def batching(self) -> Any:
+        return self.spec.batching
 
 
 class InTurns(ElasticWorker):
@@ -115,7 +115,7 @@ class TorchFlesh:
     def part(self, order: do.AdoptPlan, mesh: tuple[LocalMesh, tuple[int, ...]], worker: int) -> Any:
         key = (order.plan, self.schedule(order))
         if key not in self.job.lowered:
-            made = registry.build_schedule(key[1], MicrobatchRouting(order.plan, self.job.cut))
+            made = registry.build_schedule(key[1], MicrobatchRouting(order.plan, self.job.batching))
             self.job.lowered[key] = make_worker_assignments(self.job.spec, self.job.graph, order.plan, made)
         seat = order.members.index(worker) if worker in order.members else None
         ranks = {w: rank for rank, w in enumerate(mesh[1])}
@@ -178,16 +178,16 @@ class TorchFlesh:
         """Of parameters and optimizer state; every holder must have the same."""
         slices: dict[str, dict[Any, ParameterState]] = {}
         for body in bodies:
-            for name, kept in body._held().items():
+            for name, kept in body._stages_state().items():
                 holding = ParameterState(kept, body._slices().get(name, ParameterSlice()))
                 same = slices.setdefault(name, {}).setdefault(holding.spans, holding)
                 assert PARAMETER in kept
-                assert _digest(same.kept) == _digest(kept), self.world.tell(f"holders of {name} differ")
+                assert _digest(same.state) == _digest(kept), self.world.tell(f"holders of {name} differ")
         found: dict[str, bytes] = {}
         cuts = compute_shard_layout(self.job.graph, 1, dict(self.job.spec.styles)).cuts if self.job.shards else {}
         for name, shape in parameter_shapes(self.job.graph).items():
             parts = list(slices[name].values())
-            whole = extract_elements(parts, 0, shape.numel(), cuts.get(name)) if self.job.shards else parts[0].kept
+            whole = extract_elements(parts, 0, shape.numel(), cuts.get(name)) if self.job.shards else parts[0].state
             found[name] = _digest(whole)
         total = hashlib.sha256(b"".join(name.encode() + found[name] for name in sorted(found))).digest()
         return int.from_bytes(total[:8], "little") >> 1

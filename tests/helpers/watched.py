@@ -81,15 +81,15 @@ class WatchedCore(WorkerCore):
             self._datasets[key] = WatchedDataset(make_dataset(spec))
         return self._datasets[key]
 
-    def _feed(self, data: Any, cut: Any, *, training: bool) -> Any:
-        loader = super()._feed(data, cut, training=training)
+    def _make_loader(self, data: Any, batching: Any, *, training: bool) -> Any:
+        loader = super()._make_loader(data, batching, training=training)
         if loader is not None:
             fields = {f.name: getattr(loader._reader, f.name) for f in dataclasses.fields(SampleReader)}
             loader._reader = WatchedReader(**fields)
         return loader
 
-    def _feeds(self, loader: Any) -> Any:
-        return {index: feed and Tap(self, index, feed) for index, feed in super()._feeds(loader).items()}
+    def _batch_sources(self, loader: Any) -> Any:
+        return {index: feed and Tap(self, index, feed) for index, feed in super()._batch_sources(loader).items()}
 
 
 @dataclass
@@ -121,7 +121,7 @@ class WatchedBody(ElasticWorker):
         try:
             report = yield from super().step(step, cut)
         finally:
-            if self.core.end.finished == step:
+            if self.core.step_commit.last_decided_step == step:
                 self.flesh.applied.add((generation, step))
         return report
 
@@ -205,9 +205,9 @@ class WatchedFlesh(TorchFlesh):
                 held[process.number] = body.pieces()
             else:
                 continue
-            for name, holdings in body._standing().items():
+            for name, holdings in body._held_state().items():
                 for holding in holdings:
-                    nbytes = sum(value.nbytes for value in holding.kept.values() if isinstance(value, Tensor))
+                    nbytes = sum(value.nbytes for value in holding.state.values() if isinstance(value, Tensor))
                     size_of[name] = max(nbytes, size_of.get(name, 0))
         for worker, need in zip(order.members, self.layout(order.plan), strict=True):
             for piece in subtract_pieces(need, held.get(worker, ())):
@@ -222,24 +222,24 @@ class WatchedFlesh(TorchFlesh):
         spec, tell = self.job.spec, self.world.tell
         record = Record()
         order = SampleOrder(spec.seed, len(make_dataset(spec.data)))
-        cut, batch = spec.cut, spec.batch_size
+        batching, batch = spec.batching, spec.batch_size
         for (generation, step, stage), found in self.reads.items():
             for microbatch, ids in found:
-                samples = cut.samples(microbatch)
+                samples = batching.samples(microbatch)
                 due = tuple(order.ids(step * batch + samples.start, step * batch + samples.stop))
                 assert ids == due, tell(f"generation {generation}, step {step}, stage {stage}, microbatch {microbatch}: {ids}")
         for generation, step in self.applied:
             for stage in (0, self.stages[generation] - 1):
                 taken = sorted(microbatch for microbatch, _ in self.reads[generation, step, stage])
                 what = f"generation {generation}, step {step}, stage {stage} took microbatches {taken}"
-                assert taken == list(range(cut.count)), tell(what)
+                assert taken == list(range(batching.count)), tell(what)
         series = []
         for step in range(self.job.steps):
             generations = sorted(g for g, s in self.applied if s == step)
             assert generations, tell(f"step {step} was applied by nobody")
             ids = [dict(self.reads[g, step, 0]) for g in generations]
             assert all(one == ids[0] for one in ids), tell(f"step {step} was made of different samples")
-            series += [place for microbatch in range(cut.count) for place in ids[0][microbatch]]
+            series += [place for microbatch in range(batching.count) for place in ids[0][microbatch]]
         assert series == order.ids(0, self.job.steps * batch), tell("samples were lost or repeated")
         record.samples, record.epochs = len(series), series[-1][0] + 1
         for generation, weighed in self.weighed.items():

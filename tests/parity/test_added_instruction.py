@@ -29,7 +29,7 @@ def added(monkeypatch):
 
     def run_lean_forward(interpreter: Interpreter, i: Compute, step: int, received) -> None:
         stage, values = interpreter.stages[i.stage], {value: tensors[0] for value, tensors in received.items()}
-        feed = interpreter.feeds[i.stage]
+        feed = interpreter.batch_sources[i.stage]
         batch = {} if feed is None else feed.get(step, i.microbatch)
         interpreter._hand_on(i.stage, i.microbatch, stage.forward(i.microbatch, values, batch))
         stage.free(i.microbatch)
@@ -51,7 +51,7 @@ def test_a_run_that_computes_its_activations_again_has_the_bits_of_one_process(a
     layout = Layout("plain", schedule, replicas, 4)
     want = expected(layout.model, layout.microbatches, layout.blocks)
     orders = []
-    for order in registry.build_schedule(schedule, MicrobatchRouting(layout.plan, layout.job.cut)):
+    for order in registry.build_schedule(schedule, MicrobatchRouting(layout.plan, layout.job.batching)):
         new: list[Compute] = []
         for i in order:
             new += [added.LeanForward(i.stage, i.microbatch)] if type(i) is Forward else [i]

@@ -99,7 +99,7 @@ def test_every_parameter_is_written_by_one_worker_only(tmp_path: Path):
 def test_a_snapshot_is_a_copy():
     with OneProcessRun(SPEC, ParallelPlan.mesh(layers=LAYERS), "gpipe") as local:
         core = local.cores[0]
-        taken = take_snapshot(core.stages, core.end.optimizers, core.ownership.checkpoint_pieces(0))
+        taken = take_snapshot(core.stages, core.step_commit.optimizers, core.ownership.checkpoint_pieces(0))
         before = taken.tensors["mix0.up.weight", PARAMETER].clone()
         local.step(0)
         assert torch.equal(taken.tensors["mix0.up.weight", PARAMETER], before)

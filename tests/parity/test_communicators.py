@@ -78,7 +78,7 @@ def check(layout, **changes):
         if job.validation is not None:
             run.validate(0)
         untrained = {index for core in run.cores for index, stage in core.stages.items() if not stage.uses}
-        spares = {rank for rank, core in enumerate(run.cores) if not core._mine}
+        spares = {rank for rank, core in enumerate(run.cores) if not core._own_microbatches}
     assert used <= wanted
     idle = wanted - used - undefined
     idle -= {w for w in idle if set(w.members) <= spares}  # a replica without a block computes nothing
@@ -140,8 +140,8 @@ def needed(part, rank, job=JOB):
 
 
 def parts_of(plan, ranks=None, moves=()):
-    order = registry.build_schedule("1f1b", MicrobatchRouting(plan, JOB.cut))
-    made = assign_programs_to_ranks(order, plan, StageConnections.chain(len(plan.stages)), JOB.cut)
+    order = registry.build_schedule("1f1b", MicrobatchRouting(plan, JOB.batching))
+    made = assign_programs_to_ranks(order, plan, StageConnections.chain(len(plan.stages)), JOB.batching)
     return [AdoptOrder(assignment, ranks or {}, 0, moves) for assignment in made]
 
 

@@ -28,12 +28,12 @@ CUT = Microbatches(3, 0, 7)
 
 
 def loader(
-    dataset: Any, *, fields: tuple[str, ...] = ALL, cut: Microbatches = CUT, seed: int = 4, **spec: Any
+    dataset: Any, *, fields: tuple[str, ...] = ALL, batching: Microbatches = CUT, seed: int = 4, **spec: Any
 ) -> MicrobatchLoader:
     options = {key: spec.pop(key) for key in ("readers", "timeout_s") if key in spec}
     order = SampleOrder(seed, len(dataset))
     described = DataSpec(spec.pop("ref", Ref(type(dataset))), **spec)
-    return MicrobatchLoader(dataset, described, order, cut, seed=seed, fields=fields, **options)
+    return MicrobatchLoader(dataset, described, order, batching, seed=seed, fields=fields, **options)
 
 
 def expected(step: int, microbatch: int, size: int = 13, seed: int = 4) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ def test_a_microbatch_with_two_readers_is_read_once_and_then_let_go():
             seen[index] += 1
             return super().__getitem__(index)
 
-    read = loader(Counted(), readers=2, cut=Microbatches(1, 0, 13))
+    read = loader(Counted(), readers=2, batching=Microbatches(1, 0, 13))
     assert same(read.get(0, 0), read.get(0, 0)) and set(seen.values()) == {1}
     assert not read._kept
     read.get(0, 0)
@@ -165,10 +165,10 @@ BAD = {
     "a dict without the field": (lambda: loader(Of([{"a": 1}] * 7), fields=("x",)), "has no field 'x', only a"),
     "more values than names": (lambda: loader(Of([(1, 2, 3, 4)] * 7), fields=("x",)), "4 fields, but names for 3: x, y, z"),
     "another shape": (
-        lambda: loader(wrong_shape(torch.zeros(3)), fields=("x",), cut=WHOLE),
+        lambda: loader(wrong_shape(torch.zeros(3)), fields=("x",), batching=WHOLE),
         r"sample 4 \(epoch 0\), field 'x': expected shape \(2,\) torch.float32 as in sample \d of .* found shape \(3,\)",
     ),
-    "another dtype": (lambda: loader(wrong_shape(torch.zeros(2).long()), fields=("x",), cut=WHOLE), "torch.int64"),
+    "another dtype": (lambda: loader(wrong_shape(torch.zeros(2).long()), fields=("x",), batching=WHOLE), "torch.int64"),
     "text": (lambda: loader(Noisy(), fields=("text",)), "field 'text': a str cannot be made a tensor"),
     "empty": (lambda: MicrobatchLoader(Of([]), DataSpec(Ref(Of)), SampleOrder(1, 1), CUT, seed=1, fields=("x",)), "is empty"),
     "an iterable one with a length": (lambda: make_dataset(DataSpec(Ref(Endless))), "cannot be read by sample id"),
@@ -187,7 +187,7 @@ def test_what_is_wrong_with_data_is_said(case: str):
 
 
 def test_a_data_set_that_raises_is_reported_with_sample_epoch_and_traceback():
-    read = loader(data_cases.Raises(), cut=Microbatches(1, 0, 13))
+    read = loader(data_cases.Raises(), batching=Microbatches(1, 0, 13))
     with pytest.raises(UserCodeError, match=r"sample 5 \(epoch 1\)") as found:
         read.get(1, 0)
     assert "no such picture" in found.value.what and "data_cases.py" in found.value.what
@@ -216,7 +216,7 @@ def test_failures_in_data_processes_name_step_microbatch_and_samples(name: str, 
     read = loader(
         getattr(data_cases, name)(),
         ref=Ref(f"helpers.data_cases:{name}"),
-        cut=Microbatches(1, 0, 13),
+        batching=Microbatches(1, 0, 13),
         processes=1,
         timeout_s=0.5 if name == "Slow" else 60,
     )

@@ -80,7 +80,7 @@ class Run:
         """`stands`: of those that hold state; None at the beginning."""
         spec = self.job.spec
         made = make_worker_assignments(
-            spec, self.job.graph, plan, registry.build_schedule("1f1b", MicrobatchRouting(plan, spec.cut))
+            spec, self.job.graph, plan, registry.build_schedule("1f1b", MicrobatchRouting(plan, spec.batching))
         )
         ways, ranks = (), {worker: rank for rank, worker in enumerate(members)}
         if stands is not None:

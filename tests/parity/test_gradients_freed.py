@@ -22,7 +22,7 @@ def test_the_gradients_of_a_step_are_gone_when_the_next_one_computes(plan):
             alive.append(sum(reference() is not None for reference in kept))
 
     job = Cell("gpt", "1f1b", (1,), (1,), 2).job
-    with OneProcessRun(job, plan, "1f1b", graph=graph("gpt"), before=before) as local:
+    with OneProcessRun(job, plan, "1f1b", graph=graph("gpt"), before_compute=before) as local:
         local.step(0)
         gradients = [g for held in local.gradients().values() for g in held]
         assert gradients and all(g is not None for g in gradients), "whoever looks after a step finds them"

@@ -334,7 +334,7 @@ def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
     spec, begun = job("complex_buffers"), one_process("complex_buffers", torch.float32)
     phase = begun["1.phase"]
     copy = StateCopy.of({"1.phase": {PARAMETER: phase}, "0.ids": {PARAMETER: begun["0.ids"]}}, BufferPool())
-    assert torch.equal(copy.holdings()["1.phase"].kept[PARAMETER], phase)
+    assert torch.equal(copy.holdings()["1.phase"].state[PARAMETER], phase)
     with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
         folder = checkpoint_files.create_checkpoint(tmp_path / "checkpoints", 0)
         for core in run.cores:

@@ -102,9 +102,9 @@ def test_a_wrapper_encloses_seed_forward_and_checks_in_this_order_and_nothing_el
     events: list[str] = []
 
     class Watched(TorchStateGuard):
-        def check(self, caller, *, evaluating=False, thorough=False):
+        def check(self, caller, *, evaluating=False, compare_everything=False):
             events.append(f"check {caller}")
-            return super().check(caller, evaluating=evaluating, thorough=thorough)
+            return super().check(caller, evaluating=evaluating, compare_everything=compare_everything)
 
     class Told(nn.Linear):
         def __init__(self) -> None:
@@ -153,7 +153,7 @@ def stage(guard: TorchStateGuard, split: bool = False) -> Stage:
     graph = Graph.sequential([("l0", Noisy), ("l1", Noisy), ("l2", partial(nn.Linear, SIZE, 1))], input="x")
     job = ugly_models.job("plain", microbatches=2, virtual_replicas=1)
     plan = ParallelPlan.of((1,), layers=3)
-    routing = MicrobatchRouting(plan, job.cut)
+    routing = MicrobatchRouting(plan, job.batching)
     made = build_stage(
         graph, plan, 0, spec=job, routing=routing, replica=0, loss_fn=job.loss.partial(), split=split, guard=guard
     )
@@ -229,7 +229,7 @@ def test_an_error_of_the_layer_names_the_layer_its_inputs_stage_replica_step_and
 
 def test_a_shard_and_a_stage_that_is_only_timed_are_named_too():
     assert StageCoordinate(0, 1, 2, "first").describe(0, 4) == "at stage 0, replica 1, shard 2, step 1, microbatch 4"
-    timed = StageCoordinate(0, 0, None, "first", before_run=True)
+    timed = StageCoordinate(0, 0, None, "first", is_profiling=True)
     assert timed.describe(0, 0) == "in layer 'first', with the first microbatch, before the run"
 
 

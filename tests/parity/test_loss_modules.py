@@ -9,6 +9,7 @@ from torch import nn
 
 import raypar
 from raypar.errors import ConfigError, UserCodeError
+from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
 from raypar.worker.measure_profile import profile_job
 from raypar.worker.preflight import preflight
@@ -50,6 +51,21 @@ def test_a_loss_module_without_parameters_is_the_function_that_it_is(loss):
 
 def test_a_class_needs_no_arguments():
     assert losses(nn.CrossEntropyLoss) == losses(nn.functional.cross_entropy)
+
+
+def two_inputs() -> Graph:
+    first = Layer("first", lambda: nn.Linear(3, 4), ("x",), ("h",))
+    return Graph((first, Layer("gate", lambda: nn.Bilinear(4, 2, 4), ("h", "mask"), ("out",))), "out")
+
+
+def whole_for_a_mask(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output if target.is_floating_point() else nn.functional.cross_entropy(output, target)
+
+
+def test_the_check_gives_the_loss_the_target_that_a_step_gives_it():
+    """It gave the loss the second field that the model reads."""
+    samples = [{"x": torch.full((3,), float(i)), "mask": torch.ones(2), "y": i % 4} for i in range(8)]
+    preflight(raypar.Trainer(model=two_inputs, loss=whole_for_a_mask, **{**GIVEN, "data": samples}).spec)
 
 
 class Trained(nn.Module):

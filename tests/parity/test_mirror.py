@@ -31,7 +31,7 @@ def pair() -> tuple[list[Mirror], LocalMesh]:
 
 def exchange(mirrors, mesh, done: int) -> None:
     for rank, one in enumerate(mirrors):
-        one.take(done, state(10 * done + rank), mesh.transports[rank])
+        one.take_snapshot(done, state(10 * done + rank), mesh.transports[rank])
     while any(part._at is not None for one in mirrors for part in one._exchange):
         for one in mirrors:
             one.poll()
@@ -47,9 +47,9 @@ def test_the_buddy_holds_the_same_bits_and_the_last_complete_cut_stays_until_the
         assert set(kept) == {step for step in (done - 1, done) if step}
         for step in kept:
             own = StateCopy.of(state(10 * step + 1), BufferPool())
-            assert set(mirrors[1]._cuts[step]) == {mirror.OWN, 0}
-            assert same({n: h.kept for n, h in mirrors[1]._cuts[step][0].holdings().items()}, state(10 * step))
-            assert mirrors[1]._cuts[step][mirror.OWN].digest() == own.digest()
+            assert set(mirrors[1]._snapshots[step]) == {mirror.OWN, 0}
+            assert same({n: h.state for n, h in mirrors[1]._snapshots[step][0].holdings().items()}, state(10 * step))
+            assert mirrors[1]._snapshots[step][mirror.OWN].digest() == own.digest()
 
 
 def test_memory_is_used_again():
@@ -69,11 +69,11 @@ def test_a_cut_that_is_broken_off_is_not_held_and_the_one_before_it_is():
     for one in mirrors:
         run_routine(one.finish(), 1.0)
     for rank, one in enumerate(mirrors):
-        one.take(2, state(rank), mesh.transports[rank])
+        one.take_snapshot(2, state(rank), mesh.transports[rank])
     mesh.abort("a worker died")
     for one in mirrors:
-        one.leave()
-        assert set(one._cuts[1]) == {mirror.OWN, 1 - mirrors.index(one)} and set(one._cuts[2]) == {mirror.OWN}
+        one.give_up_exchange()
+        assert set(one._snapshots[1]) == {mirror.OWN, 1 - mirrors.index(one)} and set(one._snapshots[2]) == {mirror.OWN}
 
 
 def test_both_ends_cut_the_memory_into_the_same_chunks():

@@ -164,7 +164,7 @@ def test_the_stages_of_a_former_plan_are_freed_without_pythons_collector(schedul
         gc.disable()
         try:
             parts = make_worker_assignments(
-                job, graph("gpt"), plan, registry.build_schedule("1f1b", MicrobatchRouting(plan, job.cut))
+                job, graph("gpt"), plan, registry.build_schedule("1f1b", MicrobatchRouting(plan, job.batching))
             )
             for core, part, transport in zip(local.cores, parts, LocalMesh(plan.world).transports, strict=True):
                 core.adopt(part, transport)
@@ -179,7 +179,7 @@ def test_digests_of_two_shards_are_of_different_things():
     live = Generations(job)
     live.adopt(mesh("gpt", 2, 1, 2), [0, 1, 2, 3], 0)
     for body in live.bodies.values():
-        body._take_snapshot(None)
+        body._take_mirror_snapshot(None)
     digests = [live.bodies[w].mirror.digests[0] for w in range(4)]
     assert digests[0] == digests[2] and digests[1] == digests[3]
     assert digests[0][0] != digests[1][0], "shards are not compared with each other"
@@ -197,14 +197,14 @@ def test_training_goes_on_beside_the_mirrors_cut_and_not_in_it(shards):
     live.step(0)
     body = live.bodies[0]
     copies = {
-        worker: StateCopy.of(other._held(), body.mirror._pool, other._slices())
+        worker: StateCopy.of(other._stages_state(), body.mirror._pool, other._slices())
         for worker, other in live.bodies.items()
         if worker
     }
-    body._take_snapshot(None)
-    body.mirror._cuts[1] |= copies
-    body._old = body.mirror.at(1)
-    before = {worker: copy.digest() for worker, copy in body.mirror._cuts[1].items()}
+    body._take_mirror_snapshot(None)
+    body.mirror._snapshots[1] |= copies
+    body._old = body.mirror.state_of_snapshot(1)
+    before = {worker: copy.digest() for worker, copy in body.mirror._snapshots[1].items()}
     assert live.adopt(mesh("gpt", 1, 1, 1), [0], 1) == 0
     live.step(1)
-    assert {worker: copy.digest() for worker, copy in body.mirror._cuts[1].items()} == before
+    assert {worker: copy.digest() for worker, copy in body.mirror._snapshots[1].items()} == before

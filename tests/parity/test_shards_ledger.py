@@ -133,7 +133,7 @@ def test_shards_hold_their_part_of_what_is_cut_and_all_of_the_rest():
             for core in local.cores:
                 want = sum(held_elements_by_layer(graph("gpt"), layout_for("gpt", shards), core.rank))
                 (stage,) = core.stages.values()
-                state = core.end.optimizers[0].state
+                state = core.step_commit.optimizers[0].state
                 assert sum(p.numel() for p in stage.parameters.values()) == want
                 kept = [state[p][kind] for p in stage.parameters.values() for kind in ("exp_avg", "exp_avg_sq")]
                 assert sum(tensor.numel() for tensor in kept) == 2 * want

@@ -65,7 +65,7 @@ def chain(*builds) -> Graph:
 
 def stages(graph: Graph, job: JobSpec, *cuts: int, replicas: int = 1, replica: int = 0, split: bool = False) -> list[Stage]:
     plan = ParallelPlan.of((replicas,) * (len(cuts) + 1), layers=len(graph.layers), cuts=cuts)
-    routing = MicrobatchRouting(plan, job.cut)
+    routing = MicrobatchRouting(plan, job.batching)
     made = [
         build_stage(graph, plan, i, spec=job, routing=routing, replica=replica, loss_fn=job.loss.partial(), split=split)
         for i in range(len(cuts) + 1)
@@ -217,7 +217,7 @@ def test_blocks_may_be_interleaved_and_each_use_is_reported_once(microbatches, b
             forward(in_turn, m)
             backward(in_turn, m)
         # one microbatch of every block in turn: several blocks are open at a time
-        turns = sorted(mine, key=lambda m: (m - spec.cut.microbatches_of_block(spec.cut.block_of(m)).start, m))
+        turns = sorted(mine, key=lambda m: (m - spec.batching.microbatches_of_block(spec.batching.block_of(m)).start, m))
         for m in turns:
             forward(mixed, m)
         for m in turns:
@@ -226,7 +226,7 @@ def test_blocks_may_be_interleaved_and_each_use_is_reported_once(microbatches, b
             for part in mixed:
                 part.backward_weight(m)
         assert equal(got, want)
-        full = {b for b in range(blocks) if len(spec.cut.microbatches_of_block(b))}
+        full = {b for b in range(blocks) if len(spec.batching.microbatches_of_block(b))}
         nodes = {n for n in covering_nodes(routing.blocks_of_replica(0, replica), blocks) if full & set(range(*n))}
         assert all(set(sums) == nodes for sums in got.values()) and (got or not mine)
 
@@ -241,14 +241,14 @@ def test_sums_are_final_while_the_last_backward_still_runs():
     backward([part], 0)
     assert not inside
     running = True
-    part.gradients.finished = _stop_clock(part, lambda: len(inside))
+    part.gradients.record_finished_halves = _stop_clock(part, lambda: len(inside))
     backward([part], 1)
     assert inside[0].startswith("head.") and inside[-1].startswith("first.")
     assert len(inside) == len(part.uses)  # each once
 
 
 def _stop_clock(part: Stage, count):
-    finished = part.gradients.finished
+    finished = part.gradients.record_finished_halves
 
     def check(block: int, halves: int) -> None:
         behind = [name for name, _, _ in part.uses if not name.startswith("first.")]  # the backward pass ends in the first

@@ -29,7 +29,7 @@ optimizer: {function: "torch.optim:SGD", args: {lr: 3e-4}}
 def test_the_quickstart_is_a_job():
     job = load_job(QUICKSTART)
     spec = job.to_spec()
-    assert (spec.seed, spec.steps, spec.batch_size, spec.microbatches, spec.cut.blocks) == (1337, 200, 32, 8, 4)
+    assert (spec.seed, spec.steps, spec.batch_size, spec.microbatches, spec.batching.blocks) == (1337, 200, 32, 8, 4)
     assert spec.optimizer.optimizer == Ref(
         "torch.optim:AdamW", {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "fused": True}
     )
@@ -52,7 +52,7 @@ def test_short_forms_defaults_and_numbers_with_an_exponent():
     spec = job.to_spec()
     assert spec.model == Ref("m:layers") and spec.optimizer.optimizer.args == {"lr": 3e-4}
     assert (job.run_dir, job.workers, job.schedule_name, job.checkpoint.at_end) == ("runs/", 1, "1f1b", True)
-    assert (spec.dtype, spec.reduction, spec.threads, spec.non_finite, spec.cut.blocks) == (
+    assert (spec.dtype, spec.reduction, spec.threads, spec.non_finite, spec.batching.blocks) == (
         "float32",
         "canonical",
         1,

@@ -75,7 +75,7 @@ class Driver:
         self.journal = Journal("tiny")
         policy = RunPolicy(workers=2, steps_before_run=first, job_steps=last)
         request = SimpleNamespace(folder=folder, run="tiny", policy=policy, plan=PLAN, trace=frozenset())
-        request.cut = SimpleNamespace(batch_size=8)
+        request.batching = SimpleNamespace(batch_size=8)
         self.recorder = RunRecorder(request, self.journal)
         self.recorder.clock()
         self.reports = StepReports(RunMachine(policy, plan=PLAN), SimpleNamespace(passes=lambda plan: (4, 4)))

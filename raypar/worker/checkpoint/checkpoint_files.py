@@ -75,7 +75,7 @@ class TensorSlices:
     spans: IndexRanges
 
     def of(self, tensor: Tensor) -> Iterator[tuple[Slice, Tensor]]:
-        """The tensor in blocks, each with its place in the whole."""
+        """(slice of the unsharded tensor, part of this tensor), one for each span."""
         whole = tuple((0, n) for n in self.shape)
         if not self.spans:
             yield whole, tensor
@@ -87,19 +87,23 @@ class TensorSlices:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What one worker has written."""
+    """The file that one worker has written into a checkpoint."""
 
     file: str
+    """The file's name."""
     nbytes: int
+    """Its size."""
     sha256: str
+    """Its checksum."""
     entries: tuple[ManifestEntry, ...]
+    """The tensors in it, and numbers, which lie in the manifest itself."""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------------
 
 
 def create_checkpoint(root: Path, steps_done: int) -> Path:
-    """A new, empty folder aside, in which workers write. Raises `CheckpointError` when the disk does not let us."""
+    """Make the temporary folder of a new checkpoint, into which workers write. Raises `CheckpointError` if the disk refuses."""
     folder = root / f".tmp-step_{steps_done:08d}"
     with _disk(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -115,7 +119,8 @@ def write_shard(
     slices: Mapping[StateName, TensorSlices] | None = None,
     ties: Mapping[str, Sequence[str]] | None = None,
 ) -> ShardRecord:
-    """Write CPU tensors as one safetensors file. `slices`: which parts of an unsharded tensor it is, where not the whole.
+    """Write a worker's CPU tensors as one safetensors file. `slices`: which part of the unsharded tensor a tensor is, if not
+    all.
 
     `ties`: first name of a tied parameter -> its other names. Streams: no second copy in memory, and the checksum is taken
     in the same pass. Raises `CheckpointError` (disk full, ...).
@@ -210,7 +215,7 @@ def commit_checkpoint(
 
 
 def discard_checkpoint(folder: Path) -> None:
-    """Forget a checkpoint that could not be finished; the last good one stays."""
+    """Remove the folder of a checkpoint that could not be finished; the last good checkpoint stays."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -316,7 +321,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def latest_usable_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
-    """(the newest checkpoint that is whole, why newer ones were skipped)."""
+    """(folder of the newest checkpoint that is whole, or None; lines that say why newer ones were skipped)."""
     skipped = []
     for _, path in reversed(_steps(root)):
         try:
@@ -331,10 +336,10 @@ def latest_usable_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
 def read_checkpoint_state(
     path: Path, names: Collection[str] | None = None, take: Callable[[str, Tensor], Tensor] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """name -> {"parameter": tensor, "exp_avg": tensor, "step": tensor or number, ...}, unsharded, for these names or all.
+    """Read unsharded state: name -> {"parameter": tensor, "exp_avg": tensor, "step": tensor or number, ...}.
 
-    `take(name, tensor)`: what is kept of each, one tensor being held whole at a time. Reads only what is asked for. Raises
-    `CheckpointError` for names that are not there, missing slices and damaged files.
+    `names`: of the parameters to read; None: all. `take(name, tensor)`: the part to keep of each tensor; one tensor is held
+    whole at a time. Raises `CheckpointError` for names that are not there, missing slices and damaged files.
     """
     manifest = load_manifest(path)
     wanted = set(manifest.shapes if names is None else names)
@@ -349,7 +354,7 @@ def read_checkpoint_state(
 
 
 def read_checkpoint_buffers(path: Path, names: Collection[str]) -> dict[str, Tensor]:
-    """name -> buffer, of those of `names` that the checkpoint has. Raises `CheckpointError` for damaged files."""
+    """Read buffers: name -> buffer, of those of `names` that the checkpoint has. Raises `CheckpointError` for damaged files."""
     if not names:
         return {}
     manifest = load_manifest(path)
@@ -365,9 +370,9 @@ def _read(
 ) -> dict[str, dict[str, Any]]:
     """Name -> kind -> tensor or number, of `entries` (as in the manifest: those of one name and kind together).
 
-    Checksums are not compared: `verify` did that, perhaps in another process and some time ago. Length and header are compared
-    with the manifest again, in the file that is then read and stays open: a file that was replaced meanwhile by one of another
-    size or shape is refused. Other bytes in the same places are not noticed before the next `verify`.
+    Checksums are not compared: `verify_checkpoint` did that, perhaps in another process and some time ago. Length and header
+    are compared with the manifest again, in the file that is then read and stays open: a file that was replaced meanwhile by
+    one of another size or shape is refused. Other bytes in the same places are not noticed before the next `verify_checkpoint`.
     `headers`: cache of parsed headers: file -> (its identity in the file system, header).
     """
     import torch
@@ -450,11 +455,14 @@ def checkpoint_weights_hash(path: Path) -> str:
     return weights_hash(CheckpointTensors(path))
 
 
-# -- belonging together --------------------------------------------------------------------------------------------------------
+# -- whether it fits a model and a job ----------------------------------------------------------------------------------------
 
 
 def check_checkpoint_fits_model(manifest: Manifest, shapes: Mapping[str, Sequence[int]]) -> None:
-    """`shapes`: of the model's parameters (ties once). Raises `CheckpointError` naming the first that differ."""
+    """Check that a checkpoint has a model's parameters; raises `CheckpointError` that names the first that differ.
+
+    `shapes`: of the model's parameters, tied ones once.
+    """
     there, wanted = manifest.shapes, {name: tuple(shape) for name, shape in shapes.items()}
     only_model, only_there = [n for n in wanted if n not in there], [n for n in there if n not in wanted]
     differ = [n for n in wanted if n in there and there[n] != wanted[n]]
@@ -478,12 +486,12 @@ as it may with another number of shards."""
 
 
 def contract_of_job(spec: JobSpec) -> dict[str, Any]:
-    """Everything of a job that its bits depend on, as JSON values; `steps` and validation are not among it."""
+    """The settings of a job on which its bits depend, as JSON values; `steps` and validation are not among them."""
     made = {
         "seed": spec.seed,
         "batch_size": spec.batch_size,
         "microbatches": spec.microbatches,
-        "virtual_replicas": spec.cut.blocks,
+        "virtual_replicas": spec.batching.blocks,
         "dtype": spec.dtype,
         "device": spec.device,
         "threads": spec.threads,
@@ -521,7 +529,7 @@ _MOVED = {"raypar.worker.tokens": "raypar.token_files"}
 
 
 def _with_present_paths(value: Any) -> Any:
-    """A contract in which users' names of raypar's own classes are the present ones."""
+    """A contract in which modules that have moved (`_MOVED`) are called by their present paths."""
     if isinstance(value, dict):
         return {key: _with_present_paths(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -532,7 +540,7 @@ def _with_present_paths(value: Any) -> Any:
 
 
 def list_contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
-    """A line for each part of the contract that differs from the checkpoint's, but for those of shards (`_OF_SHARDS`)."""
+    """A line for each setting of the contract that differs from the checkpoint's, except for those of shards (`_OF_SHARDS`)."""
     # Checkpoints from before there was a choice say nothing of the device.
     then, now = _with_present_paths({"device": "cpu", **manifest.contract}), _with_present_paths(contract_of_job(spec))
     return [
@@ -541,13 +549,13 @@ def list_contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
 
 
 def list_changed_shard_settings(manifest: Manifest, spec: JobSpec) -> list[str]:
-    """Keys of the job file that say how layers are cut over shards and differ from the checkpoint's."""
+    """The job file's keys of settings of shards (`_OF_SHARDS`) that differ from the checkpoint's."""
     now = contract_of_job(spec)
     return [name for key, name in _OF_SHARDS.items() if manifest.contract.get(key) != now.get(key)]
 
 
 def check_contract(manifest: Manifest, spec: JobSpec) -> None:
-    """Raises `CheckpointError` when going on would not give the bits of one undisturbed run."""
+    """Raises `CheckpointError` if resuming with this job would not give the bits of one undisturbed run."""
     differences = list_contract_differences(manifest, spec)
     if differences:
         raise CheckpointError(
@@ -561,7 +569,7 @@ def check_contract(manifest: Manifest, spec: JobSpec) -> None:
 
 @contextlib.contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """As `_reading`, for what is written."""
+    """Turn errors of the file system inside into a `CheckpointError` that says `path` cannot be written."""
     try:
         yield
     except OSError as error:

@@ -53,16 +53,24 @@ NOT_FINITE = {repr(value): value for value in (math.inf, -math.inf, math.nan)}
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """One tensor in a file, or one number. `shape`: of the unsharded tensor; `slice`: the part that the file has."""
+    """One tensor in a file, or one number."""
 
     name: str
+    """Qualified name of the parameter or buffer."""
     kind: str
+    """What it is of the parameter or buffer: `PARAMETER`, `BUFFER`, `CACHE`, `TIE`, or a key of the optimizer's state."""
     shape: tuple[int, ...] = ()
+    """Shape of the unsharded tensor."""
     dtype: str = ""
+    """torch's name of the dtype, such as `float32`; empty for a number."""
     slice: Slice = ()
+    """The part of the unsharded tensor that the file has."""
     file: str = ""
+    """Name of the file that has the tensor; empty for a number."""
     key: str = ""
+    """The tensor's name in the file."""
     value: Scalar = None
+    """The number."""
 
     @property
     def part(self) -> tuple[int, ...]:
@@ -72,15 +80,20 @@ class ManifestEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `files`: name -> (bytes, sha256); `contract`: what its bits depend on (`contract_of_job`);
-    `entries`: ascending, those of one name and kind together."""
+    """What a checkpoint holds."""
 
     path: Path
+    """The checkpoint's folder."""
     steps_done: int
+    """Number of steps after which the state was saved."""
     contract: Mapping[str, Any]
+    """The settings of the job on which the bits depend (`contract_of_job`)."""
     entries: tuple[ManifestEntry, ...]
+    """Tensors and numbers, ascending by name, kind and slice."""
     files: Mapping[str, tuple[int, str]]
+    """Name of a file -> (bytes, sha256)."""
     metrics: Mapping[str, Any]
+    """Metrics of the last step, as the run recorded them."""
 
     @property
     def ties(self) -> dict[str, str]:
@@ -90,7 +103,7 @@ class Manifest:
 
     @cached_property
     def tensors(self) -> Mapping[str, Mapping[str, ManifestEntry]]:
-        """File -> key -> what lies there; ties left out."""
+        """File -> key -> entry of the tensor there; ties are left out."""
         found: dict[str, dict[str, ManifestEntry]] = {file: {} for file in self.files}
         for entry in self.entries:
             if entry.file and entry.kind != TIE:
@@ -111,7 +124,7 @@ def manifest_to_json(
     contract: Mapping[str, Any],
     metrics: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The manifest as JSON values, checksum included; `parse` reads them back."""
+    """The manifest as JSON values, checksum included; `parse_manifest` reads them back."""
     assert len({(e.name, e.kind, e.slice) for e in entries}) == len(entries), "two workers wrote the same slice"
     body = {
         "format": FORMAT,
@@ -125,12 +138,12 @@ def manifest_to_json(
 
 
 def manifest_checksum(body: Mapping[str, Any]) -> str:
-    """The checksum of everything in a manifest but the checksum."""
+    """The checksum of a manifest without its checksum."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def parse_manifest(body: Mapping[str, Any], path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path` from JSON values. Raises `ValueError` for whatever a checkpoint cannot have."""
+    """The manifest of the checkpoint at `path` from JSON values. Raises `ValueError` for what no checkpoint can have."""
     _keys(body, "the manifest", {"format", "steps_done", "contract", "metrics", "files", "entries"})
     steps_done, contract, metrics = body["steps_done"], body["contract"], body["metrics"]
     if not is_int64_count(steps_done):
@@ -154,7 +167,7 @@ def parse_manifest(body: Mapping[str, Any], path: Path) -> Manifest:
 
 
 def check_header_matches_manifest(manifest: Manifest, file: str, header: SafetensorsHeader) -> None:
-    """Raises `ValueError` where a file's header and the manifest do not say the same of its tensors."""
+    """Raises `ValueError` if the header of a file and the manifest disagree on the file's tensors."""
     named = manifest.tensors[file]
     absent, unknown = sorted(named.keys() - header.tensors.keys()), sorted(header.tensors.keys() - named.keys())
     if absent or unknown:

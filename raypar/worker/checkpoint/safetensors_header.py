@@ -43,7 +43,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What a file says of itself. `tensors`: by name, in the order of their bytes; `nbytes`: of the whole file."""
+    """The checked header of a file. `tensors`: by name, in the order of their bytes; `nbytes`: of the whole file."""
 
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
@@ -57,7 +57,7 @@ def read_safetensors_header(path: Path, *, follow: bool = True) -> Mapping[str, 
 
 
 def parse_safetensors_header(file: BinaryIO, path: Path) -> SafetensorsHeader:
-    """The header of an open file, so that tensors are read from the very file that was checked. Raises `CheckpointError`.
+    """Read and check the header of an open file, the same one from which tensors are read. Raises `CheckpointError`.
 
     `path`: for messages.
     """
@@ -86,7 +86,7 @@ def element_count(shape: tuple[int, ...]) -> int:
 
 
 def parse_shape(value: Any) -> tuple[int, ...]:
-    """A shape from a file. Raises `ValueError`."""
+    """The shape that a JSON value from a file gives. Raises `ValueError` for what is no shape."""
     if not isinstance(value, list) or len(value) > MAX_DIMS or not all(is_int64_count(size) for size in value):
         raise ValueError(f"shape {shorten(value)} is not a list of at most {MAX_DIMS} whole numbers >= 0")
     shape = tuple(value)

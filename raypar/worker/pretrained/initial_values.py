@@ -21,10 +21,10 @@ from raypar.worker.pretrained.weights_matching import match_weights
 
 @dataclass(frozen=True)
 class WeightsFromFile:
-    """`InitialValues` from a file; of what the file lacks, the model's own."""
+    """`InitialValues` that come from a file; tensors that the file lacks get the model's own values."""
 
     path: Path
-    """What `weights_file.resolve` returned."""
+    """The path that `resolve_weights_path` returned."""
     fingerprint: str
     """`WeightsFile.fingerprint` of the file when `names` was made."""
     names: Mapping[str, str]
@@ -51,7 +51,8 @@ class WeightsFromFile:
             yield from self._read(there, dtype)
 
     def _read(self, slices: Mapping[str, DimRanges | None], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(name, its slice, None: all of it) from the file. Raises `CheckpointError` if it is another one."""
+        """(name, tensor) of these slices (None: the whole tensor), from the file. Raises `CheckpointError` if the file is
+        another one."""
         with open_weights(self.path) as file:
             found = file.fingerprint()
             if found != self.fingerprint:

@@ -32,6 +32,7 @@ from raypar.untrusted_files import (
 from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint, load_manifest, verify_checkpoint
 from raypar.worker.checkpoint.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, ManifestEntry, check_header_matches_manifest
 from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header
+from raypar.worker.weights_source import format_name_list
 
 if TYPE_CHECKING:
     import torch
@@ -164,7 +165,7 @@ PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
 
 
 def open_weights(path: str | Path) -> WeightsFile:
-    """Open the weights at a path; for a run of raypar, its last whole checkpoint (see `resolve`).
+    """Open the weights at a path; for a run of raypar, its last whole checkpoint (see `resolve_weights_path`).
 
     Raises `CheckpointError` if there are no weights, or if it is not clear which file is meant.
     """
@@ -178,7 +179,7 @@ def open_weights(path: str | Path) -> WeightsFile:
 
 
 def resolve_weights_path(path: str | Path) -> tuple[Path, tuple[str, ...]]:
-    """(the path that workers open, why newer checkpoints were skipped): a run's last whole checkpoint, else the path itself.
+    """(the path that workers open: a run's last whole checkpoint, else the path itself; why newer checkpoints were skipped).
 
     Called once, before workers start: a run that is still going may have a newer checkpoint a moment later. Reads checkpoints
     whole and compares their checksums, which `open_weights` does not. Raises `CheckpointError`.
@@ -286,7 +287,7 @@ class _OpenFiles:
             raise CheckpointError(f"{path} has changed while it was read", cure="start again when nobody writes to it")
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all files."""
         self._stack.close()
 
 
@@ -470,12 +471,13 @@ def _open_index(index: Path, path: Path | None = None) -> _IndexedWeights:
         extra = [t for name, header in zip(names, headers, strict=True) for t in header.tensors if where.get(t) != name]
         if extra:
             raise CheckpointError(
-                f"{index} does not name {_tensors(extra)} of its files: {_listed(extra)}", cure="download the folder again"
+                f"{index} does not name {format_tensor_count(extra)} of its files: {_listed(extra)}",
+                cure="download the folder again",
             )
         lacking = [f"{tensor} in {shorten(name)}" for tensor, name in where.items() if tensor not in tensors]
         if lacking:
             raise CheckpointError(
-                f"{index} promises {_tensors(lacking)} that its files do not have: {_listed(lacking)}",
+                f"{index} promises {format_tensor_count(lacking)} that its files do not have: {_listed(lacking)}",
                 cure="download the folder again",
             )
         weights = _IndexedWeights(path or index, tensors, {}, files)
@@ -627,8 +629,10 @@ def _as_checkpoint_errors(path: Path) -> Iterator[None]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(shorten(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    """The first names, each shortened, and how many more there are."""
+    return format_name_list([shorten(name) for name in names])
 
 
-def _tensors(names: Sequence[str]) -> str:
+def format_tensor_count(names: Collection[str]) -> str:
+    """`1 tensor`, `2 tensors`: as many as there are names."""
     return f"{len(names)} tensor" + "s" * (len(names) != 1)

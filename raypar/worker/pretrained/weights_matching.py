@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError, ConfigError
-from raypar.worker.pretrained.weights_file import FLOATING, PART, WeightsFile
+from raypar.worker.pretrained.weights_file import FLOATING, PART, WeightsFile, format_tensor_count
 from raypar.worker.weights_source import MAX_SHOWN_NAMES, WeightsSource, format_name_list
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def match_weights(
     dtype: str | torch.dtype = "float32",
     dtypes: Mapping[str, str | torch.dtype] | None = None,
 ) -> WeightsMatch:
-    """The tensor of `file` for each of `wanted`: name -> shape of the model's parameters and persistent buffers.
+    """Find the tensor of `file` for each of `wanted`: name -> shape of the model's parameters and persistent buffers.
 
     Raises `CheckpointError` that lists tensors that are missing, unexpected, or of another shape or dtype, unless `source`
     allows them. Floating-point values are cast; others must have the model's dtype.
@@ -84,14 +84,15 @@ def match_weights(
     if new:
         begin = "begin" if len(new) > 1 else "begins"
         notes.append(
-            f"{_tensors(new)} {begin} with the model's own initial values, not with those of {short}: {format_name_list(new)}"
+            f"{format_tensor_count(new)} {begin} with the model's own initial values, not with those of {short}: "
+            f"{format_name_list(new)}"
         )
     if unused:
-        notes.append(f"{_tensors(unused)} of {short} {_is(unused)} not used: {format_name_list(unused)}")
+        notes.append(f"{format_tensor_count(unused)} of {short} {_is(unused)} not used: {format_name_list(unused)}")
     if buffers := found.unused_buffers:
         notes.append(
-            f"{_tensors(buffers)} of {short} {_is(buffers)} not used, since the model's own values of buffers that are "
-            f"not persistent are: {format_name_list(buffers)}"
+            f"{format_tensor_count(buffers)} of {short} {_is(buffers)} not used, since the model's own values of buffers "
+            f"that are not persistent are: {format_name_list(buffers)}"
         )
     return WeightsMatch(found.names, tuple(name for name in wanted if name in found.missing), tuple(notes))
 
@@ -217,7 +218,8 @@ def _sort_unread(
     there: Mapping[str, str],
     left_out: Collection[str],
 ) -> None:
-    """Note in `result` the file's tensors that nothing begins with: which may be there, and which may not.
+    """Note in `result` the file's tensors that no tensor of the model begins with: those that are allowed, and those that are
+    not.
 
     `there`: the model's name -> the file's, of all that the file has.
     """
@@ -365,10 +367,6 @@ def _either_matches(name: str, old: str, patterns: Iterable[str]) -> bool:
 
 def _dtype_name(dtype: str | torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _tensors(names: Collection[str]) -> str:
-    return f"{len(names)} tensor" + "s" * (len(names) != 1)
 
 
 def _not_in(names: Sequence[str], total: int, there: str, where: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Guards the working directory, environment variables and signal handlers of a process against users' code.
 
-Does not import torch, because the driver guards callbacks with it. `worker/read_global_torch_state.py` adds PyTorch's state,
-and says why the state of a process is guarded.
+Does not import torch, because the driver guards callbacks with it. `worker/process/torch_state_guard.py` adds PyTorch's
+state, and says why the state of a process is guarded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EnvironmentState(NamedTuple):
 
 
 def read_environment_state() -> EnvironmentState:
-    """The state of this process now."""
+    """The present `EnvironmentState` of this process."""
     try:
         directory: str | None = os.getcwd()
     except FileNotFoundError:
@@ -96,8 +96,9 @@ def _restore_environment(caller: str, found: EnvironmentState, wanted: Environme
             yield number.name, call, cure
 
 
-Warnings = tuple[tuple[str, str], ...]
-"""(key, line for the user) of each state that was left changed. The key, kind and caller, is equal in all processes."""
+StateWarnings = tuple[tuple[str, str], ...]
+"""(key, line for the user) of each part of the state that users' code left changed. The key (kind and caller) is the same in
+all processes."""
 
 
 class EnvironmentGuard:
@@ -123,7 +124,8 @@ class EnvironmentGuard:
         self.environment = read_environment_state()
 
     def check_environment(self, caller: str) -> bool:
-        """True if `caller` has left nothing changed; else restores it. Raises `UserCodeError` if that is not possible."""
+        """Restore what `caller` has left changed; returns whether that was nothing. Raises `UserCodeError` if it is not
+        possible."""
         found = read_environment_state()
         if found == self.environment:
             return True
@@ -133,7 +135,7 @@ class EnvironmentGuard:
 
     @contextlib.contextmanager
     def watching(self, caller: str) -> Iterator[None]:
-        """Restore on exit what the users' code inside has changed."""
+        """Context that restores on exit what users' code inside it has changed."""
         yield
         self.check_environment(caller)
 
@@ -148,7 +150,7 @@ class EnvironmentGuard:
                 self._told.add(key)
                 self._lines.append((key, line))
 
-    def lines(self) -> Warnings:
-        """The lines that the user has not been told yet; they are returned once."""
+    def lines(self) -> StateWarnings:
+        """The lines that have not been returned yet; each is returned once."""
         lines, self._lines = self._lines, []
         return tuple(lines)

@@ -1,17 +1,18 @@
-"""A process that computes on a GPU: its settings, the generators of its random numbers, batches from the host."""
+"""Sets up a process that may compute on a GPU: environment, PyTorch's settings, seeding, batches copied from the host."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU
+from raypar.worker.microbatch_loader import BatchSource
 
 GPU_WORKER_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 """Variables that a GPU worker's process is started with. Without the first, the order of cuBLAS's sums may depend on what else
@@ -20,7 +21,7 @@ first."""
 
 
 def configure_torch(device: torch.device, *, exact: bool) -> None:
-    """Set this process's PyTorch up; once per process.
+    """Set PyTorch's options for a worker on `device`; once per process.
 
     `exact`: equal computations must give equal bits at all times (`raypar/README.md`, the numerics contract). Operations that
     cannot promise that raise. A warning would not do: PyTorch then leaves some that can (memory-efficient attention) inexact.
@@ -50,20 +51,15 @@ def make_seeder(device: torch.device) -> Callable[[int], Any]:
     return seed
 
 
-class HostBatchSource(Protocol):
-    """See `worker.step.interpreter.BatchSource`."""
-
-    def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
-        """The fields of one microbatch."""
-
-
 @dataclass(frozen=True)
 class DeviceBatchSource:
-    """See `HostBatchSource`: `source`, whose tensors are copied to a device."""
+    """A `BatchSource` whose tensors are copies, on a device, of those of another source."""
 
-    source: HostBatchSource
+    source: BatchSource
+    """Reads the batches into host memory."""
     device: torch.device
+    """Where the copies lie."""
 
     def get(self, step: int, microbatch: int) -> Mapping[str, Tensor]:
-        """See `HostBatchSource.get`."""
+        """See `BatchSource.get`."""
         return {name: tensor.to(self.device) for name, tensor in self.source.get(step, microbatch).items()}

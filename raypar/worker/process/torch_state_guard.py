@@ -80,7 +80,7 @@ class GlobalTorchState(NamedTuple):
 
 
 def read_global_torch_state() -> GlobalTorchState:
-    """The state of this thread and process now."""
+    """The present `GlobalTorchState` of this thread and process."""
     precision = _float32_precision
     return GlobalTorchState(
         torch.is_inference_mode_enabled(),
@@ -127,7 +127,7 @@ _QUICK: tuple[Callable[[], object], ...] = (
 
 
 def read_per_call_state() -> PerCallState:
-    """The part of the state that is compared after every call.
+    """Read the part of the state that is compared after every call.
 
     Read through a table, because looking the names up in torch takes longer than the calls.
     """
@@ -135,7 +135,7 @@ def read_per_call_state() -> PerCallState:
 
 
 def select_per_call_state(state: GlobalTorchState) -> PerCallState:
-    """What `read_per_call_state` returns in this state."""
+    """The fields of a state that `read_per_call_state` would return."""
     return (
         *(state.inference, state.grad, state.autocast[0], state.default_dtype, state.threads),
         *(state.function_modes, state.dispatch_modes, state.anomaly[0], state.deterministic[0]),
@@ -240,11 +240,12 @@ def _set_attention(value: tuple[bool, bool, bool, bool]) -> None:
 class RestorableSetting:
     """How to restore one field of `GlobalTorchState`, and how messages speak of it."""
 
-    write: Callable[[Any], None]
-    """Sets the field to a value."""
-    call: str
-    """The user's call that changes it; `{}` stands for the value found."""
+    restore: Callable[[Any], None]
+    """Sets the field to the value that is expected."""
+    changing_call: str
+    """The user's call that changes the field, for messages; `{}` stands for the value found."""
     cure: str
+    """What the user can do instead, for messages."""
 
 
 _FOR_ALL = "such settings hold for all layers, whichever worker has them; leave it out"
@@ -315,8 +316,9 @@ class TorchStateGuard(EnvironmentGuard):
     """The state expected in training."""
     evaluating: GlobalTorchState
     """The state expected in validation: the same without gradients."""
-    thorough: bool
-    """Compare everything after each call: in the first step of a plan, and in the one after a step that left something."""
+    compare_everything: bool
+    """Whether the whole state is compared after each call: in a plan's first step, and after a step that left something
+    changed."""
     _quick: dict[bool, PerCallState]
     """Whether in validation -> the expected `read_per_call_state`."""
     _threads: threading.local
@@ -328,7 +330,7 @@ class TorchStateGuard(EnvironmentGuard):
         super().__init__()
         off = (False, *DEFAULT_TORCH_STATE.autocast[1:])
         self._expect((base or state_with_default_contexts())._replace(threads=threads, autocast=off))
-        self.thorough = False
+        self.compare_everything = False
         self._threads = threading.local()
         self.enter_thread()
 
@@ -343,7 +345,7 @@ class TorchStateGuard(EnvironmentGuard):
 
     @contextlib.contextmanager
     def accepting_contexts(self) -> Iterator[None]:
-        """Within this context expect the present state, with the contexts that raypar itself has entered."""
+        """Context in which the present state is expected, with the contexts that raypar itself has entered."""
         before = self.training
         self._expect(read_global_torch_state())
         try:
@@ -368,50 +370,52 @@ class TorchStateGuard(EnvironmentGuard):
         self.enter_thread()
         self.check(since)
 
-    def check(self, caller: str, *, evaluating: bool = False, thorough: bool = False) -> tuple[str, ...]:
-        """The fields that a call of users' code has left changed; restores them. `thorough`: compare all of `GlobalTorchState`.
+    def check(self, caller: str, *, evaluating: bool = False, compare_everything: bool = False) -> tuple[str, ...]:
+        """Restore what a call of users' code has left changed; returns the names of the changed fields. `compare_everything`:
+        compare all of `GlobalTorchState`.
 
         Raises `UserCodeError` for inference mode: what was made in it cannot be trained on.
         """
-        if not (thorough or self.thorough) and read_per_call_state() == self._quick[evaluating]:
+        if not (compare_everything or self.compare_everything) and read_per_call_state() == self._quick[evaluating]:
             return ()
         left = self._restore(caller, read_global_torch_state(), self.evaluating if evaluating else self.training)
-        if self.thorough:
+        if self.compare_everything:
             self.check_environment(caller)
         return left
 
     def check_all(self, callers: str) -> None:
-        """Compare all of the state, once a step, before its results are used. `callers`: all users' code called since.
+        """Compare the whole state, once a step, before the step's results are used. `callers`: all users' code called since.
 
         Raises `UserCodeError` for a change that `check` did not see: later calls have computed with it.
         """
         found = read_global_torch_state()
         left = self._restore(callers, found, self.training)
         if left:
-            calls = " and ".join(SETTINGS[name].call.format(getattr(found, name)) for name in left)
+            calls = " and ".join(SETTINGS[name].changing_call.format(getattr(found, name)) for name in left)
             raise UserCodeError(
                 f"{callers} left {calls} behind: what came after that has computed with it",
                 cure=SETTINGS[left[0]].cure,
             )
-        self.thorough = not self.check_environment(callers)
+        self.compare_everything = not self.check_environment(callers)
 
     @contextlib.contextmanager
     def watching(self, caller: str) -> Iterator[None]:
-        """Restore on exit the state found on entry; for users' code that runs once (the model function, imports, ...)."""
+        """Context that restores on exit the state found on entry; for users' code that runs once (model function, imports,
+        ...)."""
         before = read_global_torch_state()
         with super().watching(caller):
             yield
             self._restore(caller, read_global_torch_state(), before)
 
     def _restore(self, caller: str, found: GlobalTorchState, wanted: GlobalTorchState) -> tuple[str, ...]:
-        """The fields in which `found` differs from `wanted`; restores them. Raises `UserCodeError` if that is not possible."""
+        """Restore the fields in which `found` differs from `wanted`; returns the names. Raises `UserCodeError` if it fails."""
         if found == wanted:
             return ()
         left = [name for name in GlobalTorchState._fields if getattr(found, name) != getattr(wanted, name)]
         if "inference" in left and "grad" in left:
             left.remove("grad")  # inference mode switches it off itself
         for name in left:
-            SETTINGS[name].write(getattr(wanted, name))
+            SETTINGS[name].restore(getattr(wanted, name))
         torch.set_grad_enabled(wanted.grad)
         if "inference" in left:
             raise UserCodeError(
@@ -421,9 +425,9 @@ class TorchStateGuard(EnvironmentGuard):
         now = read_global_torch_state()
         still = [name for name in left if getattr(now, name) != getattr(wanted, name)]
         if still:
-            calls = " and ".join(SETTINGS[name].call.format(getattr(found, name)) for name in still)
+            calls = " and ".join(SETTINGS[name].changing_call.format(getattr(found, name)) for name in still)
             raise UserCodeError(f"{caller} left {calls}, which cannot be set back", cure=SETTINGS[still[0]].cure)
         for name in left:
             setting = SETTINGS[name]
-            self.tell(name, caller, setting.call.format(getattr(found, name)), setting.cure)
+            self.tell(name, caller, setting.changing_call.format(getattr(found, name)), setting.cure)
         return tuple(left)

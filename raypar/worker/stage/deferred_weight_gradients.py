@@ -10,10 +10,10 @@ from raypar.worker.stage.weights import StageWeights
 
 
 class DeferredGradients:
-    """The stash to which a stage's Linears defer their weight gradients, and the parameters for which they do so."""
+    """Where a stage's Linears put off their weight gradients, and the parameters for which they do so."""
 
     stash: Stash
-    """That of the microbatch that runs now; a layer that checkpoints runs its forward again in a backward pass."""
+    """The stash of the microbatch under way, also in a backward pass: a layer that checkpoints runs its forward again there."""
     parameters: frozenset[int]
     """`id` of each parameter whose gradient is put off."""
 
@@ -22,7 +22,7 @@ class DeferredGradients:
         self.parameters = frozenset()
 
     def current(self) -> Stash:
-        """The stash of the microbatch that runs now."""
+        """The stash of the microbatch under way."""
         return self.stash
 
 

@@ -1,4 +1,4 @@
-"""Gradients of one stage replica, summed in index order inside a block and by the fixed tree over blocks (rule 6)."""
+"""Sums the gradients of one stage replica: in index order inside a block, by the fixed tree over blocks (rule 6)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GradientAccumulator:
     on_ready: Ready | None
     """Called when the sums of some uses are final, once for each use and step."""
     has_only_empty_blocks: bool
-    """The replica has blocks, but none has a microbatch: no instruction will come that could report anything."""
+    """Whether the replica has blocks but no microbatch, so that no instruction will come that could report anything."""
 
     # What follows from the plan.
     _joins: dict[int, tuple[TreeNode, TreeNode]]
@@ -111,7 +111,7 @@ class GradientAccumulator:
         self.has_only_empty_blocks = bool(run) and not self._total
 
     def begin(self) -> None:
-        """A new step: nothing is accumulated."""
+        """Begin a step with nothing accumulated."""
         for leaf in self.leaves:
             leaf.grad = None
         self._current, self._joined = None, None
@@ -123,7 +123,7 @@ class GradientAccumulator:
             self._add(block, (), [])
             self._completed(block)
 
-    def settles(self, block: int) -> bool:
+    def settles_inside_backward(self, block: int) -> bool:
         """Whether `settle` should be called inside the next whole backward pass on the block.
 
         It should if that pass closes the block, and uses are then added up or reported. Otherwise all uses are taken at once
@@ -135,8 +135,7 @@ class GradientAccumulator:
         return self._halves_left == 2 or bool(merges and self._complete.intersection(merges[0][1:]))
 
     def enter(self, block: int, *, join: bool = False) -> None:
-        """Autograd adds to this block from now on. `join`: it does so in the block's one whole backward pass, with nothing put
-        off."""
+        """Let autograd add to this block from now on. `join`: in one whole backward pass, with nothing put off."""
         if block == self._current:
             return
         if self._current is not None:
@@ -161,8 +160,8 @@ class GradientAccumulator:
             else:
                 sums[use] = contribution
 
-    def finished(self, block: int, halves: int) -> None:
-        """So many halves of a backward pass of one of the block's microbatches are over; the last ones close the block."""
+    def record_finished_halves(self, block: int, halves: int) -> None:
+        """Note that so many halves of a backward pass of one of the block's microbatches are over; the last close the block."""
         self._left[block] -= halves
         self._halves_left -= halves
         if self._left[block]:
@@ -182,7 +181,7 @@ class GradientAccumulator:
         self._deferred.pop(block, None)
 
     def settle(self, block: int, uses: Sequence[int]) -> None:
-        """These uses have all their gradients of the block; called inside the backward pass that closes the block."""
+        """Take the block's gradients of these uses, which are complete; called inside the pass that closes the block."""
         self._settled.update(uses)
         self._close(block, uses, last=self._halves_left == 2)
 

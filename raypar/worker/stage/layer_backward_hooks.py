@@ -1,4 +1,4 @@
-"""What happens in a stage's backward pass when it comes by a layer's inputs: process state, alignment, finished gradients."""
+"""Hooks called when a backward pass reaches a layer's inputs: restore process state, align, hand over finished gradients."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class LayerBackwardHooks:
     """By position of the layer in the stage: hooks of the aliases of what the layer reads."""
     of_loss: Hooks
     """Hooks of the alias through which the loss reads the model's output."""
-    _arrived: list[Hook]
+    _plain_hooks: list[Hook]
     """By position: the hook of an ordinary backward pass."""
-    _passed: list[Hook]
+    _closing_hooks: list[Hook]
     """By position: the hook of a backward pass that closes a block."""
     _gradients: GradientAccumulator
     """Takes gradients of parameters that are finished inside the backward pass."""
@@ -43,7 +43,7 @@ class LayerBackwardHooks:
     _block: int | None
     """The block that this backward pass closes; None in other passes."""
     _not_passed: int
-    """The backward pass still has to come by the layers before this position."""
+    """The backward pass has still to reach the inputs of the layers before this position."""
 
     def __init__(
         self,
@@ -54,28 +54,28 @@ class LayerBackwardHooks:
         *,
         on_cpu: bool,
     ) -> None:
-        self._arrived = [partial(self._on_gradient, f"the backward pass of layer {name!r}") for name in layers]
-        self._passed = [partial(self._on_passed, position) for position in range(len(layers))]
-        self.of_layer = [OrderedDict({0: arrived}) for arrived in self._arrived]
+        self._plain_hooks = [partial(self._on_gradient, f"the backward pass of layer {name!r}") for name in layers]
+        self._closing_hooks = [partial(self._on_passed, position) for position in range(len(layers))]
+        self.of_layer = [OrderedDict({0: arrived}) for arrived in self._plain_hooks]
         self.of_loss = OrderedDict({0: partial(self._on_gradient, "the backward pass of the loss")})
         self._gradients, self._completed, self._guard, self._on_cpu = gradients, completed, guard, on_cpu
         self._running, self._block, self._not_passed = False, None, len(layers)
 
     def begin(self, block: int | None) -> None:
-        """A backward pass begins. `block`: the one it closes, if gradients are to be handed over inside the pass."""
+        """Prepare for a backward pass. `block`: the block it closes, if gradients are to be handed over inside the pass."""
         self._running = True
         if block is not None:
             self._watch(block)
 
     def end(self) -> None:
-        """The backward pass is over, or has failed."""
+        """Clean up after a backward pass, also one that has failed."""
         self._running = False
         if self._block is not None:
             self._watch(None)
 
     def _watch(self, block: int | None) -> None:
         self._block, self._not_passed = block, len(self.of_layer)
-        for hooks, arrived, passed in zip(self.of_layer, self._arrived, self._passed, strict=True):
+        for hooks, arrived, passed in zip(self.of_layer, self._plain_hooks, self._closing_hooks, strict=True):
             hooks[0] = arrived if block is None else passed
 
     def _on_passed(self, position: int, gradient: Tensor | None) -> Tensor | None:
@@ -89,7 +89,7 @@ class LayerBackwardHooks:
             self._not_passed = position
             with torch.no_grad():
                 self._gradients.settle(self._block, uses)
-        return self._arrived[position](gradient)
+        return self._plain_hooks[position](gradient)
 
     def _on_gradient(self, caller: str, gradient: Tensor | None) -> Tensor | None:
         """A hook: `caller`, the backward pass of a layer or the loss, has computed a gradient. Returns the gradient aligned.

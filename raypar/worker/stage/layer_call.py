@@ -1,7 +1,7 @@
 """One layer's forward as one callable: seed the generators, run the layer, check what it did.
 
-All that may decide the bits of a layer's forward is an argument of `LayerCall`: the pass (which random numbers), the weights
-and the inputs. Two features wrap the call later on; neither is built.
+Everything that can decide the bits of a layer's forward is an argument of `LayerCall`: the pass (which random numbers), the
+weights and the inputs. Two features wrap the call later on; neither is built.
 
 - Recomputation keeps the arguments in place of the activations, and makes the same call once more in the backward pass. The
   outputs have the same bits, because the call seeds the generators itself. Aliases of the inputs are arguments, made by the
@@ -155,7 +155,7 @@ def _is_about_writing(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def refuse_input_writes(layer: Layer, inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Refuses a layer that writes into its inputs inside. Other readers would see the change in their own stage only.
+    """Context that refuses a layer which writes into its inputs: other readers would see the change in the same stage only.
 
     Raises `UserCodeError`, also in place of PyTorch's error about the aliases through which layers read.
     """
@@ -208,7 +208,7 @@ def _wrong_outputs(layer: Layer, outputs: tuple[Any, ...]) -> UserCodeError:
 
 
 def alias_repeated_outputs(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The outputs, with an alias in each place where a tensor stands for a second time.
+    """The outputs, with an alias in the place of each tensor that a layer returns again.
 
     A tensor that a layer returns under two names is two values, each with gradients of its own to add (rule 4).
     """

@@ -19,7 +19,7 @@ Hooks = OrderedDict[int, Hook]
 
 
 def aligned_gradient(gradient: Tensor | None) -> Tensor | None:
-    """A hook that returns the gradient contiguous and aligned, as one that comes from another stage is."""
+    """Hook that returns the gradient contiguous and aligned, like a gradient that comes from another stage."""
     return None if gradient is None else as_aligned(gradient)
 
 

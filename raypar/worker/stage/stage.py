@@ -45,7 +45,7 @@ def count_returned_gradients(graph: Graph, plan: ParallelPlan, value: str, consu
 
 
 def fold_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """((g3 + g2) + g1), the undefined ones skipped; `gradients` from the last consumer to the first."""
+    """The sum of the defined gradients in the order given, ((g1 + g2) + g3); a single one is returned as it is."""
     total: Tensor | None = None
     for gradient in gradients:
         if gradient is not None:
@@ -62,7 +62,7 @@ class StageLayer:
     call: LayerFunction
     """Runs the layer: a `LayerCall`, or what wraps one."""
     outputs: tuple[str, ...]
-    """Names of the values that the layer writes."""
+    """Names of the values that the layer returns."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class StageValues:
 
 @dataclass
 class _Microbatch:
-    """What one microbatch keeps between forward and backward."""
+    """What is kept of one microbatch between its forward and its backward pass."""
 
     received: dict[str, list[Tensor]] = field(default_factory=dict)
     """Value from another stage -> one leaf for each layer here that reads it, in layer order."""
@@ -88,7 +88,7 @@ class _Microbatch:
     loss: Tensor | None = None
     """The loss's sum with its graph, where the stage has the last layer."""
     stash: Stash = field(default_factory=list)
-    """What split Linears have put off."""
+    """Weight gradients that split Linears have put off."""
 
 
 @dataclass(eq=False)
@@ -120,7 +120,7 @@ class Stage:
     gradients: GradientAccumulator
     """Adds up gradients of the parameters' uses over microbatches and blocks."""
     hooks: LayerBackwardHooks
-    """Called when a backward pass comes by a layer's inputs."""
+    """Called when a backward pass reaches the inputs of a layer."""
     deferred: DeferredGradients
     """Weight gradients that split Linears put off."""
     gradient_buffers: GradientReusePolicy
@@ -188,13 +188,14 @@ class Stage:
         return 0 if self.shard is None else self.shard.group.waited_ns
 
     def partial_uses(self) -> tuple[int, ...]:
-        """Uses of parameters that are whole on every shard but have met parts of values: their gradients are parts of a sum."""
+        """Indices of uses whose gradient is only a part of a sum: of parameters that every shard has whole but that met parts
+        of values."""
         return () if self.shard is None else self.weights.uses_of(tuple(self.shard.group.partial))
 
     # -- life of a stage -----------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Forget the last step. Gradients of parameters (`.grad`) are no longer valid."""
+        """Begin a step: forget the last one. Gradients of parameters (`.grad`) are no longer valid."""
         self.step = step
         self.losses.clear()
         self._live.clear()
@@ -205,11 +206,11 @@ class Stage:
         self._train(True)
 
     def free(self, microbatch: int) -> None:
-        """The microbatch's activations have had their last use."""
+        """Drop the activations of a microbatch, which have had their last use."""
         self._live.pop(microbatch, None)
 
     def release(self) -> None:
-        """The stage is not used any more: break the circles in which modules, their forwards and hooks hold each other."""
+        """Break the reference circles of modules, their forwards and hooks; the stage cannot be used any more."""
         for module in self.modules.values():
             for part in module.modules():
                 vars(part).pop("forward", None)
@@ -226,7 +227,10 @@ class Stage:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """`received`: values from other stages; `batch`: fields of this microbatch. Returns the values other stages use."""
+        """Run the layers on a microbatch in training; returns the values that other stages read.
+
+        `received`: values from other stages; `batch`: fields of this microbatch.
+        """
         self.gradient_buffers.forward()
         live = self._live[microbatch] = _Microbatch()
         self.deferred.stash = live.stash
@@ -244,7 +248,7 @@ class Stage:
         return {name: as_aligned(value.detach()) for name, value in live.produced.items()}
 
     def evaluate(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """As `forward`, in evaluation mode, keeping nothing but the losses."""
+        """As `forward`, but in evaluation mode; keeps the losses only."""
         self._train(False)
         forward_pass = validation_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
         with torch.no_grad():
@@ -262,7 +266,7 @@ class Stage:
     def backward(
         self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]
     ) -> dict[str, tuple[Tensor | None, ...]]:
-        """The whole backward pass of a microbatch.
+        """Run the whole backward pass of a microbatch.
 
         `gradients[v]`: those of value v from consumers in other stages, last consumer first. Returns the gradients of each
         received value, one for each layer here that reads it, last first (one sum where this stage has the last consumer).
@@ -272,14 +276,14 @@ class Stage:
     def backward_input(
         self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]
     ) -> dict[str, tuple[Tensor | None, ...]]:
-        """As `backward`, but what Linears need for their weights' gradients is kept for `backward_weight`."""
+        """As `backward`, but the weight gradients of split Linears are left to `backward_weight`."""
         return self._backward(microbatch, gradients, halves=1)
 
     def backward_weight(self, microbatch: int) -> None:
-        """The weight gradients that `backward_input` put off."""
+        """Compute the weight gradients that `backward_input` put off."""
         block = self.routing.microbatches.block_of(microbatch)
         self._add_deferred(microbatch, block)
-        self.gradients.finished(block, 1)
+        self.gradients.record_finished_halves(block, 1)
 
     def _backward(
         self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]], *, halves: int
@@ -291,14 +295,16 @@ class Stage:
         block = self.routing.microbatches.block_of(microbatch)
         self.gradients.enter(block, join=halves == 2 and not self.deferred.parameters)
         roots, starts = self._roots(live, gradients)
-        self._run_autograd(microbatch, block if halves == 2 and self.gradients.settles(block) else None, roots, starts)
+        self._run_autograd(
+            microbatch, block if halves == 2 and self.gradients.settles_inside_backward(block) else None, roots, starts
+        )
         if halves == 2 and live.stash:
             self._add_deferred(microbatch, block)
         returned = self._gradients_of_received(live)
         live.received.clear()
         live.produced.clear()
         live.loss = None
-        self.gradients.finished(block, halves)
+        self.gradients.record_finished_halves(block, halves)
         return returned
 
     def _roots(

@@ -1,4 +1,4 @@
-"""Where in the job a stage computes, for messages, and errors of users' code that say so."""
+"""A stage's place in the plan, for messages, and errors of users' code that name the place."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class StageCoordinate:
     """Which shard of the replica this is; None if the stage is not cut over shards."""
     first_layer: str
     """Name of the stage's first layer."""
-    before_run: bool = False
-    """The planner is timing single layers: there is neither a plan of the job's nor a step yet."""
+    is_profiling: bool = False
+    """Whether the planner is timing single layers, before the job has a plan or a step."""
 
     def describe(self, step: int, microbatch: int) -> str:
         """Text such as `at stage 1, replica 0, step 3, microbatch 2`. `step` counts from 0, the text from 1."""
-        if self.before_run:
+        if self.is_profiling:
             return f"in layer {self.first_layer!r}, with the first microbatch, before the run"
         shard = "" if self.shard is None else f", shard {self.shard}"
         return f"at stage {self.stage}, replica {self.replica}{shard}, step {step + 1}, microbatch {microbatch}"

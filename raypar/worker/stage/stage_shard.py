@@ -1,4 +1,4 @@
-"""One worker's shard of a stage, as the end of a step and checkpoints see it: sums over shards, what it counts and writes."""
+"""One worker's shard of a stage: sums gradients over shards, selects what the shard counts in the norm and writes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from raypar.worker.checkpoint.checkpoint_files import TensorSlices
 
 @dataclass(frozen=True)
 class StageShard:
-    """Which shard a worker has, and how that is cut out of the stage."""
+    """The shard of a stage that a worker has, and how its tensors are cut out of whole ones."""
 
     group: ShardGroup
     """The shards of this replica of the stage, and which of them this is."""
     layout: TensorParallelLayout
-    """How the model is cut over so many shards."""
+    """How the model is cut over the shards of `group`."""
 
     def complete(self, names: Sequence[str], gradients: Sequence[Tensor | None], partial: Collection[int]) -> Routine[None]:
         """Add up over shards, in place, the gradients of uses of parameters (`names`) that are parts of a sum.

@@ -1,4 +1,4 @@
-"""A worker's state as a checkpoint has it: copied out, written in the background, put back."""
+"""A worker's state in checkpoints: copied to host memory, written in the background, read back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raypar.worker.stage.stage import Stage
 from raypar.worker.step.optimizer import load_optimizer_state, optimizer_state
 
 WRITE_TIMEOUT_S = 600.0
-"""Time that the disk may take to write one worker's file."""
+"""How long the disk may take to write one worker's file."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StateSnapshot:
 def take_snapshot(
     stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], names: Mapping[int, Iterable[str]]
 ) -> StateSnapshot:
-    """Copies on the CPU of the named parameters and buffers (by stage; see `Ownership.written`): one pass over that memory."""
+    """Copy the state of the named parameters and buffers to host memory. `names`: by stage, as `Ownership` gives them."""
     tensors: dict[StateName, Tensor] = {}
     scalars: dict[StateName, Scalar] = {}
     slices: dict[StateName, TensorSlices] = {}
@@ -158,7 +158,8 @@ class CheckpointWriter:
             )
 
     def result(self, timeout_s: float = WRITE_TIMEOUT_S) -> ShardRecord:
-        """Wait for the file, and describe it. Raises the error of writing it, or `CheckpointError` after `timeout_s`."""
+        """Wait until the file is written, and describe it. Raises the error of writing it, or `CheckpointError` after
+        `timeout_s`."""
         self._wait(timeout_s)
         if self._error is not None:
             raise self._error

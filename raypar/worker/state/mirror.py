@@ -1,9 +1,10 @@
 """The mirror: copies of committed states in this worker's memory, of its own state and of the states of its wards.
 
-All workers take a mirror cut, a copy of their state, right after the same step. Each sends its copy to another worker, its
-keeper, beside the steps that follow: in chunks, so that activations never queue behind a whole state. A worker whose keeper
-this one is, is its ward. A worker votes on the step that takes the next cut only when this one is complete. So once that vote
-is whole, this cut is complete everywhere, and older cuts are dropped.
+All workers copy their state right after the same step: together the copies are a mirror snapshot. Each worker sends its copy to
+another worker, its keeper, during the steps that follow: in chunks, so that activations never queue behind a whole state. The
+workers whose keeper this worker is are its wards. Before a step that ends in the next snapshot a worker votes only when the
+copies of the last one have arrived. So once that vote is whole, the last snapshot is complete everywhere, and older ones are
+dropped.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, 
 from raypar.worker.step.message_tags import mirror_tag
 
 CHUNKS = 64
-"""About how many messages a copy travels in: a step has about as many moments at which the next one can be sent."""
+"""About how many messages a copy is sent in; a step has about as many moments at which a message can be sent."""
 CHUNK_BYTES = (256 << 10, 8 << 20)
-"""Least and most bytes of a message."""
+"""Fewest and most bytes of a message."""
 WINDOW = 2
 """Number of messages of a copy that are on their way at once."""
 WHOLE = ParameterSlice()
 """A parameter that is not cut over shards."""
 OWN = -1
-"""In the place of a ward's rank: the copy of this worker's own state."""
+"""Key of the copy of this worker's own state, where copies are found by the ward's rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +48,32 @@ class PackedTensorPlace:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """The first of its bytes."""
+    """Index of its first byte."""
 
 
 @dataclass(frozen=True)
 class StateCopy:
     """Copies of some parameters and buffers, with what the optimizer keeps for them, in one block of memory."""
 
-    lines: tuple[tuple[str, str, Any], ...]
-    """(parameter or buffer, key, `PackedTensorPlace` or number) of all that is copied."""
+    entries: tuple[tuple[str, str, Any], ...]
+    """(parameter or buffer, key, place in `memory` or number) of all that is copied."""
     memory: Tensor
     """The bytes of all tensors, without gaps."""
     slices: Mapping[str, ParameterSlice] = field(default_factory=dict)
-    """Parameter that is cut over shards -> which part of it this is."""
+    """Parameter that is cut over shards -> the part of it that is copied."""
 
     @staticmethod
     def of(state: Mapping[str, StateByKey], pool: BufferPool, slices: Mapping[str, ParameterSlice] | None = None) -> StateCopy:
-        """A copy in memory of `pool`. Tensors lie by the width of their elements, widest first, so that all are aligned."""
+        """Copy `state` into memory of `pool`. Tensors with the widest elements come first, so that all are aligned."""
         tensors = [(n, k, v) for n, kept in state.items() for k, v in kept.items() if isinstance(v, Tensor)]
         tensors.sort(key=lambda entry: (-entry[2].dtype.itemsize, *entry[:2]))
-        lines: list[tuple[str, str, Any]] = []
+        entries: list[tuple[str, str, Any]] = []
         at = 0
         for name, key, tensor in tensors:
-            lines.append((name, key, PackedTensorPlace(tensor.dtype, tuple(tensor.shape), at)))
+            entries.append((name, key, PackedTensorPlace(tensor.dtype, tuple(tensor.shape), at)))
             at += tensor.nbytes
-        lines += [(n, k, v) for n, kept in state.items() for k, v in kept.items() if not isinstance(v, Tensor)]
-        copy = StateCopy(tuple(lines), pool.empty((at,), torch.uint8), slices or {})
+        entries += [(n, k, v) for n, kept in state.items() for k, v in kept.items() if not isinstance(v, Tensor)]
+        copy = StateCopy(tuple(entries), pool.empty((at,), torch.uint8), slices or {})
         with torch.no_grad():
             for (_, _, tensor), (_, _, view) in zip(tensors, copy.values(), strict=False):
                 view.copy_(tensor)
@@ -80,7 +81,7 @@ class StateCopy:
 
     def values(self) -> Iterator[tuple[str, str, Any]]:
         """(parameter or buffer, key, tensor inside `memory` or number) of all that is copied."""
-        for name, key, value in self.lines:
+        for name, key, value in self.entries:
             if isinstance(value, PackedTensorPlace):
                 stop = value.start + math.prod(value.shape) * value.dtype.itemsize
                 yield name, key, self.memory[value.start : stop].view(value.dtype).view(value.shape)
@@ -89,7 +90,7 @@ class StateCopy:
 
     def pieces(self) -> Iterator[Piece]:
         """The elements of parameters and buffers that are copied."""
-        for name, key, value in self.lines:
+        for name, key, value in self.entries:
             if key == PARAMETER:
                 place = self.slices.get(name, WHOLE)
                 for start, stop in place.spans(place.size(value.shape)):
@@ -100,23 +101,23 @@ class StateCopy:
         found: dict[str, StateByKey] = {}
         for name, key, value in self.values():
             found.setdefault(name, {})[key] = value
-        return {name: ParameterState(kept, self.slices.get(name, WHOLE), lent=True) for name, kept in found.items()}
+        return {name: ParameterState(kept, self.slices.get(name, WHOLE), is_read_only=True) for name, kept in found.items()}
 
     def digest(self) -> Digest:
-        """Digests of what is copied and of its bits, 32 bits each; the second depends on every bit and its place."""
-        rooms = [line for line in self.lines if isinstance(line[2], PackedTensorPlace)]
-        numbers = self.lines[len(rooms) :]
+        """Two digests of 32 bits: of the list of what is copied, and of the copied bits."""
+        rooms = [entry for entry in self.entries if isinstance(entry[2], PackedTensorPlace)]
+        numbers = self.entries[len(rooms) :]
         bits = zlib.crc32(memoryview(self.memory.numpy()), zlib.crc32(repr(numbers).encode()))
         return zlib.crc32(repr((rooms, sorted(self.slices.items()))).encode()), bits
 
     @property
     def header(self) -> Tensor:
-        """`lines`, the number of bytes and `slices`, pickled: what a keeper has to know before the memory comes."""
-        return torch.frombuffer(bytearray(pickle.dumps((self.lines, self.memory.nbytes, self.slices))), dtype=torch.uint8)
+        """`entries`, the number of bytes and `slices`, pickled: what a keeper has to know before it receives the memory."""
+        return torch.frombuffer(bytearray(pickle.dumps((self.entries, self.memory.nbytes, self.slices))), dtype=torch.uint8)
 
 
 def split_into_chunks(memory: Tensor) -> list[Tensor]:
-    """The memory in the chunks in which it travels: the same ones for sender and receiver."""
+    """The memory in the chunks in which it is sent; sender and receiver split it alike."""
     least, most = CHUNK_BYTES
     return list(memory.split(min(max(memory.nbytes // CHUNKS, least), most))) if memory.nbytes else []
 
@@ -129,7 +130,7 @@ class PolledRoutine:
         self._at = next(routine, None)
 
     def poll(self) -> None:
-        """Advance as far as that needs no waiting. `finish` raises what goes wrong."""
+        """Advance as far as possible without waiting. Errors of communication are left to `finish`."""
         try:
             while isinstance(self._at, RoutineWait) and self._at.handle.done():
                 self._at = next(self._routine, None)
@@ -137,72 +138,72 @@ class PolledRoutine:
             return
 
     def finish(self) -> Routine[None]:
-        """Run to the end."""
+        """Run the routine to its end. Raises its errors."""
         while isinstance(self._at, RoutineWait):
             if self._at.handle.done():
                 self._at = next(self._routine, None)
             else:
-                yield self._at  # it may be polled meanwhile, and stand elsewhere afterwards
+                yield self._at  # `poll` may advance the routine during this wait
 
 
 @dataclass
 class Mirror:
-    """The mirror's cuts in one worker's memory. Cuts are called by the number of steps done."""
+    """One worker's part of the mirror snapshots: its own copies and those of its wards, by the number of steps done."""
 
-    buddies: Mapping[int, int] = field(default_factory=dict)
+    keeper_of: Mapping[int, int] = field(default_factory=dict)
     """Rank -> the rank that is its keeper, in the present generation."""
     rank: int = 0
     """This worker's rank, in the present generation."""
-    compared: bool = False
+    compares_digests: bool = False
     """Whether other ranks should hold the same state, so that digests are compared."""
     digests: dict[int, Digest] = field(default_factory=dict)
-    """Cut -> digest of the copy of this worker's own state, where digests are compared."""
+    """Number of steps done -> digest of the copy of this worker's own state; empty if no digests are compared."""
     _pool: BufferPool = field(default_factory=BufferPool, init=False)
     """The memory of all copies."""
-    _cuts: dict[int, dict[int, StateCopy]] = field(default_factory=dict, init=False)
-    """Cut -> ward's rank, or `OWN` -> copy."""
+    _snapshots: dict[int, dict[int, StateCopy]] = field(default_factory=dict, init=False)
+    """Number of steps done -> ward's rank, or `OWN` -> copy."""
     _complete: int | None = field(default=None, init=False)
-    """The last cut that is known to be complete everywhere."""
+    """The last snapshot (its number of steps done) that is known to be complete on all workers."""
     _open: int | None = field(default=None, init=False)
-    """The cut whose copies are on their way; None when there is none."""
+    """The snapshot whose copies are being exchanged; None when there is none."""
     _exchange: list[PolledRoutine] = field(default_factory=list, init=False)
     """Sends this worker's copy and receives its wards'."""
     _seconds: float = field(default=0.0, init=False)
-    """Time spent since the last call of `spent`."""
+    """Time spent since the last call of `pop_seconds_spent`."""
 
     # -- while a generation runs ---------------------------------------------------------------------------------------------
 
-    def take(
+    def take_snapshot(
         self,
         done: int,
         state: Mapping[str, StateByKey],
         transport: Transport | None,
         slices: Mapping[str, ParameterSlice] | None = None,
     ) -> None:
-        """Copy `state`, the one after `done` steps, and begin to exchange copies; without a transport nothing is exchanged.
+        """Copy `state`, the state after `done` steps, and begin to exchange copies. Without a transport none are exchanged.
 
-        `slices`: which part of a parameter the state has, where it is cut over shards. All cuts but the last complete one are
-        dropped.
+        `slices`: parameter that is cut over shards -> the part of it in `state`. Older snapshots are dropped, except for the
+        last complete one.
         """
         start = time.perf_counter()
         self._exchange = []
-        self._cuts = {step: copies for step, copies in self._cuts.items() if step == self._complete}
+        self._snapshots = {step: copies for step, copies in self._snapshots.items() if step == self._complete}
         own = StateCopy.of(state, self._pool, slices)
-        self.digests = {step: digest for step, digest in self.digests.items() if step in self._cuts}
-        if self.compared:
+        self.digests = {step: digest for step, digest in self.digests.items() if step in self._snapshots}
+        if self.compares_digests:
             self.digests[done] = own.digest()
-        self._cuts[done], self._open = {OWN: own}, done
+        self._snapshots[done], self._open = {OWN: own}, done
         if transport is not None:
-            wards = [ward for ward, keeper in self.buddies.items() if keeper == self.rank]
+            wards = [ward for ward, keeper in self.keeper_of.items() if keeper == self.rank]
             try:
-                if self.rank in self.buddies:
-                    self._exchange.append(PolledRoutine(self._give(own, done, self.buddies[self.rank], transport)))
+                if self.rank in self.keeper_of:
+                    self._exchange.append(PolledRoutine(self._give(own, done, self.keeper_of[self.rank], transport)))
                 self._exchange += [PolledRoutine(self._keep(done, ward, transport)) for ward in wards]
             except CommError:
-                self._open = None  # aborted just now: the next generation takes a cut at once
+                self._open = None  # aborted just now: the next generation takes a snapshot at once
         self._seconds += time.perf_counter() - start
 
-    def beside(self, routine: Routine[Any]) -> Routine[Any]:
+    def run_beside_exchange(self, routine: Routine[Any]) -> Routine[Any]:
         """Run `routine`, and advance the exchange wherever it waits or is about to compute."""
         failed: Exception | None = None
         while True:
@@ -218,7 +219,7 @@ class Mirror:
                 failed = error
 
     def poll(self) -> None:
-        """Advance the exchange as far as that needs no waiting."""
+        """Advance the exchange of copies as far as possible without waiting."""
         if self._exchange:
             start = time.perf_counter()
             for part in self._exchange:
@@ -226,7 +227,7 @@ class Mirror:
             self._seconds += 2 * (time.perf_counter() - start)  # receiving costs another thread about as much
 
     def finish(self) -> Routine[None]:
-        """Complete the open cut, before the vote on the step that takes the next one. Raises what broke the exchange."""
+        """Wait until the exchange of copies is complete, before the vote that precedes the next snapshot. Raises its errors."""
         start, before = time.perf_counter(), self._seconds
         for part in self._exchange:
             yield from part.finish()
@@ -235,8 +236,8 @@ class Mirror:
         self._exchange = []
         self._seconds = before + time.perf_counter() - start
 
-    def spent(self) -> float:
-        """Seconds spent on copies, messages and waiting for them since the last call."""
+    def pop_seconds_spent(self) -> float:
+        """Seconds spent on copies, messages and waiting for messages since the last call; starts again from 0."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -252,33 +253,33 @@ class Mirror:
     def _keep(self, done: int, ward: int, transport: Transport) -> Routine[None]:
         header = transport.recv(None, source=ward, tag=mirror_tag(done, 0))
         yield RoutineWait(header, f"the list of the mirror's copy of rank {ward}")
-        lines, nbytes, slices = pickle.loads(header.tensor().numpy().tobytes())
-        copy = StateCopy(lines, self._pool.empty((nbytes,), torch.uint8), slices)
+        entries, nbytes, slices = pickle.loads(header.tensor().numpy().tobytes())
+        copy = StateCopy(entries, self._pool.empty((nbytes,), torch.uint8), slices)
         parts = enumerate(split_into_chunks(copy.memory), 1)
         for handle in [transport.recv(out, source=ward, tag=mirror_tag(done, index)) for index, out in parts]:
             yield RoutineWait(handle, f"the mirror's copy of rank {ward}")
-        self._cuts[done][ward] = copy
+        self._snapshots[done][ward] = copy
 
     # -- between generations -------------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Give up what has not arrived: the generation is over."""
+    def give_up_exchange(self) -> None:
+        """Drop the copies that have not arrived, because the generation is over."""
         self.poll()
         self._exchange, self._open = [], None
 
     def pieces(self) -> dict[int, tuple[Piece, ...]]:
-        """Cut -> the pieces of it that are here, of copies that have arrived whole."""
+        """Number of steps done -> the pieces of that snapshot held here, in copies that have arrived whole."""
         self.poll()
         return {
             step: tuple(sorted({piece for copy in copies.values() for piece in copy.pieces()}))
-            for step, copies in self._cuts.items()
+            for step, copies in self._snapshots.items()
         }
 
-    def at(self, done: int) -> dict[str, list[ParameterState]]:
-        """Parameter or buffer -> what is here of it of one cut; the tensors lie inside the copies."""
+    def state_of_snapshot(self, done: int) -> dict[str, list[ParameterState]]:
+        """Parameter or buffer -> the parts of its state after `done` steps held here; the tensors lie inside the copies."""
         self.poll()
         found: dict[str, list[ParameterState]] = {}
-        for copy in self._cuts.get(done, {}).values():
+        for copy in self._snapshots.get(done, {}).values():
             for name, holding in copy.holdings().items():
                 found.setdefault(name, []).append(holding)
         return found

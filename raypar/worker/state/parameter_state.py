@@ -29,14 +29,14 @@ class ParameterSlice:
     cut: TensorCut | None = None
     """How the parameter is cut over shards; None: this is all of it."""
     shard: int = 0
-    """Whose slice it is."""
+    """The shard whose slice this is."""
 
     def spans(self, size: int) -> IndexRanges:
-        """The elements in this part, of the `size` that the whole has."""
+        """The elements in this part of a parameter that has `size` elements."""
         return ((0, size),) if self.cut is None else self.cut.element_ranges(self.cut.indices_by_shard[self.shard], size)
 
     def size(self, local: Sequence[int]) -> int:
-        """Number of elements of the whole, from the shape `local` of this part."""
+        """Number of elements of the whole parameter; `local`: the shape of this part."""
         count = 1
         for dim, n in enumerate(local):
             count *= self.cut.whole_size if self.cut is not None and dim == self.cut.dim else n
@@ -50,39 +50,39 @@ class ParameterState:
     What the optimizer keeps in the parameter's shape is sliced with it; all else (step counts) belongs to every slice.
     """
 
-    kept: StateByKey
-    """The tensors and numbers."""
-    place: ParameterSlice = ParameterSlice()
-    """Which part of the parameter tensors in their own shape are."""
+    state: StateByKey
+    """The parameter's tensor, and the optimizer's tensors and numbers for it."""
+    slice: ParameterSlice = ParameterSlice()
+    """Which part of the parameter the tensors are; of tensors that are flat runs see `start`."""
     start: int | None = None
-    """First element of tensors that are flat runs; None: they have their own shape."""
-    lent: bool = False
+    """First element, if the tensors are flat runs of elements; None: they have the shape of `slice`."""
+    is_read_only: bool = False
     """Whether the tensors lie in a copy of the mirror's, which must not change."""
 
     @property
     def spans(self) -> IndexRanges:
-        """The elements that are here."""
-        parameter = self.kept[PARAMETER]
+        """The parameter's elements in this state."""
+        parameter = self.state[PARAMETER]
         if self.start is not None:
             return ((self.start, self.start + parameter.numel()),)
-        return self.place.spans(self.place.size(parameter.shape))
+        return self.slice.spans(self.slice.size(parameter.shape))
 
     def sliced(self, key: str) -> bool:
-        """Whether `kept[key]` has one element for each element of the parameter."""
-        value = self.kept[key]
-        return isinstance(value, Tensor) and value.shape == self.kept[PARAMETER].shape
+        """Whether `state[key]` has one element for each element of the parameter."""
+        value = self.state[key]
+        return isinstance(value, Tensor) and value.shape == self.state[PARAMETER].shape
 
     def take(self, key: str, start: int, stop: int, whole: TensorCut | None) -> Tensor:
         """Elements [start, stop), flat, which lie in one of `spans`.
 
         `whole`: how shards would cut the parameter, where all of it is here; its elements are numbered by that.
         """
-        value: Tensor = self.kept[key]
+        value: Tensor = self.state[key]
         if self.start is not None:
             return value[start - self.start : stop - self.start]
-        if self.place.cut is None:
+        if self.slice.cut is None:
             return read_elements(value, whole, 0, start, stop)
-        return read_elements(value, self.place.cut, self.place.shard, start, stop)
+        return read_elements(value, self.slice.cut, self.slice.shard, start, stop)
 
 
 def extract_elements(holdings: Iterable[ParameterState], start: int, stop: int, whole: TensorCut | None) -> StateByKey:
@@ -92,7 +92,7 @@ def extract_elements(holdings: Iterable[ParameterState], start: int, stop: int, 
     left: IndexRanges = ((start, stop),)
     for holding in holdings:
         for a, b in intersect_ranges(left, holding.spans):
-            for key, value in holding.kept.items():
+            for key, value in holding.state.items():
                 if holding.sliced(key):
                     parts.setdefault(key, []).append((a, holding.take(key, a, b, whole)))
                 else:
@@ -123,13 +123,13 @@ def assemble_parameter(
     wanted = place.spans(size)
     for holding in holdings:
         if holding.start is None and holding.spans == wanted:
-            return holding.kept, not holding.lent
+            return holding.state, not holding.is_read_only
     if not holdings or merge_ranges(s for h in holdings for s in intersect_ranges(wanted, h.spans)) != wanted:
         return None
     cut = place.cut if place.cut is not None else whole()
     local = tuple(shape()) if place.cut is None else shard_slice_shape(place.cut, shape(), place.shard)
     kept: StateByKey = {}
-    for key, value in holdings[0].kept.items():
+    for key, value in holdings[0].state.items():
         if not holdings[0].sliced(key):
             kept[key] = value
             continue

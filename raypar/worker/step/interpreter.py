@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from raypar.schedule.instructions import (
     Role,
     Send,
 )
+from raypar.worker.microbatch_loader import BatchSource
 from raypar.worker.stage.stage import Batch, Stage, count_returned_gradients
 from raypar.worker.step.message_tags import bundle_tag
 from raypar.worker.step.step_commit import InstructionSpan, StepCommit
@@ -51,24 +52,17 @@ _AT_ONCE: tuple[Role, ...] = ("communication", "release")
 """Roles of instructions that only post or drop something: no work for the virtual clock, not traced."""
 
 
-class BatchSource(Protocol):
-    """The source of a stage's batch fields (`worker.microbatch_loader.MicrobatchLoader`, or a stand-in)."""
-
-    def get(self, step: int, microbatch: int) -> Batch:
-        """The collated fields of one microbatch; blocks until they are loaded, with a deadline of its own."""
-
-
 @dataclass
 class StageLinks:
     """The values that cross between stages, which the program's sends and receives carry. Worked out once for each plan."""
 
-    into: dict[int, tuple[StageEdge, ...]]
+    incoming_edges: dict[int, tuple[StageEdge, ...]]
     """Stage -> edges whose values it uses."""
-    out_of: dict[int, tuple[StageEdge, ...]]
+    outgoing_edges: dict[int, tuple[StageEdge, ...]]
     """Stage -> edges whose values it makes."""
-    counts: dict[tuple[int, int], tuple[tuple[str, int], ...]]
+    returned_gradient_counts: dict[tuple[int, int], tuple[tuple[str, int], ...]]
     """(src, dst) -> (value, number of gradients that come back for it), in the order of the edge's values."""
-    receivers: dict[tuple[int, int], int]
+    receiving_shard_counts: dict[tuple[int, int], int]
     """(maker's stage, user's stage) -> number of the user's shards to which this worker sends a bundle."""
 
     @staticmethod
@@ -96,25 +90,25 @@ class StageLinks:
 
 @dataclass
 class Interpreter:
-    """Runs the programs of one worker; between steps it holds nothing but its parts."""
+    """Executes one worker's program, instruction by instruction; keeps no tensors from one step to the next."""
 
     rank: int
-    """Of this worker in the plan."""
+    """This worker's rank in the plan."""
     routing: MicrobatchRouting
     """Which replica runs which microbatch."""
     links: StageLinks
-    """What messages carry."""
+    """The values that messages between stages carry."""
     stages: Mapping[int, Stage]
-    """The worker's stages, by number."""
+    """This worker's stages, by index."""
     transport: Transport
     """Moves tensors between this worker and the others."""
-    end: StepCommit
+    step_commit: StepCommit
     """Carries out reductions, ties, vote and optimizer step, and holds the step's outcome."""
-    feeds: Mapping[int, BatchSource | None]
+    batch_sources: Mapping[int, BatchSource | None]
     """Stage -> source of its batch fields; None for a stage that reads none."""
     cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0
     """How far the virtual clock moves for an instruction; ignored on real transports."""
-    before: Callable[[int, Instruction], None] | None = None
+    before_compute: Callable[[int, Instruction], None] | None = None
     """Called with (step, instruction) before each compute instruction: breakpoints of `raypar debug`."""
 
     _local: dict[Bundle, list[Tensor]] = field(default_factory=dict)
@@ -126,9 +120,9 @@ class Interpreter:
     _sending: deque[tuple[Handle, list[Tensor]]] = field(default_factory=deque)
     """Posted sends, oldest first, with the tensors that must live until they are done."""
     spans: list[InstructionSpan] = field(default_factory=list)
-    """When instructions of the last step ran, if it was traced."""
+    """The instructions of the last step and their times, if it was traced."""
     busy_ns: int = 0
-    """Time of compute instructions in the last step; layers' waiting for other shards does not count."""
+    """Time that compute instructions of the last step took, without the time that layers waited for other shards."""
     _replica: int = field(init=False)
     """Which replica of its stages this worker is."""
 
@@ -136,12 +130,12 @@ class Interpreter:
         self._replica = self.routing.plan.seats[self.rank].replica
 
     def run(self, program: Program, step: int, *, trace: bool = False) -> Routine[None]:
-        """One training step. Leaves the outcome in `self.end`. Raises what stages, transports or the vote raise."""
+        """Run one training step. Leaves the outcome in `self.step_commit`. Raises what stages, transports or the vote raise."""
         self._reset()
         clock = time.perf_counter_ns
         for stage in self.stages.values():
             stage.begin_step(step)
-        self.end.begin(step)
+        self.step_commit.begin(step)
         for instruction in program:
             rule = TRAINING_RULES.get(type(instruction))
             if rule is None:
@@ -152,8 +146,8 @@ class Interpreter:
             received: Received = {}
             if isinstance(instruction, Compute):
                 received = yield from self._inputs(instruction)
-                if self.before is not None:
-                    self.before(step, instruction)
+                if self.before_compute is not None:
+                    self.before_compute(step, instruction)
             yield RoutineWork(str(instruction), self.cost_ms(instruction))
             start = clock()
             waits = rule(self, instruction, step, received)
@@ -168,7 +162,7 @@ class Interpreter:
         yield from self._drain()
 
     def run_forward(self, program: Program, step: int) -> Routine[None]:
-        """A validation pass: forward instructions only; losses are left in the stages."""
+        """One validation pass, which leaves the losses in the stages."""
         self._reset()
         for instruction in program:
             rule = VALIDATION_RULES.get(type(instruction))
@@ -215,10 +209,10 @@ class Interpreter:
         key = instruction.bundle
         kind, src, dst, _ = key
         if kind == "activation":
-            edge = next(e for e in self.links.into[dst] if e.src == src)
+            edge = next(e for e in self.links.incoming_edges[dst] if e.src == src)
             count = len(edge.values)
         else:
-            count = sum(n for _, n in self.links.counts[src, dst])
+            count = sum(n for _, n in self.links.returned_gradient_counts[src, dst])
         self._incoming[key] = [
             self.transport.recv(None, source=instruction.peer, tag=bundle_tag(step, *key, i, validation=validation))
             for i in range(count)
@@ -240,16 +234,16 @@ class Interpreter:
         """Wait for the bundles that a compute instruction declares to need."""
         found: Received = {}
         if VALUES in instruction.needs:
-            for edge in self.links.into[instruction.stage]:
+            for edge in self.links.incoming_edges[instruction.stage]:
                 bundle: Bundle = ("activation", edge.src, edge.dst, instruction.microbatch)
                 for value, tensor in zip(edge.values, (yield from self._bundle(bundle)), strict=True):
                     found[value] = [tensor]
         if INPUT_GRADIENTS in instruction.needs:
-            for edge in reversed(self.links.out_of[instruction.stage]):
+            for edge in reversed(self.links.outgoing_edges[instruction.stage]):
                 if not edge.differentiable:
                     continue
                 tensors = iter((yield from self._bundle(("gradient", edge.src, edge.dst, instruction.microbatch))))
-                for value, count in self.links.counts[edge.src, edge.dst]:
+                for value, count in self.links.returned_gradient_counts[edge.src, edge.dst]:
                     found.setdefault(value, []).extend(next(tensors) for _ in range(count))
         return found
 
@@ -263,8 +257,8 @@ class Interpreter:
     # -- compute ---------------------------------------------------------------------------------------------------
 
     def _batch(self, stage: int, step: int, microbatch: int) -> Batch:
-        feed = self.feeds[stage]
-        return {} if feed is None else feed.get(step, microbatch)
+        source = self.batch_sources[stage]
+        return {} if source is None else source.get(step, microbatch)
 
     def _forward(self, instruction: Forward, step: int, received: Received) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
@@ -293,35 +287,35 @@ class Interpreter:
         self.stages[instruction.stage].free(instruction.microbatch)
 
     def _hand_on(self, stage: int, microbatch: int, outputs: Mapping[str, Tensor]) -> None:
-        for edge in self.links.out_of[stage]:
+        for edge in self.links.outgoing_edges[stage]:
             self._route(("activation", stage, edge.dst, microbatch), stage, edge.dst, [outputs[v] for v in edge.values])
 
     def _hand_back(self, stage: int, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]) -> None:
-        for edge in self.links.into[stage]:
+        for edge in self.links.incoming_edges[stage]:
             if edge.differentiable:
-                tensors = [_sendable(g) for v, _ in self.links.counts[edge.src, stage] for g in gradients[v]]
+                tensors = [_sendable(g) for v, _ in self.links.returned_gradient_counts[edge.src, stage] for g in gradients[v]]
                 self._route(("gradient", edge.src, stage, microbatch), stage, edge.src, tensors)
 
     def _route(self, key: Bundle, maker: int, user: int, tensors: list[Tensor]) -> None:
         """Keep a bundle for this worker's own stage `user`, or for its sends: other replicas of the stage are other workers."""
         if user in self.stages and self.routing.replica_for(user, key[3]) == self._replica:
             self._local[key] = tensors
-        elif receivers := self.links.receivers[maker, user]:
+        elif receivers := self.links.receiving_shard_counts[maker, user]:
             self._outgoing[key] = tensors, receivers
 
     # -- end of the step -------------------------------------------------------------------------------------------
 
     def _reduce(self, instruction: ReduceGradients, step: int, received: Received) -> None:
-        self.end.reduce(instruction.stage)
+        self.step_commit.reduce(instruction.stage)
 
     def _exchange_ties(self, instruction: ExchangeTies, step: int, received: Received) -> Routine[None]:
-        return self.end.exchange_ties()
+        return self.step_commit.exchange_ties()
 
     def _vote(self, instruction: ExchangeVotes, step: int, received: Received) -> Routine[None]:
-        return self.end.vote()
+        return self.step_commit.vote()
 
     def _apply(self, instruction: OptimizerStep, step: int, received: Received) -> None:
-        self.end.apply()
+        self.step_commit.apply()
 
 
 InstructionRule = Callable[[Interpreter, Any, int, Received], Routine[None] | None]

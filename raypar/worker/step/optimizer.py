@@ -25,7 +25,7 @@ def _group_of(spec: OptimizerSpec, name: str) -> int:
 
 
 def check_optimizer_groups(spec: OptimizerSpec, names: Iterable[str]) -> None:
-    """Every pattern must match a parameter of the whole model. Raises `ConfigError` naming the one that does not."""
+    """Raises `ConfigError` for a group whose pattern matches no parameter of the whole model."""
     names = list(names)
     for pattern, _ in spec.groups:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -120,11 +120,10 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
 
 
 def check_optimizer_is_elementwise(spec: OptimizerSpec) -> None:
-    """An optimizer of shards' slices must take each element by itself, or slices would be trained as no whole parameter is.
+    """Raises `ConfigError` for an optimizer that does not take each element by itself, as slices of parameters need.
 
-    Tries it, with the options of every group: two steps on a matrix, and on its halves; on a large one too, because optimizers
-    that factor or quantise their state leave small parameters alone (as Adafactors with `min_dim_size_to_factor`). Raises
-    `ConfigError`.
+    Tries the optimizer, with the options of every group: two steps on a matrix, and on its halves; on a large one too, because
+    optimizers that factor or quantise their state leave small parameters alone (as Adafactors with `min_dim_size_to_factor`).
     """
     for shape in ((4, 6), (256, 256)):
         for overrides in ({}, *(given for _, given in spec.groups)):
@@ -162,7 +161,7 @@ def _needs_closure(made: Any) -> bool:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Learning rate of every group = its base lr * factor."""
+    """Set the learning rate of every group to its base lr times `factor`."""
     for group in optimizer.param_groups:
         group["lr"] = group["raypar_base_lr"] * factor
 
@@ -184,7 +183,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Ten
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Tensor | float | int | bool]]
 ) -> None:
-    """Put back what `optimizer_state` gave; tensors are copied, to where the optimizer would have them.
+    """Give the optimizer state that `optimizer_state` returned; tensors are copied to where the optimizer keeps them.
 
     A parameter that is missing starts without state.
     """

@@ -28,9 +28,9 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.vote_result import VoteResult
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_squared_gradients
+from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_losses, sum_squared_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard
-from raypar.worker.stage.stage import Stage
+from raypar.worker.stage.stage import Stage, fold_gradients
 from raypar.worker.step.message_tags import vote_tag
 from raypar.worker.step.optimizer import set_learning_rate
 from raypar.worker.step.tied_gradients import TiedGradientExchange
@@ -100,18 +100,18 @@ class StepCommit:
     guard: TorchStateGuard
     """Restores process state that the lr_schedule and the optimizer leave changed."""
 
-    meanwhile: Callable[[int], None] | None = None
-    """Called with the number of the next step while the votes of other workers are on their way: reads ahead."""
+    while_votes_arrive: Callable[[int], None] | None = None
+    """Called with the number of the next step while the votes of other workers are on their way: reads its samples."""
     before_vote: Callable[[], Routine[None]] | None = None
-    """What has to be complete here before this worker votes."""
+    """A routine to complete before this worker votes (the mirror's exchange of copies)."""
     outcome: VoteResult | None = None
     """The vote's result, once the vote of the step is whole."""
     applied: bool = False
     """Whether the optimizer has run in this step."""
-    finished: int = -1
-    """The last step whose vote was whole and has been acted on: applied, or skipped by all workers."""
-    votable: bool = False
-    """The reduced gradients of `step` are complete, kept, and not acted on: `apply_late` may do that."""
+    last_decided_step: int = -1
+    """The last step that was decided by a whole vote: applied, or skipped by all workers; -1 before the first."""
+    can_apply_late: bool = False
+    """Whether the reduced gradients of `step` are complete, kept and not yet applied or skipped, as `apply_late` needs."""
     step: int = -1
     """The step under way, from 0; -1 before the first."""
 
@@ -137,14 +137,14 @@ class StepCommit:
                 places.setdefault(canonical.get(use.name, use.name), []).append(place)
 
     def begin(self, step: int) -> None:
-        """Forget the last step. Its gradients, if they were kept, would be a second set beside those of the new step."""
+        """Begin a step. Drops the last step's gradients first: kept, they would be a second set beside the new ones."""
         self.step, self.outcome, self.applied, self._reduced_uses = step, None, False, None
-        self.votable = False
+        self.can_apply_late = False
         self._settled = {}
         for stage in self.stages.values():
             for parameter in stage.parameters.values():
                 parameter.grad = None
-        self._exchange.found.clear()
+        self._exchange.received_gradients.clear()
         for index, stage in self.stages.items():
             self.reductions[index].start()
             stage.on_ready = self.reductions[index].ready
@@ -153,7 +153,7 @@ class StepCommit:
                 self.reductions[index].ready(range(len(stage.uses)), {})
 
     def reduce(self, stage: int) -> None:
-        """All of the stage's gradients on this worker are final and their buckets are posted: make progress with replies."""
+        """Make progress with the reduction of a stage, all of whose gradients on this worker are final and posted."""
         self.reductions[stage].poll()
 
     def _reduced(self) -> Routine[dict[int, list[Tensor | None]]]:
@@ -176,7 +176,7 @@ class StepCommit:
         return self._places[stage].get(tie, [])
 
     def exchange_ties(self) -> Routine[None]:
-        """Get the reduced gradients of tied parameters' uses in other stages; every worker that holds one does."""
+        """Exchange the reduced gradients of tied parameters with the other workers that hold them."""
         reduced = yield from self._reduced()
         yield from self._exchange.run(self.step, lambda stage, name: [reduced[stage][i] for i in self._uses_of(stage, name)])
 
@@ -193,8 +193,8 @@ class StepCommit:
                     if src in self.stages:
                         uses += [reduced[src][i] for i in self._uses_of(src, name)]
                     else:
-                        uses += self._exchange.found.get((name, src), ())
-                gradients[name] = _sum_in_order(uses)
+                        uses += self._exchange.received_gradients.get((name, src), ())
+                gradients[name] = fold_gradients(uses)
             settled[stage] = gradients
         return settled
 
@@ -207,7 +207,7 @@ class StepCommit:
         """
         self.guard.check_all(f"a layer, the loss or the data set, up to step {self.step + 1},")
         self._settled = yield from self._settle()
-        self.votable = True
+        self.can_apply_late = True
         if self.before_vote is not None:
             yield from self.before_vote()
         mine = self._ballot(self._settled)
@@ -216,8 +216,8 @@ class StepCommit:
         tag = vote_tag(self.step)
         recvs = {rank: self.transport.recv(None, source=rank, tag=tag) for rank in others}
         sends = [self.transport.send(mine, to=rank, tag=tag) for rank in others]
-        if others and self.meanwhile is not None:
-            self.meanwhile(self.step + 1)
+        if others and self.while_votes_arrive is not None:
+            self.while_votes_arrive(self.step + 1)
         ballots = {self.rank: mine}
         for rank, handle in recvs.items():
             if not handle.done():
@@ -250,7 +250,7 @@ class StepCommit:
         return torch.tensor(ballot, dtype=torch.float64)
 
     def _count(self, ballots: list[list[float]]) -> None:
-        """Set `outcome` from all workers' votes, by rank (rules 7 and 8 of the numerics contract)."""
+        """Set `outcome` from the votes of all workers, by rank (rules 7 and 8 of the numerics contract)."""
         losses: dict[int, tuple[float, float]] = {}
         squares: dict[int, dict[int, list[float]]] = {}
         for seat, ballot in zip(self.routing.plan.seats, ballots, strict=True):
@@ -264,10 +264,7 @@ class StepCommit:
                 stage, size = int(next(numbers)), int(next(numbers))
                 mine = squares.setdefault(stage, {}).setdefault(seat.shard, [])
                 mine.extend(next(numbers) for _ in range(size))  # ranks of replicas ascend
-        total = count = 0.0
-        for microbatch in sorted(losses):
-            total += losses[microbatch][0]
-            count += losses[microbatch][1]
+        total, count = sum_losses(losses)
         in_order = [s for stage in sorted(squares) for s in _over_shards(squares[stage])]
         norm, factor = gradient_norm_and_factor(in_order, count, self.spec.clip_norm)
         loss = total / count if count else math.nan
@@ -289,12 +286,12 @@ class StepCommit:
             for optimizer in self.optimizers.values():
                 with self._user_code("lr_schedule"):
                     set_learning_rate(optimizer, self.lr_factor(self.step))
-                self.guard.check("the lr_schedule", thorough=True)
+                self.guard.check("the lr_schedule", compare_everything=True)
                 with self._user_code(f"the optimizer {type(optimizer).__name__}"):
                     optimizer.step()
-                self.guard.check("the optimizer", thorough=True)
+                self.guard.check("the optimizer", compare_everything=True)
         self.applied = not outcome.skipped
-        self.votable, self.finished = False, self.step
+        self.can_apply_late, self.last_decided_step = False, self.step
 
     def _refuse_non_finite(self, outcome: VoteResult) -> None:
         """Raises `NonFiniteError` for a step that the job's policy does not skip."""
@@ -343,8 +340,11 @@ class StepCommit:
             ) from error
 
     def apply_late(self, outcome: VoteResult) -> None:
-        """Act on a vote that other workers have counted and this one has not. All have voted, so the gradients are reduced."""
-        assert self.votable, f"no gradients of step {self.step} are kept"
+        """Apply the step by the result of a vote that other workers have counted and this one has not.
+
+        All workers have voted, so the gradients are reduced everywhere.
+        """
+        assert self.can_apply_late, f"no gradients of step {self.step} are kept"
         self.guard.establish()
         self.outcome = outcome
         self.apply()
@@ -355,13 +355,4 @@ def _over_shards(squares: Mapping[int, Sequence[float]]) -> Sequence[float]:
     total, *others = (squares[shard] for shard in sorted(squares))
     for more in others:
         total = [a + b for a, b in zip(total, more, strict=True)]
-    return total
-
-
-def _sum_in_order(uses: list[Tensor | None]) -> Tensor | None:
-    """((u1 + u2) + u3) over those that are defined; a single one is returned as it is."""
-    total: Tensor | None = None
-    for use in uses:
-        if use is not None:
-            total = use if total is None else total + use
     return total

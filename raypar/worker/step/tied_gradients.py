@@ -1,4 +1,4 @@
-"""Gradients of tied parameters of several stages: each worker that has the parameter gets those of its uses elsewhere.
+"""Exchanges gradients of tied parameters: each worker that has one gets the gradients of its uses in other stages.
 
 The gradients are reduced over replicas already, and cut as the receiving shard holds the parameter.
 """
@@ -48,26 +48,26 @@ def tied_gradient_senders(
 
 @dataclass
 class TiedGradientExchange:
-    """One worker's part of the exchange."""
+    """One worker's part of the exchange of tied parameters' gradients."""
 
     rank: int
     """This worker's rank."""
     graph: Graph
     """The whole model."""
     routing: MicrobatchRouting
-    """The plan."""
+    """The plan, and which replica runs which microbatch."""
     ties: tuple[TiedParameter, ...]
     """Tied parameters of several stages, in an order that all workers share."""
     transport: Transport
     """Connects the workers."""
     layout: Callable[[int], TensorParallelLayout]
     """Number of shards -> how the model is cut over them; asked only where the stages of a tie differ in their number."""
-    found: dict[tuple[str, int], list[Tensor | None]] = field(default_factory=dict)
+    received_gradients: dict[tuple[str, int], list[Tensor | None]] = field(default_factory=dict)
     """(canonical name, stage of another worker) -> reduced gradients of the uses there, in layer order."""
 
     def run(self, step: int, uses: Uses) -> Routine[None]:
-        """Send what other workers need of the uses here, and fill `found`."""
-        self.found.clear()
+        """Send the gradients of this worker's uses to the workers that need them, and fill `received_gradients`."""
+        self.received_gradients.clear()
         sent: list[tuple[Handle, Tensor]] = []
         awaited: list[tuple[str, int, int, list[tuple[Source, Handle]]]] = []
         for index, tie in enumerate(self.ties):
@@ -78,7 +78,7 @@ class TiedGradientExchange:
             for _, handle in handles:
                 yield RoutineWait(handle, f"the gradient of tied parameter {name} from stage {src}")
             parts = [(source, handle.tensor()) for source, handle in handles]
-            self.found.setdefault((name, src), []).append(self._joined(name, receiver, parts))
+            self.received_gradients.setdefault((name, src), []).append(self._joined(name, receiver, parts))
         for handle, _ in sent:
             yield RoutineWait(handle, "the gradients of tied parameters to be taken")
 
