@@ -90,7 +90,7 @@ class MessageBasedTransport(ABC):
         """Block until `operation.settled`; False after `timeout_s`."""
 
     @abstractmethod
-    def settled(self, operation: PhasedOperation) -> None:
+    def notify_settled(self, operation: PhasedOperation) -> None:
         """`operation` has just finished or failed, in any thread: wake the threads that wait for it."""
 
     @abstractmethod
@@ -110,7 +110,7 @@ class MessageBasedTransport(ABC):
         operation = PhasedOperation(self, f"send tag {tag}", (to,))
         self.ledger.count("send", sent=tensor.nbytes)
         operation.post(OperationPhase(((tensor, to, tag),), ()))
-        operation.posted()
+        operation.end_posting()
         return operation
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> PhasedOperation:
@@ -119,7 +119,7 @@ class MessageBasedTransport(ABC):
         self._check(out, source)
         operation = PhasedOperation(self, f"recv tag {tag}", (source,))
         operation.post(OperationPhase((), ((out, source, tag),)))
-        operation.posted()
+        operation.end_posting()
         return operation
 
     def batch(
@@ -134,7 +134,7 @@ class MessageBasedTransport(ABC):
         for tensor, _, _ in sends:
             self.ledger.count("send", sent=tensor.nbytes)
         operation.post(OperationPhase(sends, recvs))
-        operation.posted()
+        operation.end_posting()
         return operation
 
     # -- collectives
@@ -233,7 +233,7 @@ class MessageBasedTransport(ABC):
         add_in_order(parts, me, cut[me])
         yield OperationPhase([(cut[me], r, tag + 1) for i, r in enumerate(group) if i != me and cut[me].numel()], ())
         others = len(group) - 1
-        self.ledger.count_more("all_reduce", sent=cut[me].nbytes * others, received=sum(t.nbytes for t, _, _ in finished))
+        self.ledger.add_payload("all_reduce", sent=cut[me].nbytes * others, received=sum(t.nbytes for t, _, _ in finished))
 
     def _exchange(
         self, name: str, group: Sequence[int], me: int, tag: int, pieces: Sequence[Tensor], outs: Sequence[Tensor]
@@ -273,7 +273,7 @@ class MessageBasedTransport(ABC):
 
     def _check(self, tensor: Tensor | None, peer: int) -> None:
         if not 0 <= peer < self.size:
-            raise CommError(f"rank {peer} is not in a mesh of {self.size}", cure=f"use a rank from 0 to {self.size - 1}")
+            raise CommError(f"rank {peer} is not in a group of {self.size} ranks", cure=f"use a rank from 0 to {self.size - 1}")
         if tensor is not None and (not tensor.is_contiguous() or (self.host_only and tensor.device != CPU)):
             strides, device = tuple(tensor.stride()), tensor.device
             raise CommError(

@@ -25,7 +25,7 @@ class Fault:
     action: Literal["fail", "delay", "drop"]
     """`fail` makes the call raise `CommError`; `delay` posts it `delay_s` later; `drop` never posts it, and its handle is never
     done."""
-    number: int = 0
+    call_index: int = 0
     """Which of these calls, from 0: within `step`, or since the transport was made."""
     step: int | None = None
     delay_s: float = 0.0
@@ -111,7 +111,7 @@ class FaultyTransport:
         self.size = inner.size
         self.generation = inner.generation
         self.ledger = inner.ledger
-        self.happened: list[Fault] = []
+        self.injected_faults: list[Fault] = []
         """Faults so far."""
         self._script = [f for f in script if f.rank == inner.rank]
         self._step: int | None = None
@@ -133,9 +133,9 @@ class FaultyTransport:
             self._calls[scope, name] += 1
         for fault in self._script:
             number = in_all if fault.step is None else in_step
-            if fault.call != name or fault.number != number or fault.step not in (None, self._step):
+            if fault.call != name or fault.call_index != number or fault.step not in (None, self._step):
                 continue
-            self.happened.append(fault)
+            self.injected_faults.append(fault)
             if fault.action == "fail":
                 raise CommError(f"{name} of rank {self.rank} failed: {fault}", cure="a fault of the test's script")
             delayed = DelayedHandle(self, name)
@@ -148,9 +148,9 @@ class FaultyTransport:
             return delayed
         return post()
 
-    def near(self, rank: int) -> bool:
-        """See `Transport.near`."""
-        return self.inner.near(rank)
+    def can_share_memory(self, rank: int) -> bool:
+        """See `Transport.can_share_memory`."""
+        return self.inner.can_share_memory(rank)
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
         """See `Transport.send`."""

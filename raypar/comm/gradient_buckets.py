@@ -11,11 +11,11 @@ from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.collectives import ALIGN, even_slices
-from raypar.comm.communicator_key import FAST
+from raypar.comm.communicator_key import FAST_REDUCTION_CHANNELS
 from raypar.comm.transport import Handle, Transport
 from raypar.plan.addition_tree import TreeNode, fold_tree, tree_children
 
-Rows = Mapping[TreeNode, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
+SubtreeSums = Mapping[TreeNode, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
 """node -> parameter -> sum of the node's blocks, None where no gradient was defined"""
 Parameter = tuple[torch.Size, torch.dtype]
 
@@ -71,15 +71,15 @@ class ReplicaGroup:
     """The replicas that reduce gradients together."""
 
     transport: Transport
-    group: tuple[int, ...]
+    ranks: tuple[int, ...]
     """Their ranks, ascending."""
-    me: int
+    own_index: int
     """This rank's index in the group."""
     channel: int
     """See `GradientReduction`."""
-    blocks: int
+    block_count: int
     """Blocks of a step."""
-    nodes: tuple[tuple[TreeNode, ...], ...]
+    subtrees_by_replica: tuple[tuple[TreeNode, ...], ...]
     """Complete subtrees of each replica's run of the blocks, left to right."""
     device: torch.device = CPU
     """Of the gradients."""
@@ -102,15 +102,15 @@ class GradientBucket(ABC):
 
     def begin(self) -> None:
         """Begin a step: no gradient is ready."""
-        self.missing = len(self.layout.indices)
+        self.unready_count = len(self.layout.indices)
         """Parameters whose gradients are not ready."""
-        self.first: Handle | None = None
+        self.first_phase: Handle | None = None
         """The first phase, once it is posted."""
-        self.second: Handle | None = None
+        self.second_phase: Handle | None = None
         """The second phase, once it is posted, if there is one."""
 
     @abstractmethod
-    def fill(self, rows: Sequence[Rows]) -> None:
+    def fill(self, rows: Sequence[SubtreeSums]) -> None:
         """Copy this replica's subtree sums into the buffers; `rows`: for each parameter of the layout."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class GradientBucket(ABC):
         """
 
 
-def _terms(rows: Rows, index: int, node: TreeNode) -> list[Tensor]:
+def _terms(rows: SubtreeSums, index: int, node: TreeNode) -> list[Tensor]:
     """The terms of a parameter's sum over a node: that sum, or one or both of its children's; none if it is undefined."""
     parts = (node,) if node in rows or node[1] - node[0] == 1 else tree_children(node)
     return [term for part in parts if part in rows and (term := rows[part][index]) is not None]
@@ -150,7 +150,7 @@ class CanonicalBucket(GradientBucket):
     """
 
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
-        nodes, me = replicas.nodes, replicas.me
+        nodes, me = replicas.subtrees_by_replica, replicas.own_index
         own = len(nodes[me])
         cut = even_slices(layout.length, len(nodes))
         start, stop = cut[me]
@@ -186,7 +186,7 @@ class CanonicalBucket(GradientBucket):
     def _plan_adds(self, length: int) -> Tensor | None:
         """List the additions of the tree over all sums of this rank's slice; returns where the total will be."""
         sums: dict[TreeNode, Tensor | None] = {}
-        for part, nodes in zip(self.parts, self.replicas.nodes, strict=True):
+        for part, nodes in zip(self.parts, self.replicas.subtrees_by_replica, strict=True):
             for k, node in enumerate(nodes):
                 sums[node] = part[k * length : (k + 1) * length]
 
@@ -195,13 +195,13 @@ class CanonicalBucket(GradientBucket):
             self._adds.append((left, right, out))
             return out
 
-        return fold_tree(sums, (0, self.replicas.blocks), add)
+        return fold_tree(sums, (0, self.replicas.block_count), add)
 
-    def fill(self, rows: Sequence[Rows]) -> None:
+    def fill(self, rows: Sequence[SubtreeSums]) -> None:
         """See `GradientBucket.fill`: every sum is copied, or added, once."""
         to: list[Tensor] = []
         source: list[Tensor] = []
-        for k, node in enumerate(self.replicas.nodes[self.replicas.me]):
+        for k, node in enumerate(self.replicas.subtrees_by_replica[self.replicas.own_index]):
             for index, given, places in zip(self.layout.indices, rows, self._targets[k], strict=True):
                 terms = _terms(given, index, node)
                 if len(terms) == 1 and len(places) == 1:
@@ -219,7 +219,7 @@ class CanonicalBucket(GradientBucket):
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
         r = self.replicas
-        return r.transport.all_to_all(self.parts, self.pieces, group=r.group, channel=r.channel)
+        return r.transport.all_to_all(self.parts, self.pieces, group=r.ranks, channel=r.channel)
 
     def post_second(self) -> Handle:
         """See `GradientBucket.post_second`."""
@@ -228,10 +228,10 @@ class CanonicalBucket(GradientBucket):
         if self._total is not None and self._total.data_ptr() != self.mine.data_ptr():
             self.mine.copy_(self._total)
         r = self.replicas
-        return r.transport.all_gather(self.totals, self.mine, group=r.group, channel=r.channel)
+        return r.transport.all_gather(self.totals, self.mine, group=r.ranks, channel=r.channel)
 
 
-def _fill(views: Sequence[Tensor], layout: BucketLayout, rows: Sequence[Rows], nodes: Sequence[TreeNode]) -> None:
+def _fill(views: Sequence[Tensor], layout: BucketLayout, rows: Sequence[SubtreeSums], nodes: Sequence[TreeNode]) -> None:
     """Put the sum over `nodes`, left to right, of every parameter of the layout into its view."""
     to: list[Tensor] = []
     source: list[Tensor] = []
@@ -255,14 +255,14 @@ class FastBucket(GradientBucket):
         super().__init__(layout, replicas.zeros(layout.length, layout.dtype))
         self.replicas = replicas
 
-    def fill(self, rows: Sequence[Rows]) -> None:
+    def fill(self, rows: Sequence[SubtreeSums]) -> None:
         """See `GradientBucket.fill`: this replica's subtrees are added here."""
-        _fill(self.views, self.layout, rows, self.replicas.nodes[self.replicas.me])
+        _fill(self.views, self.layout, rows, self.replicas.subtrees_by_replica[self.replicas.own_index])
 
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
         r = self.replicas
-        return r.transport.all_reduce(self.result, group=r.group, channel=FAST + r.channel)
+        return r.transport.all_reduce(self.result, group=r.ranks, channel=FAST_REDUCTION_CHANNELS + r.channel)
 
     def post_second(self) -> Handle | None:
         """See `GradientBucket.post_second`: nothing is left to do."""
@@ -274,12 +274,12 @@ class PairBucket(FastBucket):
 
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
         super().__init__(replicas, layout)
-        self._pair = [self.result if r == replicas.me else torch.zeros_like(self.result) for r in range(2)]
+        self._pair = [self.result if r == replicas.own_index else torch.zeros_like(self.result) for r in range(2)]
 
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
         r = self.replicas
-        return r.transport.all_gather(self._pair, self.result, group=r.group, channel=r.channel)
+        return r.transport.all_gather(self._pair, self.result, group=r.ranks, channel=r.channel)
 
     def post_second(self) -> Handle | None:
         """See `GradientBucket.post_second`: the root of the tree."""
@@ -298,18 +298,18 @@ class CombinedMessage:
         self._buckets = buckets
         self._left = buckets
         """Buckets that are not filled in this step."""
-        self._signals = [torch.zeros(1, dtype=torch.uint8) for _ in replicas.group]
+        self._signals = [torch.zeros(1, dtype=torch.uint8) for _ in replicas.ranks]
         self._posted: Handle | None = None
         """The message, once it is posted in this step."""
 
-    def filled(self) -> Handle:
+    def add_filled_bucket(self) -> Handle:
         """Count a filled bucket, and return its handle. Every step fills the same number of them."""
         if self._left == 0:
             self._left, self._posted = self._buckets, None
         self._left -= 1
         if self._left == 0:
             r = self._replicas
-            self._posted = r.transport.all_gather(self._signals, self._signals[r.me], group=r.group, channel=r.channel)
+            self._posted = r.transport.all_gather(self._signals, self._signals[r.own_index], group=r.ranks, channel=r.channel)
         return self
 
     def done(self) -> bool:
@@ -348,7 +348,7 @@ class SharedMemoryPairBucket(GradientBucket):
         self.replicas = replicas
         self._together = together
         self._left, self._right = sums
-        self._mine = sums[replicas.me]
+        self._mine = sums[replicas.own_index]
         self._places = [layout.views(one) for one in self._mine]
         """By turn: the parameters in this replica's memory."""
         self._turn = 0
@@ -361,13 +361,13 @@ class SharedMemoryPairBucket(GradientBucket):
         self.views = self._places[1 - self._turn]
         super().begin()
 
-    def fill(self, rows: Sequence[Rows]) -> None:
+    def fill(self, rows: Sequence[SubtreeSums]) -> None:
         """See `GradientBucket.fill`."""
-        _fill(self._places[self._turn], self.layout, rows, self.replicas.nodes[self.replicas.me])
+        _fill(self._places[self._turn], self.layout, rows, self.replicas.subtrees_by_replica[self.replicas.own_index])
 
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
-        return self._together.filled()
+        return self._together.add_filled_bucket()
 
     def post_second(self) -> Handle | None:
         """See `GradientBucket.post_second`: the root of the tree."""

@@ -33,7 +33,7 @@ class LocalMesh:
     def __init__(self, size: int, generation: int = 0) -> None:
         self.size = size
         self.generation = generation
-        self.gone: dict[int, str] = {}
+        self.departed_ranks: dict[int, str] = {}
         """Rank -> reason, of ranks that have left."""
         self.changed = threading.Condition(threading.RLock())
         """Guards all of the mesh; notified when an operation is settled."""
@@ -53,7 +53,7 @@ class LocalMesh:
     def leave(self, rank: int, reason: str) -> None:
         """Remove a rank: its pending operations are aborted, those of others with it fail."""
         with self.changed:
-            self.gone[rank] = reason
+            self.departed_ranks[rank] = reason
             waiting = [m for table in (self.sends, self.recvs) for queue in table.values() for m in queue]
             for message in waiting:
                 if message.operation.transport.rank == rank:
@@ -67,7 +67,7 @@ class LocalMesh:
     def match(self, message: PostedMessage, address: Address, sending: bool) -> None:
         """Deliver a message if its send and its receive are both posted; else keep this half."""
         with self.changed:
-            if message.peer in self.gone:
+            if message.peer in self.departed_ranks:
                 message.fail(peer_left_error(message))
                 return
             mine, other = (self.sends, self.recvs) if sending else (self.recvs, self.sends)
@@ -126,8 +126,8 @@ class LocalTransport(MessageBasedTransport):
         super().__init__(rank, mesh.size, mesh.generation)
         self.mesh = mesh
 
-    def near(self, rank: int) -> bool:
-        """See `Transport.near`."""
+    def can_share_memory(self, rank: int) -> bool:
+        """See `Transport.can_share_memory`."""
         return True
 
     def post_send(self, message: PostedMessage) -> None:
@@ -145,8 +145,8 @@ class LocalTransport(MessageBasedTransport):
         with self.mesh.changed:
             return self.mesh.changed.wait_for(lambda: operation.settled, timeout_s)
 
-    def settled(self, operation: PhasedOperation) -> None:
-        """See `MessageBasedTransport.settled`."""
+    def notify_settled(self, operation: PhasedOperation) -> None:
+        """See `MessageBasedTransport.notify_settled`."""
         with self.mesh.changed:
             self.mesh.changed.notify_all()
 
@@ -240,7 +240,7 @@ class CooperativeScheduler:
         self, routines: Sequence[Routine[Any]], others: Sequence[int], mesh: LocalMesh | None, error: Exception
     ) -> Exception:
         """End all other routines as an abort would; returns the error to raise."""
-        reason = f"another routine of the mesh stopped: {type(error).__name__}: {error}"
+        reason = f"another routine of the group stopped: {type(error).__name__}: {error}"
         if mesh is not None:
             mesh.abort(reason)
         for index in others:

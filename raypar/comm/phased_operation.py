@@ -57,7 +57,7 @@ class MessageCarrier(Protocol):
     def wait_for(self, operation: PhasedOperation, timeout_s: float | None) -> bool:
         """Block until `operation.settled`; False after `timeout_s`."""
 
-    def settled(self, operation: PhasedOperation) -> None:
+    def notify_settled(self, operation: PhasedOperation) -> None:
         """`operation` has just finished or failed, in any thread: wake the threads that wait for it."""
 
 
@@ -206,7 +206,7 @@ class PhasedOperation:
         for message in sends:
             self.transport.post_send(message)
 
-    def posted(self) -> None:
+    def end_posting(self) -> None:
         """End posting: drop the extra count of `post`, and go on if all messages have completed meanwhile."""
         with self._lock:
             self._left -= 1
@@ -234,7 +234,7 @@ class PhasedOperation:
             self._error = error
             self._phases = None
             self._received = []
-        self.transport.settled(self)
+        self.transport.notify_settled(self)
 
     def _advance(self) -> None:
         """All messages of the current phase are done: post the next phase, or finish."""
@@ -269,5 +269,5 @@ class PhasedOperation:
                 self._tensors = [m.tensor for m in self._received if m.tensor is not None]
                 self._received = []
                 self._finished = True
-            self.transport.settled(self)
+            self.transport.notify_settled(self)
             return

@@ -65,8 +65,8 @@ class Transport(Protocol):
     ledger: CommunicationLedger
     """Counts what this rank sends and receives."""
 
-    def near(self, rank: int) -> bool:
-        """Whether `rank` is on this machine, and its memory may be read without a message (`comm.shared_memory`)."""
+    def can_share_memory(self, rank: int) -> bool:
+        """Whether `rank` is on this machine and its memory can be read in place (`comm.shared_memory`)."""
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
         """Post a send of a contiguous tensor; messages of one (source, destination) pair match by tag, tags may overtake."""

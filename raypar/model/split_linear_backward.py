@@ -91,22 +91,22 @@ class DeferredWeightGradient:
     linear: LinearLike
     gradient: Tensor
     x: Tensor
-    summed: Tensor
-    product: Callable[[Tensor, Tensor], Tensor] | None = None
+    bias_operand: Tensor
+    compute_weight: Callable[[Tensor, Tensor], Tensor] | None = None
     """Computes the weight's gradient of grad and x, if not `weight_gradient`."""
-    cast: object = None
+    cast_token: object = None
     """Under `torch.autocast`: equal (one object) for calls whose gradients are added before they are cast back."""
 
-    def weight(self) -> Tensor:
+    def weight_gradient(self) -> Tensor:
         """Gradient of `linear.weight` [out, in]."""
-        if self.product is not None:
-            return self.product(self.gradient, self.x)
+        if self.compute_weight is not None:
+            return self.compute_weight(self.gradient, self.x)
         return weight_gradient(self.gradient, self.x, self.linear.weight)
 
-    def bias(self) -> Tensor:
+    def bias_gradient(self) -> Tensor:
         """Gradient of `linear.bias` [out], in memory of its own."""
-        found = bias_gradient(self.summed)
-        return found.clone() if found is self.summed else found
+        found = bias_gradient(self.bias_operand)
+        return found.clone() if found is self.bias_operand else found
 
 
 Stash = list[DeferredWeightGradient]
@@ -171,7 +171,7 @@ class CastMarkingStash(list[DeferredWeightGradient]):
 
     def append(self, deferred: DeferredWeightGradient) -> None:
         """Pass on, marked with `cast`."""
-        self._stash.append(replace(deferred, cast=self._cast))
+        self._stash.append(replace(deferred, cast_token=self._cast))
 
 
 class _SplitLinear(torch.autograd.Function):

@@ -26,7 +26,7 @@ from raypar.worker.worker_assignments import ProgramAssignment
 
 
 class DeviceBackend(ABC):
-    """One kind of device. The launcher asks for what a run needs before it starts; each worker opens its device and a mesh.
+    """One kind of device: what the launcher asks before a run, and how a worker opens its device and its endpoint.
 
     The launcher uses the attributes and `check_plan`. A worker calls `open_device` once, then `listen` once, then
     `communicators` for every generation.
@@ -56,7 +56,7 @@ class DeviceBackend(ABC):
 
     @abstractmethod
     def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:
-        """A mesh that listens on `host` and moves tensors of the device; after `open_device`."""
+        """An endpoint that listens on `host` and moves tensors of the device; after `open_device`."""
 
     @abstractmethod
     def communicators(

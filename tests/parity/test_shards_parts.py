@@ -20,11 +20,11 @@ from raypar.errors import ModelError, PlanError
 from raypar.model.layer_skeletons import canonical_names, outline_graph, parameter_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
-from raypar.model.tensor_parallel.build import materialise_shard, shard_slice_of
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
+from raypar.model.tensor_parallel.materialise_shard import materialise_shard, shard_slice_of
 from raypar.model.tensor_parallel.meta_check import check_by_shape
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.model.tensor_parallel.slice_elements import read_elements, write_elements
@@ -671,7 +671,9 @@ def test_an_operation_on_a_part_is_the_part_of_the_operation(call, spans):
         return
     want = call(full)
     assert found.shape == want.shape
-    assert torch.allclose(found.local, select_ranges(want, found.part.dim, found.part.ranges), rtol=1e-14, atol=1e-14)
+    assert torch.allclose(
+        found.local, select_ranges(want, found.part_layout.dim, found.part_layout.ranges), rtol=1e-14, atol=1e-14
+    )
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
@@ -693,7 +695,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_weight_gradient_is_computed_while_the_inputs_gradient_travels(sequence):
     log = []
-    group = ShardGroup(Fake(log), (0, 1), sequence=sequence)
+    group = ShardGroup(Fake(log), (0, 1), sequence_parallel=sequence)
     held = even_ranges_by_shard(8, 2)[0]
 
     def value():
@@ -733,7 +735,7 @@ def test_a_graph_of_several_layers_that_read_one_value_may_be_gone_back_twice():
 @pytest.mark.parametrize("sequence", [False, True])
 def test_activations_are_freed_without_pythons_collector(sequence):
     graph = graph_of(lambda: [("b", models.LlamaBlock(12, 4, 2, "gqa", True, False))])
-    group = ShardGroup(Fake([]), (0, 1), sequence=sequence)
+    group = ShardGroup(Fake([]), (0, 1), sequence_parallel=sequence)
     layout = compute_shard_layout(graph, 2)
     block = materialise_shard(graph, 0, 1, layout=layout, group=group, seed=1, dtype=torch.float64)["b"]
     seen = []
@@ -780,9 +782,9 @@ def test_weight_gradients_may_be_put_off(sequence):
             gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
             names = {id(p): name for name, p in parameters.items()}
             for deferred in stash:
-                gradients[names[id(deferred.linear.weight)]] = deferred.weight()
+                gradients[names[id(deferred.linear.weight)]] = deferred.weight_gradient()
                 if deferred.linear.bias is not None:
-                    gradients[names[id(deferred.linear.bias)]] = deferred.bias()
+                    gradients[names[id(deferred.linear.bias)]] = deferred.bias_gradient()
             found.append(gradients)
         return found
 

@@ -55,13 +55,13 @@ def connect_nccl(
     device: Device,
     communicators: Iterable[CommunicatorKey],
     deadline_s: float,
-    report_stuck: Callable[[Sequence[str]], None] = lambda names: None,
+    report_unended: Callable[[Sequence[str]], None] = lambda names: None,
 ) -> NcclTransport:
     """An `nccl` transport with those of `communicators` that name this rank; it owns `control` from here on.
 
     All members of a communicator name it; groups of one need none. Raises `ClusterError` for what the ranks' libraries or
     devices cannot do, `CommTimeout` at the deadline, `CommError` when a rank is lost meanwhile. `control` is closed then, and a
-    thread may be left behind that waits for other ranks inside NCCL. `report_stuck`: see `NcclTransport`.
+    thread may be left behind that waits for other ranks inside NCCL. `report_unended`: see `NcclTransport`.
     """
     deadline = time.monotonic() + deadline_s
     try:
@@ -84,11 +84,11 @@ def connect_nccl(
         if isinstance(error, CommError) and not isinstance(error, GroupAborted):
             with contextlib.suppress(CommError):
                 send_document_to_all(control, {"what": error.what, "cure": error.cure})
-        transport = NcclTransport(control, device, making.give_up(), report_stuck)
+        transport = NcclTransport(control, device, making.give_up(), report_unended)
         transport.abort(f"rank {control.rank} gave up connecting: {error}")
         transport.close()
         raise
-    return NcclTransport(control, device, making.streams, report_stuck)
+    return NcclTransport(control, device, making.streams, report_unended)
 
 
 def check_communicator_keys(keys: Sequence[CommunicatorKey], rank: int, size: int, device: Device) -> None:

@@ -19,7 +19,7 @@ LONGEST_PAUSE_S = 0.5e-3
 
 
 class HandleOwner(Protocol):
-    """What a handle needs of its transport (`comm.nccl.pending.PendingOperations`)."""
+    """What a handle needs of its transport (`comm.nccl.pending_operations.PendingOperations`)."""
 
     rank: int
     generation: int
@@ -130,13 +130,13 @@ class NcclHandle(PolledHandle):
         """Tensors that the device may still read or write, held until it no longer does."""
         self.out = out
         """The received tensor; None for other operations, and until a receive without one has got its message."""
-        self.start: StreamEvent | None = None
+        self.writable_event: StreamEvent | None = None
         """Of a posted receive: the point in the caller's stream after which its memory may be written."""
         self.stream_name = ""
         """Name of the communicator that carries the operation."""
-        self.number = 0
+        self.sequence_number = 0
         """Its place among the operations of that communicator on this rank, from 1."""
-        self.on_control = False
+        self.via_control_transport = False
         """Whether it is a message in host memory, on the control transport: that alone knows whether it arrived."""
         self._event: StreamEvent | None = None
         """Behind the operation in its stream; None until the device has it."""
@@ -145,7 +145,7 @@ class NcclHandle(PolledHandle):
 
     def done(self) -> bool:
         """See `Handle.done`."""
-        if self.update():
+        if self.release_if_done():
             return True
         if self._error is None:
             self.owner.poll()
@@ -170,7 +170,7 @@ class NcclHandle(PolledHandle):
             self.owner.device.record_stream(self.out)
         return [self.out]
 
-    def update(self) -> bool:
+    def release_if_done(self) -> bool:
         """Release the memory if the device is done with it. Returns whether the operation has succeeded."""
         event = self._event
         if not self._finished and event is not None and event.query():
@@ -184,9 +184,9 @@ class NcclHandle(PolledHandle):
         return self._event is not None and not self._finished and not self._event.query()
 
     @property
-    def over(self) -> bool:
+    def released(self) -> bool:
         """Neither the device nor the transport has anything more to do with it."""
-        return self.update() or (not self.in_flight and self._error is not None)
+        return self.release_if_done() or (not self.in_flight and self._error is not None)
 
     @property
     def failed(self) -> bool:
@@ -198,9 +198,9 @@ class NcclHandle(PolledHandle):
         """Behind the operation in its stream, once the device has it."""
         return self._event
 
-    def number_in(self, stream: CommunicatorStream) -> None:
+    def take_sequence_number(self, stream: CommunicatorStream) -> None:
         """Note that it is the next operation of `stream`, whose lock is held."""
-        self.stream_name, self.number = stream.name, stream.calls + 1
+        self.stream_name, self.sequence_number = stream.name, stream.operation_count + 1
 
     def launch(self, event: StreamEvent) -> None:
         """Note that the device has it, and is done with it at `event`."""
@@ -208,7 +208,7 @@ class NcclHandle(PolledHandle):
 
     def fail(self, error: CommError) -> None:
         """Settle with an error, unless it has succeeded or failed before."""
-        if not self.update() and self._error is None:
+        if not self.release_if_done() and self._error is None:
             self._error = error
 
     def _raise(self) -> None:

@@ -59,7 +59,7 @@ class PendingOperations:
     # -- launching
 
     @contextmanager
-    def hold(self, lock: threading.Lock) -> Iterator[None]:
+    def hold_lock(self, lock: threading.Lock) -> Iterator[None]:
         """Hold a lock that another thread may keep while it hangs inside NCCL: an abort frees those that wait for it."""
         while not lock.acquire(timeout=LOCK_CHECK_S):
             self.check_alive()
@@ -80,11 +80,11 @@ class PendingOperations:
 
         The operation runs after what the caller's current stream has been given so far, or after `handle.start`.
         """
-        start = self.device.record_event() if after_current else handle.start
+        start = self.device.record_event() if after_current else handle.writable_event
         if start is not None:
             stream.device_stream.wait_event(start)
-        handle.number_in(stream)
-        stream.calls += 1
+        handle.take_sequence_number(stream)
+        stream.operation_count += 1
         try:
             handle.kept = (*handle.kept, *work())
         except CommError as error:
@@ -104,11 +104,11 @@ class PendingOperations:
         return stream
 
     def check_rank(self, peer: int) -> None:
-        """Raise `CommError` for a rank outside of the mesh."""
+        """Raise `CommError` for a rank that is not in this generation."""
         if not 0 <= peer < self.size:
-            raise CommError(f"rank {peer} is not in a mesh of {self.size}", cure=f"use a rank from 0 to {self.size - 1}")
+            raise CommError(f"rank {peer} is not in a group of {self.size} ranks", cure=f"use a rank from 0 to {self.size - 1}")
 
-    def checked(self, tensor: Tensor, peer: int) -> Tensor:
+    def check_and_detach(self, tensor: Tensor, peer: int) -> Tensor:
         """The tensor without its autograd history, if it can travel to or from `peer`; raises `CommError` if not."""
         self.check_rank(peer)
         if not tensor.is_contiguous() or not (self.device.owns(tensor) or tensor.device.type == "cpu"):
@@ -131,7 +131,7 @@ class PendingOperations:
     def track(self, handle: NcclHandle) -> bool:
         """Remember an operation until it is over. Returns False if it has failed: then it must not be launched."""
         with self._handles_lock:
-            self._handles = [h for h in self._handles if not h.over]
+            self._handles = [h for h in self._handles if not h.released]
             if handle not in self._handles:
                 self._handles.append(handle)
         self._fail_if_hopeless(handle)
@@ -160,9 +160,9 @@ class PendingOperations:
             if peer not in self._gone:
                 continue
             posted = self._posted_by.get(peer)
-            if posted is not None and handle.on_control:
+            if posted is not None and handle.via_control_transport:
                 continue  # the closed peer may have received it; if it was lost, the control transport fails it
-            if posted is None or not handle.stream_name or handle.number > posted.get(handle.stream_name, 0):
+            if posted is None or not handle.stream_name or handle.sequence_number > posted.get(handle.stream_name, 0):
                 return CommError(f"{handle.describe()}: {self._gone[peer]}", cure=cure)
         return None
 

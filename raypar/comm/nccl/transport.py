@@ -1,8 +1,8 @@
 """The transport protocol over NCCL: device memory moves in streams, everything else over the sockets of a TCP transport.
 
 Each (operation, group, channel) has a communicator of its own (`communicator_stream`), in which collectives match in the order
-of the calls. Messages are announced over the control transport (`messages`). Collectives on host memory, and barriers, which
-move no memory, are the control transport's.
+of the calls. Messages are announced over the control transport (`tagged_messages`). Collectives on host memory, and
+barriers, which move no memory, are the control transport's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raypar.errors import CommError
 log = logging.getLogger("raypar")
 
 ABORT_S = 5.0
-"""How long `abort` and `close` wait for NCCL; after that the process has to be replaced (`stuck`)."""
+"""How long `abort` and `close` wait for NCCL; after that the process has to be replaced (`unended_communicators`)."""
 
 LAUNCH_S = 1.0
 """How long a thread that is just launching something may take before its communicator is aborted, which frees it."""
@@ -41,8 +41,8 @@ END_CHECK_S = 0.002
 class NcclTransport(PendingOperations):
     """One rank's end of a generation. Made by `connect_nccl`; owns `control`, and closes it.
 
-    Tensors lie on `device` or in host memory. `report_stuck` is called with the names of communicators that `abort` or `close`
-    could not end within `ABORT_S`.
+    Tensors lie on `device` or in host memory. `report_unended` is called with the names of communicators that `abort` or
+    `close` could not end within `ABORT_S`.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class NcclTransport(PendingOperations):
         control: TcpTransport,
         device: Device,
         streams: Mapping[CommunicatorKey, CommunicatorStream],
-        report_stuck: Callable[[Sequence[str]], None] = lambda names: None,
+        report_unended: Callable[[Sequence[str]], None] = lambda names: None,
     ) -> None:
         super().__init__(control, device, streams)
-        self.stuck: tuple[str, ...] = ()
+        self.unended_communicators: tuple[str, ...] = ()
         """Communicators that could not be ended. If there are any, this process has to be replaced."""
         self.mailbox = Mailbox(self)
-        self._report_stuck = report_stuck
+        self._report_unended = report_unended
         self._ending = threading.Lock()
         """Held by `abort` and `close`."""
         self._closed = False
         self.mailbox.listen()
 
-    def near(self, rank: int) -> bool:
-        """See `Transport.near`: the memory is a device's, nobody may read it without a message."""
+    def can_share_memory(self, rank: int) -> bool:
+        """See `Transport.can_share_memory`: the memory is a device's, nobody may read it without a message."""
         return False
 
     # -- messages
@@ -71,7 +71,7 @@ class NcclTransport(PendingOperations):
     def send(self, tensor: Tensor, *, to: int, tag: int) -> NcclHandle:
         """See `Transport.send`."""
         self.check_alive()
-        return self.mailbox.send(self.checked(tensor, to), to, tag)
+        return self.mailbox.send(self.check_and_detach(tensor, to), to, tag)
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> NcclHandle:
         """See `Transport.recv`."""
@@ -84,7 +84,7 @@ class NcclTransport(PendingOperations):
         """See `Transport.batch`: messages of different pairs have communicators of their own, and never wait for each other."""
         self.check_alive()
         outs = [(out, self._out(out, source), source, tag) for out, source, tag in recvs]
-        tensors = [(self.checked(tensor, to), to, tag) for tensor, to, tag in sends]
+        tensors = [(self.check_and_detach(tensor, to), to, tag) for tensor, to, tag in sends]
         handles = [self.mailbox.recv(*recv) for recv in outs] + [self.mailbox.send(*send) for send in tensors]
         tags = sorted({tag for _, _, tag in (*sends, *recvs)})
         peers = sorted({peer for _, peer, _ in (*sends, *recvs)})
@@ -92,7 +92,7 @@ class NcclTransport(PendingOperations):
 
     def _out(self, out: Tensor | None, source: int) -> Tensor | None:
         self.check_rank(source)
-        return None if out is None else self.checked(out, source)
+        return None if out is None else self.check_and_detach(out, source)
 
     # -- collectives
 
@@ -181,7 +181,7 @@ class NcclTransport(PendingOperations):
                 cure="a group is an ascending list of ranks that contains the caller",
             )
         key = CommunicatorKey(members, name, channel)
-        return key, members.index(self.rank), [self.checked(tensor, self.rank) for tensor in tensors]
+        return key, members.index(self.rank), [self.check_and_detach(tensor, self.rank) for tensor in tensors]
 
     def _run(
         self,
@@ -199,8 +199,8 @@ class NcclTransport(PendingOperations):
             handle.launch(self.device.record_event())
         else:
             stream = self.stream_of(key)
-            with self.hold(stream.lock):
-                handle.number_in(stream)
+            with self.hold_lock(stream.lock):
+                handle.take_sequence_number(stream)
                 if self.track(handle):
                     self.launch(stream, handle, lambda: together(stream))
         self.ledger.count(key.operation, sent=sent, received=received)
@@ -227,15 +227,15 @@ class NcclTransport(PendingOperations):
             if self._aborted is None:
                 lost = any(peer not in self._posted_by for peer in self._gone)
                 gently = self._broken is None and not lost and not any(f.in_flight for f in self._handles)
-                gently = gently and self.mailbox.goodbye(self._streams.values(), LAUNCH_S)
+                gently = gently and self.mailbox.send_goodbye(self._streams.values(), LAUNCH_S)
                 self._aborted = "the transport was closed"
                 self.fail_hopeless()
                 self._end_streams(gently=gently)
             for stream in self._streams.values():
-                if stream.name not in self.stuck:
+                if stream.name not in self.unended_communicators:
                     stream.device_stream.close()
             self.mailbox.clear()
-            if self.stuck:
+            if self.unended_communicators:
                 self.control.abort(self._aborted)  # its thread may be the one that is inside NCCL: it is not waited for
             else:
                 self.control.close()
@@ -253,12 +253,12 @@ class NcclTransport(PendingOperations):
             thread.start()
         for thread in ending:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self.stuck = tuple(stream.name for stream in self._streams.values() if stream.name not in ended)
-        if self.stuck:
-            self._report_stuck(self.stuck)
+        self.unended_communicators = tuple(stream.name for stream in self._streams.values() if stream.name not in ended)
+        if self.unended_communicators:
+            self._report_unended(self.unended_communicators)
             log.error(
                 "rank %d, generation %d: NCCL has not ended %s within %g s; this process has to be replaced",
-                self.rank, self.generation, ", ".join(self.stuck), ABORT_S,
+                self.rank, self.generation, ", ".join(self.unended_communicators), ABORT_S,
             )  # fmt: skip
 
     def _end_stream(self, stream: CommunicatorStream, gently: bool, deadline: float, ended: set[str]) -> None:

@@ -47,7 +47,7 @@ class GenerationRank:
 class Listener:
     """One worker's listening socket, for all its generations."""
 
-    def __init__(self, host: str, credential: RunCredential, near: bool = True) -> None:
+    def __init__(self, host: str, credential: RunCredential, unix_sockets: bool = True) -> None:
         listening = socket.create_server((host, 0), family=address_family(host), backlog=1024)
         listening.setblocking(False)
         tune_socket(listening)  # accepted sockets inherit the buffers, in time for the window scale of the handshake
@@ -56,7 +56,7 @@ class Listener:
         """`host:port`"""
         self._credential = credential
         listeners = [listening]
-        if near:
+        if unix_sockets:
             unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 unix.bind(unix_socket_name(self.address, credential))
@@ -107,14 +107,14 @@ class Listener:
 class DialAttempt:
     """A connection to a lower rank that has not answered with a welcome yet."""
 
-    __slots__ = ("handshake", "rank", "since_s", "times")
+    __slots__ = ("attempt", "handshake", "rank", "started_s")
 
     def __init__(self, rank: int, handshake: DialerHandshake, since_s: float, times: int) -> None:
         self.rank = rank
         self.handshake = handshake
-        self.since_s = since_s
+        self.started_s = since_s
         """When it began."""
-        self.times = times
+        self.attempt = times
         """Which attempt it is, from 1."""
 
 
@@ -126,11 +126,11 @@ class Rendezvous:
         self.me = me
         self.addresses = addresses
         """By rank."""
-        self.found: dict[int, socket.socket] = {}
+        self.connected: dict[int, socket.socket] = {}
         """Rank -> its connection, once both ends have proven themselves."""
         self.dialing: dict[socket.socket, DialAttempt] = {}
         """Connections to lower ranks that are in the handshake."""
-        self.again: list[tuple[float, int, int]] = []
+        self.redials: list[tuple[float, int, int]] = []
         """(time, rank, attempts so far) of peers that are to be dialed again, because they closed the connection."""
         self.selector = selectors.DefaultSelector()
 
@@ -144,16 +144,16 @@ class Rendezvous:
         self.judge_arrivals()
         for rank in range(me.rank):
             self.dial(rank, 1)
-        while len(self.found) < me.size - 1:
+        while len(self.connected) < me.size - 1:
             now = time.monotonic()
             if now >= deadline:
-                missing = [r for r in range(me.size) if r != me.rank and r not in self.found]
+                missing = [r for r in range(me.size) if r != me.rank and r not in self.connected]
                 raise CommTimeout(
                     f"rank {me.rank} of generation {me.generation}: ranks {missing} did not connect within {deadline_s:.3g} s",
                     cure="probe those workers; form the next generation without them",
                 )
-            for due in [due for due in self.again if due[0] <= now]:
-                self.again.remove(due)
+            for due in [due for due in self.redials if due[0] <= now]:
+                self.redials.remove(due)
                 self.dial(due[1], due[2] + 1)
             for key, _ in self.selector.select(min(deadline, self.next_due(now)) - now):
                 if isinstance(key.fileobj, int):
@@ -161,20 +161,20 @@ class Rendezvous:
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self.dialing:
                     self.read(key.fileobj)
         self.selector.close()
-        return self.found
+        return self.connected
 
     def next_due(self, now: float) -> float:
         """The time at which a peer is to be dialed again, or will have been silent for too long; `CommTimeout` if one has."""
-        due = min((when for when, _, _ in self.again), default=float("inf"))
+        due = min((when for when, _, _ in self.redials), default=float("inf"))
         for dialing in self.dialing.values():
             if not dialing.handshake.challenged:
-                if dialing.since_s + CHALLENGE_S <= now:
+                if dialing.started_s + CHALLENGE_S <= now:
                     raise CommTimeout(
                         f"rank {dialing.rank} at {self.addresses[dialing.rank]} has not answered the greeting of rank "
                         f"{self.me.rank} within {CHALLENGE_S:.3g} s",
                         cure="its process is stopped, or another program has its port; form the next generation without it",
                     )
-                due = min(due, dialing.since_s + CHALLENGE_S)
+                due = min(due, dialing.started_s + CHALLENGE_S)
         return due
 
     def woken(self) -> None:
@@ -216,7 +216,7 @@ class Rendezvous:
         dialing = self.dialing[sock]
         handshake = dialing.handshake
         try:
-            data = sock.recv(handshake.wanted)
+            data = sock.recv(handshake.wanted_bytes)
             reply = handshake.feed(data) if data else b""
             if reply and sock.send(reply) < len(reply):
                 data = b""  # treated as a connection that was closed
@@ -241,7 +241,7 @@ class Rendezvous:
         if handshake.answer is not None:
             self.selector.unregister(sock)
             del self.dialing[sock]
-            self.found[dialing.rank] = sock
+            self.connected[dialing.rank] = sock
 
     def closed(self, sock: socket.socket) -> None:
         """Dial a peer again later that closed its connection. Raises `CommError` after `MAX_DIALS` attempts.
@@ -250,13 +250,13 @@ class Rendezvous:
         """
         dialing = self.dialing.pop(sock)
         sock.close()
-        if dialing.times >= MAX_DIALS:
+        if dialing.attempt >= MAX_DIALS:
             raise CommError(
                 f"rank {dialing.rank} closed the connection while rank {self.me.rank} was connecting, {MAX_DIALS} times",
                 cure="form the next generation without it",
             )
-        pause_s = min(MAX_REDIAL_S, REDIAL_S * 2 ** (dialing.times - 1))
-        self.again.append((time.monotonic() + pause_s, dialing.rank, dialing.times))
+        pause_s = min(MAX_REDIAL_S, REDIAL_S * 2 ** (dialing.attempt - 1))
+        self.redials.append((time.monotonic() + pause_s, dialing.rank, dialing.attempt))
 
     def judge_arrivals(self) -> None:
         """Welcome or refuse peers that have proven that they belong to the run, of this generation or an older one."""
@@ -269,7 +269,11 @@ class Rendezvous:
         refusal = ""
         if claim.generation < me.generation:
             refusal = f"generation {claim.generation} is over, this is {me.generation}"
-        elif (claim.size, claim.to) != (me.size, me.rank) or not me.rank < claim.rank < me.size or claim.rank in self.found:
+        elif (
+            (claim.size, claim.dialed_rank) != (me.size, me.rank)
+            or not me.rank < claim.rank < me.size
+            or claim.rank in self.connected
+        ):
             refusal = f"rank {claim.rank} of {claim.size} is not expected by rank {me.rank} of {me.size}"
         try:
             tune_socket(sock)
@@ -279,12 +283,12 @@ class Rendezvous:
         if refusal:
             sock.close()
         else:
-            self.found[claim.rank] = sock
+            self.connected[claim.rank] = sock
 
     def drop(self) -> None:
         """Close all connections: connecting has failed."""
         self.selector.close()
-        for sock in (*self.found.values(), *self.dialing):
+        for sock in (*self.connected.values(), *self.dialing):
             sock.close()
 
 

@@ -3,7 +3,7 @@
 A send goes straight into the socket from the calling thread; bytes that do not fit are left to the I/O thread. A thread that
 waits for an operation takes over the sockets of the operation's peers and reads from them itself, so that a message needs no
 hand-over between threads. The I/O thread serves all other sockets: it receives while the owner computes, and carries
-collectives from phase to phase. Each connection has one reader and one writer at a time (`reading`, `writing`); no thread
+collectives from phase to phase. Each connection has one reader and one writer at a time (`read_lock`, `write_lock`); no thread
 blocks while it holds either.
 """
 
@@ -48,14 +48,14 @@ class OutgoingMessage:
 class EarlyMessage:
     """A message that came before its receive was posted."""
 
-    __slots__ = ("complete", "message", "tensor")
+    __slots__ = ("complete", "receive", "tensor")
 
     def __init__(self, tensor: Tensor, complete: bool = False) -> None:
         self.tensor = tensor
         """Where it is received."""
         self.complete = complete
         """Whether all of it has arrived."""
-        self.message: PostedMessage | None = None
+        self.receive: PostedMessage | None = None
         """Its receive, if that was posted before all of it had arrived."""
 
 
@@ -63,60 +63,63 @@ class PeerConnection:
     """One peer's socket and what is half-way through it."""
 
     __slots__ = (
-        "body",
+        "bytes_to_skip",
         "fd",
-        "filled",
-        "into",
-        "lost",
+        "lost_reason",
         "mask",
-        "masking",
+        "mask_lock",
+        "payload",
+        "payload_received",
         "queue",
         "rank",
-        "reading",
-        "skipping",
+        "read_by_waiter",
+        "read_lock",
+        "receiving",
         "socket",
-        "staged",
+        "socket_full",
+        "staged_bytes",
         "staging",
-        "taken",
-        "unsent",
-        "writing",
+        "write_lock",
     )
 
     def __init__(self, rank: int, sock: socket.socket) -> None:
         self.rank = rank
         self.socket = sock
         self.fd = sock.fileno()
-        self.lost: str | None = None
+        self.lost_reason: str | None = None
         """Why the peer is lost, once it is."""
-        self.reading = threading.Lock()
+        self.read_lock = threading.Lock()
         """Held by the thread that reads; guards the attributes up to `skipping`."""
         self.staging = memoryview(bytearray(STAGING_BYTES))
         """Headers and small messages are read into it."""
-        self.staged = 0
+        self.staged_bytes = 0
         """Bytes in `staging` that are not parsed."""
-        self.into: PostedMessage | EarlyMessage | None = None
+        self.receiving: PostedMessage | EarlyMessage | None = None
         """The message that is being received."""
-        self.body: memoryview | None = None
+        self.payload: memoryview | None = None
         """The memory of its tensor, if it did not come whole with its header."""
-        self.filled = 0
-        """Bytes of `body` received."""
-        self.skipping = 0
+        self.payload_received = 0
+        """Bytes of `payload` received."""
+        self.bytes_to_skip = 0
         """Bytes still to come of a message that does not fit its receive."""
-        self.writing = threading.Lock()
+        self.write_lock = threading.Lock()
         """Held by the thread that sends."""
         self.queue: deque[OutgoingMessage] = deque()
-        self.unsent = False
+        self.socket_full = False
         """The socket is full: the rest of the queue waits until it is writable."""
-        self.masking = threading.Lock()
+        self.mask_lock = threading.Lock()
         """Guards `mask` and `lost`."""
-        self.taken = False
+        self.read_by_waiter = False
         """A waiting thread reads this socket itself."""
         self.mask = select.EPOLLIN
         """What the I/O thread is woken for."""
 
 
 class TcpTransport(MessageBasedTransport):
-    """One rank's end of a TCP mesh. `close` it: the I/O thread keeps it alive."""
+    """One rank's connections to all other ranks of a generation over TCP or Unix sockets.
+
+    The I/O thread keeps it alive until `close`.
+    """
 
     def __init__(self, rank: int, size: int, generation: int, sockets: dict[int, socket.socket]) -> None:
         super().__init__(rank, size, generation)
@@ -152,8 +155,8 @@ class TcpTransport(MessageBasedTransport):
         self._thread = threading.Thread(target=self._serve, name=f"raypar-io-{generation}.{rank}", daemon=True)
         self._thread.start()
 
-    def near(self, rank: int) -> bool:
-        """See `Transport.near`: who came through a Unix socket."""
+    def can_share_memory(self, rank: int) -> bool:
+        """See `Transport.can_share_memory`: true for peers that are connected through a Unix socket."""
         return rank == self.rank or self._connections[rank].socket.family == socket.AF_UNIX
 
     # -- sending
@@ -169,13 +172,13 @@ class TcpTransport(MessageBasedTransport):
         header = pack_header(tensor, self.generation, message.channel, message.tag)
         nbytes = tensor.nbytes
         outgoing = OutgoingMessage(message, [header, tensor_memory(tensor, nbytes)] if nbytes else [header])
-        if self._aborted is None and connection.lost is None:
+        if self._aborted is None and connection.lost_reason is None:
             connection.queue.append(outgoing)
             self._flush(connection)
-        if self._aborted is not None or connection.lost is not None:
+        if self._aborted is not None or connection.lost_reason is not None:
             # Also if the peer got lost right after queueing: the thread that saw it may have emptied the queue before. Under
             # the lock, because the peer may have taken the message and left while its sender waits for the interpreter.
-            with connection.writing:
+            with connection.write_lock:
                 unsent = bool(outgoing.buffers)
             if unsent:
                 message.fail(self._gone(connection, message))
@@ -194,7 +197,7 @@ class TcpTransport(MessageBasedTransport):
     def _flush(self, connection: PeerConnection) -> None:
         """Send queued messages until the socket is full. Any thread; one at a time."""
         queue = connection.queue
-        while queue and not connection.unsent and connection.writing.acquire(False):
+        while queue and not connection.socket_full and connection.write_lock.acquire(False):
             sent: list[PostedMessage] = []
             reason = None
             try:
@@ -212,12 +215,12 @@ class TcpTransport(MessageBasedTransport):
                     outgoing.buffers = []
                     sent.append(outgoing.message)
             except BlockingIOError:
-                connection.unsent = True
+                connection.socket_full = True
                 self._watch(connection)
             except OSError as error:
                 reason = error.strerror or str(error)
             finally:
-                connection.writing.release()
+                connection.write_lock.release()
             for message in sent:
                 message.complete()
             if reason is not None:
@@ -225,10 +228,10 @@ class TcpTransport(MessageBasedTransport):
 
     def _watch(self, connection: PeerConnection) -> None:
         """Set what the I/O thread is woken for on this connection."""
-        with connection.masking:
-            if connection.lost is not None or self._closed:
+        with connection.mask_lock:
+            if connection.lost_reason is not None or self._closed:
                 return
-            mask = (0 if connection.taken else select.EPOLLIN) | (select.EPOLLOUT if connection.unsent else 0)
+            mask = (0 if connection.read_by_waiter else select.EPOLLIN) | (select.EPOLLOUT if connection.socket_full else 0)
             if mask != connection.mask:
                 connection.mask = mask
                 with contextlib.suppress(OSError):
@@ -244,12 +247,12 @@ class TcpTransport(MessageBasedTransport):
             if arrival is None:
                 self._posted.setdefault(key, deque()).append(message)
             elif not arrival.complete:
-                arrival.message = message
-        if arrival is not None and arrival.complete and arrival.message is None:
+                arrival.receive = message
+        if arrival is not None and arrival.complete and arrival.receive is None:
             self._hand_over(message, arrival.tensor)
         elif message.peer != self.rank:
             connection = self._connections[message.peer]
-            if self._aborted is not None or connection.lost is not None:
+            if self._aborted is not None or connection.lost_reason is not None:
                 message.fail(self._gone(connection, message))
 
     def _hand_over(self, message: PostedMessage, tensor: Tensor) -> None:
@@ -284,25 +287,27 @@ class TcpTransport(MessageBasedTransport):
 
     def _drain(self, connection: PeerConnection, until: PhasedOperation | None = None) -> None:
         """Read all that has arrived (or until the operation `until` is settled). Any thread; one at a time."""
-        with connection.reading:
+        with connection.read_lock:
             reason = None
             try:
-                while connection.lost is None and (until is None or not until.settled):
-                    body = connection.body
+                while connection.lost_reason is None and (until is None or not until.settled):
+                    body = connection.payload
                     if body is not None:
-                        count = connection.socket.recv_into(body[connection.filled :] if connection.filled else body)
-                        connection.filled += count
-                        if connection.filled == len(body):
+                        count = connection.socket.recv_into(
+                            body[connection.payload_received :] if connection.payload_received else body
+                        )
+                        connection.payload_received += count
+                        if connection.payload_received == len(body):
                             self._body_done(connection)
-                    elif connection.skipping:
-                        count = connection.socket.recv_into(connection.staging[: connection.skipping])
-                        connection.skipping -= count
+                    elif connection.bytes_to_skip:
+                        count = connection.socket.recv_into(connection.staging[: connection.bytes_to_skip])
+                        connection.bytes_to_skip -= count
                     else:
-                        room = STAGING_BYTES - connection.staged
-                        count = connection.socket.recv_into(connection.staging[connection.staged :])
-                        connection.staged += count
+                        room = STAGING_BYTES - connection.staged_bytes
+                        count = connection.socket.recv_into(connection.staging[connection.staged_bytes :])
+                        connection.staged_bytes += count
                         self._parse(connection)
-                        if 0 < count < room and connection.body is None:
+                        if 0 < count < room and connection.payload is None:
                             return  # a short read: there was no more
                     if count == 0:
                         reason = "it closed the connection"
@@ -318,7 +323,7 @@ class TcpTransport(MessageBasedTransport):
 
     def _parse(self, connection: PeerConnection) -> None:
         """Take whole messages, and the beginning of the last one, out of the staging buffer."""
-        staging, at, end = connection.staging, 0, connection.staged
+        staging, at, end = connection.staging, 0, connection.staged_bytes
         while at < end:
             found = unpack_header(staging[at:end])
             if found is None:
@@ -329,20 +334,20 @@ class TcpTransport(MessageBasedTransport):
             have = min(header.nbytes, end - at)
             if tensor is None:
                 at += have
-                connection.skipping = header.nbytes - have
+                connection.bytes_to_skip = header.nbytes - have
                 continue
             if header.nbytes:
                 body = tensor_memory(tensor, header.nbytes)
                 body[:have] = staging[at : at + have]
                 at += have
             if have < header.nbytes:
-                connection.body = body
-                connection.filled = have
+                connection.payload = body
+                connection.payload_received = have
             else:
                 self._body_done(connection)
         if at < end and at:
             staging[: end - at] = bytes(staging[at:end])
-        connection.staged = end - at
+        connection.staged_bytes = end - at
 
     def _begin(self, connection: PeerConnection, header: MessageHeader) -> Tensor | None:
         """Find the receive of a header that has come, or keep the message as an early one. Returns where the body goes.
@@ -360,11 +365,11 @@ class TcpTransport(MessageBasedTransport):
             if message is None:
                 arrival = EarlyMessage(self._room_for(header))
                 self._arrived.setdefault(key, deque()).append(arrival)
-                connection.into = arrival
+                connection.receiving = arrival
                 return arrival.tensor
         if not self._fits(message, header.dtype, header.shape):
             return None
-        connection.into = message  # the receive fails with the connection if there is no room
+        connection.receiving = message  # the receive fails with the connection if there is no room
         if message.tensor is None:
             message.tensor = self._room_for(header)
         return message.tensor
@@ -380,14 +385,14 @@ class TcpTransport(MessageBasedTransport):
             ) from error
 
     def _body_done(self, connection: PeerConnection) -> None:
-        into, connection.into, connection.body, connection.filled = connection.into, None, None, 0
+        into, connection.receiving, connection.payload, connection.payload_received = connection.receiving, None, None, 0
         if isinstance(into, PostedMessage):
             self._received(into)
             return
         assert into is not None
         with self._match:
             into.complete = True
-            message = into.message
+            message = into.receive
         if message is not None:
             self._hand_over(message, into.tensor)
 
@@ -400,19 +405,19 @@ class TcpTransport(MessageBasedTransport):
             return self._wait_beside(operation, deadline)
         self._waiter_thread = threading.get_ident()
         self._waited = operation
-        mine = [c for r in operation.peers if (c := self._connections.get(r)) is not None and c.lost is None]
+        mine = [c for r in operation.peers if (c := self._connections.get(r)) is not None and c.lost_reason is None]
         try:
             poller = select.poll()
             poller.register(self._wake, select.POLLIN)
             for connection in mine:
-                connection.taken = True
+                connection.read_by_waiter = True
                 self._watch(connection)
                 poller.register(connection.fd, select.POLLIN)
             readable = mine
             while True:
                 for connection in readable:
                     self._drain(connection, operation)
-                    if connection.lost is not None:
+                    if connection.lost_reason is not None:
                         poller.unregister(connection.fd)
                 if operation.settled:
                     return True
@@ -428,7 +433,7 @@ class TcpTransport(MessageBasedTransport):
         finally:
             self._waited = None
             for connection in mine:
-                connection.taken = False
+                connection.read_by_waiter = False
                 self._watch(connection)
             self._waiter.release()
 
@@ -442,8 +447,8 @@ class TcpTransport(MessageBasedTransport):
             finally:
                 self._others_waiting -= 1
 
-    def settled(self, operation: PhasedOperation) -> None:
-        """See `MessageBasedTransport.settled`."""
+    def notify_settled(self, operation: PhasedOperation) -> None:
+        """See `MessageBasedTransport.notify_settled`."""
         if self._waited is operation and self._waiter_thread != threading.get_ident() and not self._closed:
             os.eventfd_write(self._wake, 1)
         if self._others_waiting:
@@ -464,8 +469,8 @@ class TcpTransport(MessageBasedTransport):
                 if fd == self._stop:
                     return
                 connection = self._by_fd[fd]
-                if event & select.EPOLLOUT and connection.unsent:
-                    connection.unsent = False
+                if event & select.EPOLLOUT and connection.socket_full:
+                    connection.socket_full = False
                     self._flush(connection)
                     self._watch(connection)
                 if event & ~select.EPOLLOUT:
@@ -477,27 +482,27 @@ class TcpTransport(MessageBasedTransport):
         if self._aborted is not None:
             return GroupAborted(self._aborted, cure="this generation is over; connect the next one")
         return CommError(
-            f"{message.operation.describe()}: lost rank {connection.rank}: {connection.lost}",
+            f"{message.operation.describe()}: lost rank {connection.rank}: {connection.lost_reason}",
             cure="abort this group; the ranks that are left form the next generation",
         )
 
     def _lose(self, connection: PeerConnection, reason: str) -> None:
         """Fail all that is pending with a lost peer; messages of others are not touched."""
-        with connection.masking:
-            if connection.lost is not None:
+        with connection.mask_lock:
+            if connection.lost_reason is not None:
                 return
-            connection.lost = reason
+            connection.lost_reason = reason
             if not self._closed:
                 with contextlib.suppress(OSError, ValueError):
                     self._epoll.unregister(connection.fd)
-        with connection.writing:  # see `post_send`
+        with connection.write_lock:  # see `post_send`
             pending = [outgoing.message for outgoing in connection.queue]
             connection.queue.clear()
-        into = connection.into
+        into = connection.receiving
         if isinstance(into, PostedMessage):
             pending.append(into)
-        elif into is not None and into.message is not None:
-            pending.append(into.message)
+        elif into is not None and into.receive is not None:
+            pending.append(into.receive)
         with self._match:
             for key in [k for k in self._posted if k[0] == connection.rank]:
                 pending += self._posted.pop(key)

@@ -77,7 +77,7 @@ class KeepsGradientMemory(Protocol):
 
     weight: Tensor
 
-    def keep_gradient(self) -> None:
+    def keep_gradient_memory(self) -> None:
         """The gradient of the last step is no longer needed."""
 
 
@@ -107,10 +107,10 @@ class GradientReusePolicy:
             self._worth = _SMALL * self._activations <= gradients
         if self._worth:
             for linear in self._linears:
-                linear.keep_gradient()
+                linear.keep_gradient_memory()
         self._back = False
 
-    def forward(self) -> None:
+    def before_forward(self) -> None:
         """Call before a microbatch goes forward."""
         if self._worth is not None:
             return
@@ -119,7 +119,7 @@ class GradientReusePolicy:
         elif self._before is None:
             self._before = _allocated()
 
-    def backward(self) -> None:
+    def before_backward(self) -> None:
         """Call before a microbatch goes backward."""
         if self._worth is None and not self._back:
             self._back = True

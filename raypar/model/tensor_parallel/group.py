@@ -27,7 +27,7 @@ class ShardGroup:
         ranks: Sequence[int],
         *,
         channel: int = 0,
-        sequence: bool = False,
+        sequence_parallel: bool = False,
         timeout_s: float | None = None,
     ) -> None:
         self.transport = transport
@@ -37,20 +37,20 @@ class ShardGroup:
         """The number of this shard."""
         self.channel = channel
         """Sets the collectives of this group apart from all others."""
-        self.sequence = sequence and self.size > 1
+        self.sequence_parallel = sequence_parallel and self.size > 1
         """Whether values between the layers of the stage are cut along dim 1 (sequence parallelism)."""
         self.timeout_s = timeout_s
-        self.partial: dict[int, nn.Parameter] = {}
+        self.partially_used_parameters: dict[int, nn.Parameter] = {}
         """Id -> parameter that every shard holds whole but computes with a part of a value only.
 
         What a backward pass adds to its gradient is a part of a sum over shards (`sum_partial_gradients`). All of
         them are known after the step's last forward pass. One layer must not compute with such a parameter on parts and on
         whole values: its gradient would be of both kinds."""
-        self.shared: Any = None
+        self.shared_input: Any = None
         """(`linear.SharedInput`, the tensor they read) of the value that column layers of the running layer read last."""
-        self.recording = False
+        self.grad_enabled = False
         """Whether the running layer was called with gradients."""
-        self.output: LocalPartLayout | None = None
+        self.output_layout: LocalPartLayout | None = None
         """How the last forward pass left the model's output cut; None: it is whole."""
         self.waited_ns = 0
         """Time that layers have waited for other shards since somebody set it to 0."""

@@ -15,8 +15,8 @@ from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.errors import CommError, RayparError
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype
-from raypar.model.tensor_parallel.build import build_shard_modules, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.materialise_shard import build_shard_modules, sharded_loss
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
 from raypar.plan.shard_ranges import count_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -42,7 +42,7 @@ def check_by_shape(
         tuple((len(cut.held[t]), count_indices(cut.held[t])) for cut in layout.cuts.values()): t for t in range(layout.shards)
     }
     for shard in sorted({0, layout.shards - 1, *kinds.values()}):
-        group = ShardGroup(_NoTransport(shard, layout.shards), range(layout.shards), sequence=sequence)
+        group = ShardGroup(_NoTransport(shard, layout.shards), range(layout.shards), sequence_parallel=sequence)
         values = {name: tensor.to("meta") for name, tensor in batch.items()}
         with torch.enable_grad(), torch.device("meta"):
             modules = build_shard_modules(
@@ -107,7 +107,7 @@ class _NoTransport:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.generation, self.ledger = rank, size, 0, CommunicationLedger()
 
-    def near(self, rank: int) -> bool:
+    def can_share_memory(self, rank: int) -> bool:
         return True
 
     def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> _Done:

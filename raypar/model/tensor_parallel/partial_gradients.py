@@ -1,9 +1,9 @@
 """Sums over shards of gradients that each shard has a part of, made once a step.
 
-There are two kinds. A parameter that all shards hold whole may have been used on parts of values (`ShardGroup.partial`: norms
-under sequence parallelism, norms of single heads). And several shards may hold the same indices of a parameter that is cut (a
-key head that serves query heads of more than one shard). The parameters are equal on all shards that hold them, before and
-after.
+There are two kinds. A parameter that all shards hold whole may have been used on parts of values: norms under sequence
+parallelism, norms of single heads (`ShardGroup.partially_used_parameters`). And several shards may hold the same indices of a
+parameter that is cut: a key head that serves query heads of more than one shard. The parameters are equal on all shards that
+hold them, before and after.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def sum_partial_gradients(
 ) -> Routine[None]:
     """Sum over the shards, in place, the gradients `name -> tensor` (names in the same order on every shard).
 
-    `partial`: names of parameters that are in `group.partial` on some replica. Costs one all-reduce of the summed elements for
-    each dtype. A gradient that is undefined on one shard is undefined on all.
+    `partial`: names of parameters that are in `group.partially_used_parameters` on some replica. Costs one all-reduce of the
+    summed elements for each dtype. A gradient that is undefined on one shard is undefined on all.
     """
     if group.size == 1:
         return
