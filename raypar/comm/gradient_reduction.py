@@ -41,7 +41,7 @@ BUCKET_BYTES = 2 << 20
 """Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""
 
 _MARKED = 1 << 16
-"""Added to the count of a parameter for each replica that notes it; larger than any number of replicas."""
+"""Added to the count of a parameter for each replica that marks it; larger than any number of replicas."""
 
 
 class GradientReduction(ABC):
@@ -58,7 +58,7 @@ class GradientReduction(ABC):
         *,
         group: Sequence[int],
         runs: Sequence[range],
-        blocks: int,
+        block_count: int,
         parameters: Sequence[Parameter],
         bucket_bytes: int = BUCKET_BYTES,
         channel: int = 0,
@@ -68,28 +68,28 @@ class GradientReduction(ABC):
             raise CommError(f"{len(runs)} runs of blocks for {len(group)} replicas", cure="give one run per replica")
         self.transport = transport
         self.group = tuple(group)
-        self.block_count = blocks
+        self.block_count = block_count
         self.parameters = tuple(parameters)
         self.channel = channel
         self.own_index = self.group.index(transport.rank)
         """This rank's index in the group."""
-        self.subtrees_by_replica = [covering_nodes(run, blocks) for run in runs]
+        self.subtrees_by_replica = [covering_nodes(run, block_count) for run in runs]
         """Subtrees of each replica, left to right."""
         self.replicas = ReplicaGroup(
-            transport, self.group, self.own_index, channel, blocks, tuple(map(tuple, self.subtrees_by_replica)), device
+            transport, self.group, self.own_index, channel, block_count, tuple(map(tuple, self.subtrees_by_replica)), device
         )
         self._rows: list[SubtreeSums | None] = [None] * len(self.parameters)
         """By parameter: its subtree sums, once they are ready in this step."""
         self._totals: list[Tensor | None] = [None] * len(self.parameters)
         """By parameter: its total, where there is one replica only."""
         self._counts = torch.zeros(len(self.parameters), dtype=torch.int32)
-        """By parameter: replicas with a gradient, plus `_MARKED` for each that notes it; summed over the replicas."""
+        """By parameter: replicas with a gradient, plus `_MARKED` for each that marks it; summed over the replicas."""
         self._counted: Handle | None = None
         """The all-reduce of the counts, once it is posted in this step."""
         self.parameters_to_mark: Callable[[], Collection[int]] = tuple
-        """Parameters that this replica marks for all others; asked in every step when all gradients are ready."""
+        """Returns the indices of parameters that this replica marks for all; called once a step, after all submissions."""
         self.marked_parameters: frozenset[int] = frozenset()
-        """After `finish`: parameters that any replica has noted in this step."""
+        """After `finish`: indices of parameters that any replica has marked in this step."""
         self._unready = 0
         """Parameters that are not ready in this step."""
         self._next_first = self._next_second = 0

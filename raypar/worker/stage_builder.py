@@ -338,7 +338,7 @@ class StageBuilder:
                 self.transport,
                 group=plan.replica_ranks(index, shard),
                 runs=[self.routing.run(index, r) for r in range(plan.stages[index].replicas)],
-                blocks=self.spec.cut.blocks,
+                block_count=self.spec.cut.blocks,
                 parameters=[(use.shape, use.dtype) for use in stage.uses],
                 channel=index,
                 device=self.device,

@@ -54,7 +54,7 @@ def replica(transport, kind, runs, gradients, steps=2, bucket_bytes=1500):
     blocks = len(gradients)
     dtype = gradients[0][0].dtype
     group = range(len(runs))
-    made = kind(transport, group=group, runs=runs, blocks=blocks, parameters=parameters(dtype), bucket_bytes=bucket_bytes)
+    made = kind(transport, group=group, runs=runs, block_count=blocks, parameters=parameters(dtype), bucket_bytes=bucket_bytes)
     run = runs[transport.rank]
     results = []
     for step in range(steps):
@@ -100,7 +100,7 @@ def test_what_one_replica_notes_of_a_parameter_all_know_also_those_without_block
     gradients = block_gradients(blocks)
 
     def routine(transport):
-        made = kind(transport, group=range(replicas), runs=runs, blocks=blocks, parameters=parameters())
+        made = kind(transport, group=range(replicas), runs=runs, block_count=blocks, parameters=parameters())
         busy, told = bool(runs[transport.rank]), []
         for notes in ((UNUSED, 1), (), (transport.rank, 7)):
             made.parameters_to_mark = lambda notes=notes: notes if busy else ()
@@ -225,7 +225,7 @@ def test_two_stages_of_one_group_do_not_mix_though_their_buckets_are_posted_in_d
                 t,
                 group=[0, 1],
                 runs=runs,
-                blocks=2,
+                block_count=2,
                 parameters=[(torch.Size((64,)), torch.float32)] * 3,
                 bucket_bytes=64,
                 channel=chunk,

@@ -151,7 +151,7 @@ class Kept:
         self.weight = nn.Parameter(torch.zeros(250))
         self.steps = 0
 
-    def keep_gradient(self):
+    def keep_gradient_memory(self):
         self.steps += 1
 
 
