@@ -1,4 +1,4 @@
-"""Collectives made of messages, in rank order: what the local and the TCP transport share.
+"""Collectives made of messages: the base of the local and the TCP transport.
 
 Sums are always ((p0 + p1) + p2) + ... by position in the group, whatever arrives first, so that their bits depend on the
 group's size alone.
@@ -56,7 +56,7 @@ def _channel(operation: str, group: tuple[int, ...], channel: int) -> int:
 
 
 class MessageBasedTransport(ABC):
-    """All of `Transport` but how a message travels (`post_send`, `post_recv`) and how a thread waits."""
+    """Base of transports that move messages: implements collectives; subclasses send, receive and wait."""
 
     host_only = True
     """Tensors must be in host memory."""
@@ -91,7 +91,7 @@ class MessageBasedTransport(ABC):
 
     @abstractmethod
     def notify_settled(self, operation: PhasedOperation) -> None:
-        """`operation` has just finished or failed, in any thread: wake the threads that wait for it."""
+        """Wake the threads that wait for `operation`, which has just finished or failed in any thread."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The communication ledger: bytes and messages a rank has sent and received, by kind of operation."""
+"""The communication ledger: counts the bytes and messages that a rank sends and receives, by operation."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class DelayedHandle:
 
 
 class FaultyTransport:
-    """See `Transport`: `inner`, with the faults of `script` that are for its rank."""
+    """A transport that passes calls on to `inner`, and injects the faults of `script` for its rank."""
 
     def __init__(self, inner: Transport, script: Sequence[Fault]) -> None:
         self.inner = inner
@@ -112,7 +112,7 @@ class FaultyTransport:
         self.generation = inner.generation
         self.ledger = inner.ledger
         self.injected_faults: list[Fault] = []
-        """Faults so far."""
+        """The faults that have been injected so far, in order."""
         self._script = [f for f in script if f.rank == inner.rank]
         self._step: int | None = None
         """The step of the calls that follow (`at_step`)."""
@@ -122,7 +122,7 @@ class FaultyTransport:
         self._timers: list[threading.Timer] = []
 
     def at_step(self, step: int) -> None:
-        """The calls from here on belong to `step`; their numbers start at 0."""
+        """Begin `step`: the calls that follow belong to it, and `Fault.call_index` counts them from 0."""
         self._step = step
         self._calls = Counter({key: n for key, n in self._calls.items() if key[0] is None})
 

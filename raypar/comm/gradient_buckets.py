@@ -16,19 +16,19 @@ from raypar.comm.transport import Handle, Transport
 from raypar.plan.addition_tree import TreeNode, fold_tree, tree_children
 
 SubtreeSums = Mapping[TreeNode, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
-"""node -> parameter -> sum of the node's blocks, None where no gradient was defined"""
+"""Node of the addition tree -> parameter index -> sum of its gradients over the node's blocks; None: no gradient."""
 Parameter = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Places of the parameters of one bucket in a flat buffer; each starts at a 64-byte boundary."""
+    """Which parameters one bucket has, and where each stands in its flat buffer; each starts at a 64-byte boundary."""
 
     dtype: torch.dtype
     indices: tuple[int, ...]
-    """The parameters."""
+    """Indices of the parameters."""
     offsets: tuple[int, ...]
-    """Their first elements in the buffer."""
+    """First element of each parameter in the buffer."""
     shapes: tuple[torch.Size, ...]
     length: int
     """Elements of the buffer."""
@@ -72,17 +72,17 @@ class ReplicaGroup:
 
     transport: Transport
     ranks: tuple[int, ...]
-    """Their ranks, ascending."""
+    """Ranks of the replicas, ascending."""
     own_index: int
     """This rank's index in the group."""
     channel: int
     """See `GradientReduction`."""
     block_count: int
-    """Blocks of a step."""
+    """Number of blocks of a step."""
     subtrees_by_replica: tuple[tuple[TreeNode, ...], ...]
     """Complete subtrees of each replica's run of the blocks, left to right."""
     device: torch.device = CPU
-    """Of the gradients."""
+    """Device of the gradients."""
 
     def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
         """A buffer [length] on the device."""
@@ -142,7 +142,7 @@ def _put(place: Tensor, terms: Sequence[Tensor]) -> None:
 
 
 class CanonicalBucket(GradientBucket):
-    """Every replica owns a slice: it receives all subtree sums of the slice, adds them, and sends the total to all.
+    """Bucket of which every replica owns a slice: the owner receives all subtree sums of it, adds them, sends the total to all.
 
     With K subtrees here, L_o elements in owner o's slice, S in this rank's, `length` N: `pieces[o]` [K L_o] goes to owner o,
     subtree after subtree; `parts[r]` [K_r S] comes from replica r. Together K N elements are sent and sum(K_r) S received.
@@ -249,7 +249,7 @@ def _fill(views: Sequence[Tensor], layout: BucketLayout, rows: Sequence[SubtreeS
 
 
 class FastBucket(GradientBucket):
-    """One buffer [length], reduced in place."""
+    """Bucket of the fast reduction: one buffer [length], all-reduced in place."""
 
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
         super().__init__(layout, replicas.zeros(layout.length, layout.dtype))
@@ -270,7 +270,10 @@ class FastBucket(GradientBucket):
 
 
 class PairBucket(FastBucket):
-    """Two replicas with one subtree each swap whole sums, and both add. The same bytes and bits, one phase less."""
+    """Bucket of two replicas with one subtree each: they swap whole sums, and both add.
+
+    Sends as many bytes as `CanonicalBucket` and gives the same bits, with one phase less.
+    """
 
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
         super().__init__(replicas, layout)
@@ -288,7 +291,7 @@ class PairBucket(FastBucket):
 
 
 class CombinedMessage:
-    """One message for several buckets, posted when the last of them is filled; the `Handle` of each of them.
+    """One message for several buckets, posted when the last of them is filled; also the `Handle` of each bucket.
 
     The buckets' bytes lie in shared memory: a message for each would only interrupt the other processor's work.
     """
@@ -303,7 +306,7 @@ class CombinedMessage:
         """The message, once it is posted in this step."""
 
     def add_filled_bucket(self) -> Handle:
-        """Count a filled bucket, and return its handle. Every step fills the same number of them."""
+        """Count a filled bucket; returns the bucket's handle. Every step fills the same number of them."""
         if self._left == 0:
             self._left, self._posted = self._buckets, None
         self._left -= 1
@@ -335,7 +338,7 @@ class CombinedMessage:
 
 
 class SharedMemoryPairBucket(GradientBucket):
-    """As `PairBucket`, on one machine: each replica adds what it reads in the other's memory; a message says that it is there.
+    """Bucket of two replicas on one machine: each reads the other's sums in shared memory; a message says that they are ready.
 
     `sums[r][t]` [length]: memory of replica r that both see, in turn t; turns alternate, step by step. The total of turn t is
     written to this replica's memory of the other turn, which the other replica no longer reads: its message for step n proves

@@ -45,7 +45,7 @@ _MARKED = 1 << 16
 
 
 class GradientReduction(ABC):
-    """What `CanonicalReduction` and `FastReduction` share: buckets posted in one fixed order as their gradients become ready.
+    """Base of the reductions: buckets, posted in one fixed order as their gradients become ready.
 
     `group`: ranks of the stage's replicas, ascending; `runs[r]`: blocks of replica r; `parameters`: (shape, dtype) of every
     use of a parameter, in layer order; `channel`: one that no other reduction of the group uses (the stage's number);
@@ -124,10 +124,11 @@ class GradientReduction(ABC):
             self.submit_gradients(range(len(self.parameters) - 1, -1, -1), {})
 
     def submit_gradients(self, indices: Sequence[int], rows: SubtreeSums) -> None:
-        """Take the final subtree sums of some parameters, `rows[node][index]`; None or no row: no gradient. Once per step each.
+        """Hand over the final subtree sums of some parameters, `rows[node][index]`; None or no row: no gradient.
 
-        Instead of a node its children may be given, which are added here. The sums belong to the reduction from now on and
-        must stay unchanged until `finish` is done. Posts the first phase of every bucket that is complete.
+        Each parameter is handed over once per step. Instead of a node its children may be given, which are added here. The sums
+        belong to the reduction from now on and must stay unchanged until `finish` is done. Posts the first phase of every
+        complete bucket.
         """
         known, alone = self._rows, len(self.group) == 1
         for index in indices:
@@ -217,7 +218,7 @@ class GradientReduction(ABC):
         return results
 
     def _negotiate_buckets(self) -> Routine[list[GradientBucket] | None]:
-        """Agree with the other replicas, at the end of the first step, on other buckets for the next ones; None: the same."""
+        """The buckets of all later steps, agreed with the other replicas after the first step; None: the same as now."""
         return None
         yield
 
@@ -230,7 +231,7 @@ class GradientReduction(ABC):
 
 
 class CanonicalReduction(GradientReduction):
-    """Has the bits of one process for every number of replicas. See the module."""
+    """Reduction with the bits of one process, whatever the number of replicas (see the module's docstring)."""
 
     def _bucket(self, layout: BucketLayout) -> GradientBucket:
         if [len(nodes) for nodes in self.subtrees_by_replica] == [1, 1]:
@@ -240,9 +241,9 @@ class CanonicalReduction(GradientReduction):
     def _negotiate_buckets(self) -> Routine[list[GradientBucket] | None]:
         """Buckets in shared memory, for two replicas on one machine that both find that they can read each other's."""
         pairs = all(isinstance(bucket, PairBucket) for bucket in self.buckets) and self.replicas.device == CPU
-        near = pairs and self.transport.can_share_memory(self.group[1 - self.own_index])
+        shares_memory = pairs and self.transport.can_share_memory(self.group[1 - self.own_index])
         turn_bytes = sum(_paged(bucket.result.nbytes) for bucket in self.buckets)
-        if not near or not turn_bytes:
+        if not shares_memory or not turn_bytes:
             return None
         try:
             block = SharedMemoryBlock(2 * turn_bytes)
@@ -288,7 +289,7 @@ def _paged(nbytes: int) -> int:
 
 
 class FastReduction(GradientReduction):
-    """A plain all-reduce: the bits depend on the number of replicas."""
+    """Reduction by a plain all-reduce: the bits depend on the number of replicas."""
 
     def _bucket(self, layout: BucketLayout) -> GradientBucket:
         return FastBucket(self.replicas, layout)

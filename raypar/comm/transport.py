@@ -28,7 +28,7 @@ class Handle(Protocol):
     """One pending operation, or a batch of them."""
 
     def done(self) -> bool:
-        """True once the operation has completed; never blocks; raises what the operation failed with."""
+        """Whether the operation has completed; never blocks; raises the operation's error if it has failed."""
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until done. Raises `GroupAborted`, or `CommTimeout` (naming operation, peer and tag) after `timeout_s`."""
@@ -50,7 +50,7 @@ class Handle(Protocol):
 
 @runtime_checkable
 class Transport(Protocol):
-    """One rank's end of a generation. Ranks are indices of the plan's seats. Never used again after `abort`.
+    """One rank's connection with all ranks of a generation. Ranks are indices of the plan's seats. Unusable after `abort`.
 
     A collective is called by all ranks of its `group` (ascending). Calls with the same (operation, group, channel) match in
     the order in which each rank makes them. Calls that differ in one of the three are independent and may overtake: code that
@@ -115,7 +115,7 @@ class RoutineWait:
 
 @dataclass(frozen=True, slots=True)
 class RoutineWork:
-    """Yielded by a routine just before it computes."""
+    """Yielded by a routine just before it computes, so that a scheduler can advance its clock."""
 
     label: str
     """Short text of the instruction, at which faults are injected and debuggers stop."""
@@ -137,8 +137,10 @@ def run_routine(routine: Routine[T], timeout_s: float | None = None) -> T:
 
 
 def drive_routine(routine: Routine[T], do: Callable[[RoutineWait | RoutineWork], None]) -> T:
-    """Run a routine to its end, calling `do` with all that it yields. An error of `do` is raised inside the routine, at its
-    `yield`, so that it may clean up."""
+    """Run a routine to its end, calling `do` with everything that it yields.
+
+    An error of `do` is raised inside the routine, at its `yield`, so that the routine can clean up.
+    """
     failed: Exception | None = None
     while True:
         try:

@@ -73,7 +73,7 @@ class RecordedView:
     offset: int
 
     def as_tensor(self, storage: torch.UntypedStorage) -> Tensor:
-        """This view of real memory."""
+        """The view as a tensor in `storage`, the real memory."""
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
 
 
@@ -105,7 +105,7 @@ class RecordedStorage:
     writers: list[int] = field(default_factory=list)
     """Indices of the operations that make or change it, in order."""
     real_storage: torch.UntypedStorage | None = None
-    """Its values, once it has become real; from then on nothing is recorded."""
+    """The memory with its values, once it has become real; from then on nothing is recorded."""
 
 
 class OperationRecording:
@@ -128,7 +128,7 @@ class OperationRecording:
             yield
 
     def tracks(self, value: Any) -> bool:
-        """Whether `value` is a large tensor of this recording (it may have become real: see `known`)."""
+        """Whether `value` is a large tensor of this recording (it may have become real: see `is_real`)."""
         if not isinstance(value, Tensor) or not value.is_meta:
             return False
         try:

@@ -31,10 +31,10 @@ CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
 class WholeTensorValues:
-    """Base of initial values that come out of code that makes whole tensors."""
+    """Base of `InitialValues` classes whose code makes whole tensors: they offer no slices."""
 
     def stream_slices(self, slices: Mapping[str, DimRanges], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """See `InitialValues`: none."""
+        """See `InitialValues.stream_slices`: nothing can be had in slices."""
         return iter(())
 
 

@@ -1,4 +1,4 @@
-"""Skeletons of layers: modules without values. What names and shapes they have, and how values are put into a copy.
+"""Skeletons of layers (modules without values): reads names and shapes from them, and puts values into copies.
 
 The user's model function runs once per worker (`worker.worker_assignments.make_layer_graph`). A *skeleton* is one of the
 modules it made, with parameters and buffers on the meta device. The modules of every stage of every plan are copies of its
@@ -45,7 +45,7 @@ def canonical_names(graph: Graph) -> dict[str, str]:
 
 
 def build_on_meta(layer: Layer) -> nn.Module:
-    """The layer's skeleton. Raises `ModelError` for a module that `refuse_unsupported` refuses."""
+    """A new skeleton of the layer, the caller's own. Raises `ModelError` for a module that `refuse_unsupported` refuses."""
     with torch.device("meta"):
         module = layer.build()
     refuse_unsupported(layer.name, module)
@@ -53,7 +53,7 @@ def build_on_meta(layer: Layer) -> nn.Module:
 
 
 def skeleton(layer: Layer) -> nn.Module:
-    """The layer's skeleton, to be looked at and never changed: it is made once. Raises `ModelError` as `build_on_meta` does."""
+    """The layer's skeleton, made once and shared by all callers: read only. Raises `ModelError` as `build_on_meta` does."""
     kept = vars(layer)  # beside the fields, which alone decide whether two layers are equal
     if "_skeleton" not in kept:
         if isinstance(layer.build, SkeletonCopier):

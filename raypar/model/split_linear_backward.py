@@ -1,4 +1,6 @@
-"""Zero-bubble schedules compute a Linear's weight gradient apart from its input gradient (arXiv:2401.10241, section 2).
+"""Splits the backward pass of Linear layers into input and weight gradients, for zero-bubble schedules.
+
+See arXiv:2401.10241, section 2.
 
 The calls are those of PyTorch's own backward of `F.linear`, with the same shapes and strides: kernels are chosen by these, and
 another kernel may give other bits. PyTorch's calls are in aten/src/ATen/native (`linear` in Linear.cpp, `_matmul_impl` in
@@ -83,9 +85,9 @@ def bias_gradient_operand(gradient: Tensor, rows: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DeferredWeightGradient:
-    """What the W instruction needs of one Linear call: grad [rows, out], x [rows, in].
+    """A weight gradient to be computed later, by the W instruction: of one Linear call, grad [rows, out] and x [rows, in].
 
-    `summed`: see `bias_gradient_operand`.
+    `bias_operand`: see `bias_gradient_operand`.
     """
 
     linear: LinearLike
@@ -93,7 +95,7 @@ class DeferredWeightGradient:
     x: Tensor
     bias_operand: Tensor
     compute_weight: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Computes the weight's gradient of grad and x, if not `weight_gradient`."""
+    """Computes the weight's gradient from grad and x; None: `weight_gradient` does."""
     cast_token: object = None
     """Under `torch.autocast`: equal (one object) for calls whose gradients are added before they are cast back."""
 

@@ -288,11 +288,11 @@ class NcclCommunicator:
             self._comm.allGather(mine, out, nbytes, BYTE, stream)
 
     def broadcast(self, pointer: int, nbytes: int, root: int, stream: int) -> None:
-        """The bytes of rank `root` of this communicator, in place."""
+        """Copy the bytes of rank `root` of this communicator to all ranks, in place."""
         with self._translated("a broadcast"):
             self._comm.broadcast(pointer, pointer, nbytes, BYTE, root, stream)
 
-    def check(self) -> None:
+    def raise_background_error(self) -> None:
         """Raise an error that NCCL has found in the background."""
         with self._translated("work in the background"):
             self._comm.check_async_error()

@@ -1,4 +1,4 @@
-"""One NCCL communicator with a stream of its own, for operations that its ranks post in one order.
+"""One NCCL communicator with a stream of its own: carries operations that all its ranks post in the same order.
 
 Each directed pair of ranks has a communicator for its messages, each (operation, group, channel) one for its collectives: the
 units of which the transport protocol says that they match in order. So no call waits for the order of another communicator,
@@ -25,7 +25,7 @@ class CommunicatorStream:
 
     def __init__(self, key: CommunicatorKey, me: int, communicator: NcclCommunicator, device: Device) -> None:
         self.key = key
-        """The operations that it is for."""
+        """Names the operations that the communicator carries."""
         self.name = str(key)
         self.own_index = me
         """This rank's index among the members."""
@@ -34,11 +34,11 @@ class CommunicatorStream:
         self.device = device
         self.device_stream: Stream = device.stream()
         self.lock = threading.Lock()
-        """Held by a thread that enqueues."""
+        """Held by the thread that enqueues."""
         self.operation_count = 0
         """Operations enqueued so far."""
         self._token = device.empty((self.size,), torch.int32, self.device_stream)
-        """What `warm_up_process` moves."""
+        """The tensor that `warm_up` sends around."""
 
     @property
     def others(self) -> list[int]:
@@ -49,13 +49,13 @@ class CommunicatorStream:
         """Make all connections now; NCCL would make them at first use, inside the first step."""
         self.device_stream.run(self._token.zero_)
         if self.key.operation == "message":
-            self.message(self._token[:1])
+            self.send_or_receive(self._token[:1])
             return
         token = [self._token[i : i + 1] for i in range(self.size)]
         self.exchange([token[self.own_index]] * self.size, token)
         self.communicator.all_reduce(self._token.data_ptr(), 1, self._token.dtype, self.device_stream.cuda_stream)
 
-    def message(self, tensor: Tensor) -> list[Tensor]:
+    def send_or_receive(self, tensor: Tensor) -> list[Tensor]:
         """Send the tensor (index 0 of the pair) or receive it (index 1)."""
         if not tensor.nbytes:
             return []

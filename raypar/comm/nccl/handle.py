@@ -135,9 +135,9 @@ class NcclHandle(PolledHandle):
         self.stream_name = ""
         """Name of the communicator that carries the operation."""
         self.sequence_number = 0
-        """Its place among the operations of that communicator on this rank, from 1."""
+        """Number of the operation in that communicator on this rank, from 1."""
         self.via_control_transport = False
-        """Whether it is a message in host memory, on the control transport: that alone knows whether it arrived."""
+        """Whether it is a message in host memory: only the control transport, which carries it, knows whether it arrived."""
         self._event: StreamEvent | None = None
         """Behind the operation in its stream; None until the device has it."""
         self._finished = False
@@ -180,30 +180,30 @@ class NcclHandle(PolledHandle):
 
     @property
     def in_flight(self) -> bool:
-        """The device has it, and is not done."""
+        """Whether the device has the operation and has not finished it."""
         return self._event is not None and not self._finished and not self._event.query()
 
     @property
     def released(self) -> bool:
-        """Neither the device nor the transport has anything more to do with it."""
+        """Whether neither the device nor the transport has anything more to do with the operation."""
         return self.release_if_done() or (not self.in_flight and self._error is not None)
 
     @property
     def failed(self) -> bool:
-        """It has failed."""
+        """Whether the operation has failed."""
         return self._error is not None
 
     @property
     def event(self) -> StreamEvent | None:
-        """Behind the operation in its stream, once the device has it."""
+        """The event behind the operation in its stream; None until the device has the operation."""
         return self._event
 
-    def take_sequence_number(self, stream: CommunicatorStream) -> None:
-        """Note that it is the next operation of `stream`, whose lock is held."""
+    def assign_sequence_number(self, stream: CommunicatorStream) -> None:
+        """Set the communicator's name and the next sequence number in it; the caller holds the lock of `stream`."""
         self.stream_name, self.sequence_number = stream.name, stream.operation_count + 1
 
-    def launch(self, event: StreamEvent) -> None:
-        """Note that the device has it, and is done with it at `event`."""
+    def mark_launched(self, event: StreamEvent) -> None:
+        """Note that the device has the operation, and has finished it once `event` has passed."""
         self._event = event
 
     def fail(self, error: CommError) -> None:

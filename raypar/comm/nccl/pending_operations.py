@@ -1,4 +1,4 @@
-"""Operations of one `nccl` transport that are under way: they are launched, remembered, and failed if they can never complete.
+"""The pending operations of one `nccl` transport: launches, remembers, and fails those that can never complete.
 
 The control transport notices a lost peer, whose connections are closed when its process dies; NCCL itself would wait for the
 peer forever. A rank that closes sends how many operations it has posted in each communicator; its peers then fail only
@@ -30,7 +30,7 @@ ERROR_POLL_S = 0.01
 
 
 class PendingOperations:
-    """What messages, collectives and the end of an `nccl` transport share. Thread-safe."""
+    """Base of `NcclTransport`: launches and tracks operations, and fails those that can never complete. Thread-safe."""
 
     def __init__(self, control: TcpTransport, device: Device, streams: Mapping[CommunicatorKey, CommunicatorStream]) -> None:
         self.rank = control.rank
@@ -83,15 +83,17 @@ class PendingOperations:
         start = self.device.record_event() if after_current else handle.writable_event
         if start is not None:
             stream.device_stream.wait_event(start)
-        handle.take_sequence_number(stream)
+        handle.assign_sequence_number(stream)
         stream.operation_count += 1
         try:
             handle.kept = (*handle.kept, *work())
         except CommError as error:
             self._break(error)
-            handle.launch(stream.device_stream.record_event())  # part of it may be running: its memory is kept until it ends
+            handle.mark_launched(
+                stream.device_stream.record_event()
+            )  # part of it may be running: its memory is kept until it ends
             raise
-        handle.launch(stream.device_stream.record_event())
+        handle.mark_launched(stream.device_stream.record_event())
 
     def stream_of(self, key: CommunicatorKey) -> CommunicatorStream:
         """The communicator that was made for `key`. Raises `CommError` if there is none."""
@@ -206,7 +208,7 @@ class PendingOperations:
                 continue  # it is being used, and the next poll comes soon
             try:
                 if self._aborted is None:
-                    stream.communicator.check()
+                    stream.communicator.raise_background_error()
             except CommError as error:
                 self._break(CommError(f"{stream.name}: {error.what}", error.cure))
                 return

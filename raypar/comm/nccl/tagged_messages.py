@@ -107,7 +107,7 @@ class Mailbox:
         self._posted: dict[SourceTag, deque[NcclHandle]] = {}
         self._arrived: dict[SourceTag, deque[NcclHandle]] = {}
 
-    def listen(self) -> None:
+    def receive_announcements(self) -> None:
         """Take the announcements of all other ranks, from here on."""
         for peer in range(self._owner.size):
             if peer != self._owner.rank:
@@ -124,21 +124,21 @@ class Mailbox:
         self._owner.ledger.count("send", sent=tensor.nbytes)
         if to == self._owner.rank:
             self._send_to_self(tensor, tag)
-            handle.launch(self._owner.device.record_event())
+            handle.mark_launched(self._owner.device.record_event())
             return handle
         if not self._owner.device.owns(tensor):
             frame = pack_announcement(ON_HOST, tensor, tag)
             with self._owner.hold_lock(self._announcing[to]):
                 if self._owner.track(handle):
                     handle.via_control_transport = True
-                    handle.launch(HostMessageEvent(self._announce(to, frame, tensor, handle)))
+                    handle.mark_launched(HostMessageEvent(self._announce(to, frame, tensor, handle)))
             return handle
         frame = pack_announcement(ON_DEVICE, tensor, tag)
         stream = self._owner.stream_of(CommunicatorKey((self._owner.rank, to), "message"))
         with self._owner.hold_lock(self._announcing[to]), self._owner.hold_lock(stream.lock):
-            handle.take_sequence_number(stream)
+            handle.assign_sequence_number(stream)
             if self._owner.track(handle):
-                self._owner.launch(stream, handle, lambda: stream.message(tensor))
+                self._owner.launch(stream, handle, lambda: stream.send_or_receive(tensor))
                 self._announce(to, frame)
         return handle
 
@@ -146,7 +146,7 @@ class Mailbox:
         with torch.no_grad():
             copy = tensor.clone()
         arrived = NcclHandle(self._owner, f"message tag {tag}", (self._owner.rank,), (copy,), out=copy)
-        arrived.launch(self._owner.device.record_event())
+        arrived.mark_launched(self._owner.device.record_event())
         with self._matching:
             handle = take_oldest(self._posted, (self._owner.rank, tag))
             if handle is None:
@@ -198,7 +198,7 @@ class Mailbox:
                 stream.run(lambda: out.copy_(came))
                 event = stream.record_event()
         self._owner.ledger.count("recv", received=came.nbytes)
-        handle.launch(event)
+        handle.mark_launched(event)
         self._owner.track(handle)
         self._owner.wake()
 
@@ -254,7 +254,7 @@ class Mailbox:
                 handle.out = self._owner.device.empty(shape, dtype, stream.device_stream)
                 handle.kept = (handle.out,)
             (into,) = handle.kept
-            self._owner.launch(stream, handle, lambda: stream.message(into), after_current=False)
+            self._owner.launch(stream, handle, lambda: stream.send_or_receive(into), after_current=False)
         if posted:
             self._owner.ledger.count("recv", received=into.nbytes)
         self._owner.wake()
@@ -266,7 +266,7 @@ class Mailbox:
         with self._matching:
             if handle is None:
                 arrived = NcclHandle(self._owner, f"message tag {tag}", (source,), (tensor,), out=tensor)
-                arrived.launch(ARRIVED)
+                arrived.mark_launched(ARRIVED)
                 posted = take_oldest(self._posted, (source, tag))
                 if posted is None:
                     self._arrived.setdefault((source, tag), deque()).append(arrived)
@@ -276,7 +276,7 @@ class Mailbox:
         self._owner.ledger.count("recv", received=tensor.nbytes)
         if handle.out is None:
             handle.out = tensor
-        handle.launch(ARRIVED)
+        handle.mark_launched(ARRIVED)
         self._owner.wake()
 
     def _fits(self, handle: NcclHandle, dtype: torch.dtype, shape: Sequence[int], on_device: bool) -> bool:

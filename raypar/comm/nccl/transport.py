@@ -60,7 +60,7 @@ class NcclTransport(PendingOperations):
         self._ending = threading.Lock()
         """Held by `abort` and `close`."""
         self._closed = False
-        self.mailbox.listen()
+        self.mailbox.receive_announcements()
 
     def can_share_memory(self, rank: int) -> bool:
         """See `Transport.can_share_memory`: the memory is a device's, nobody may read it without a message."""
@@ -196,11 +196,11 @@ class NcclTransport(PendingOperations):
         handle = NcclHandle(self, key.operation, [r for r in key.members if r != self.rank], kept)
         if len(key.members) == 1:
             alone()
-            handle.launch(self.device.record_event())
+            handle.mark_launched(self.device.record_event())
         else:
             stream = self.stream_of(key)
             with self.hold_lock(stream.lock):
-                handle.take_sequence_number(stream)
+                handle.assign_sequence_number(stream)
                 if self.track(handle):
                     self.launch(stream, handle, lambda: together(stream))
         self.ledger.count(key.operation, sent=sent, received=received)

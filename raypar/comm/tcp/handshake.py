@@ -80,7 +80,7 @@ class RunCredential:
 
 @dataclass(frozen=True, slots=True)
 class RankClaim:
-    """What a dialer claims to be."""
+    """What a dialer claims in its HELLO: which rank of which generation it is, and which rank it dials."""
 
     generation: int
     rank: int
@@ -91,7 +91,10 @@ class RankClaim:
 
 
 class AcceptorHandshake:
-    """The acceptor's side. Receive at most `wanted_bytes`, `feed` those that came, send what `feed` returns; repeat."""
+    """The acceptor's side of one handshake.
+
+    Receive at most `wanted_bytes`, `feed` those that came, send what `feed` returns; repeat.
+    """
 
     __slots__ = ("_asked", "_credential", "_data", "_hello", "_nonce", "claim", "wanted_bytes")
 
@@ -106,6 +109,7 @@ class AcceptorHandshake:
         self.claim: RankClaim | None = None
         """None until the dialer has proven itself."""
         self.wanted_bytes = HELLO.size
+        """Bytes that are missing of the message that is being received."""
 
     @property
     def challenged(self) -> bool:
@@ -138,7 +142,10 @@ class AcceptorHandshake:
 
 
 class DialerHandshake:
-    """The dialer's side. Send `hello`; then receive at most `wanted_bytes`, `feed` them, send what `feed` returns; repeat."""
+    """The dialer's side of one handshake.
+
+    Send `hello`; then receive at most `wanted_bytes`, `feed` those that came, send what `feed` returns; repeat.
+    """
 
     __slots__ = ("_credential", "_data", "answer", "challenged", "hello", "wanted_bytes")
 
@@ -153,7 +160,7 @@ class DialerHandshake:
         self.answer: str | None = None
         """None until it is complete, "" for welcome, else the reason of the refusal."""
         self.wanted_bytes = CHALLENGE.size
-        """Never reaches beyond the ANSWER, because the peer's first message may follow it."""
+        """Bytes that are missing of the current message. Never more, because the peer's first tensor may follow the ANSWER."""
 
     def feed(self, data: bytes) -> bytes:
         """Take up to `wanted_bytes`; returns what to send. Raises `CommError` if the peer does not belong to the run."""

@@ -1,4 +1,4 @@
-"""How the ranks of one generation find each other over TCP: every worker listens once, higher ranks connect to lower ones.
+"""Connects the ranks of one generation over TCP: every worker listens all the time, higher ranks dial lower ones.
 
 Between two processes of one machine the connection is a Unix socket, which takes half the processor time of TCP for the same
 bytes. Its name is in Linux's abstract namespace: no file is left behind, and processes that share the name share the network
@@ -45,7 +45,7 @@ class GenerationRank:
 
 
 class Listener:
-    """One worker's listening socket, for all its generations."""
+    """One worker's listening sockets (TCP and Unix), open for all generations of a run."""
 
     def __init__(self, host: str, credential: RunCredential, unix_sockets: bool = True) -> None:
         listening = socket.create_server((host, 0), family=address_family(host), backlog=1024)
@@ -92,7 +92,7 @@ class Listener:
         try:
             return rendezvous.run(time.monotonic() + deadline_s, deadline_s)
         except BaseException:
-            rendezvous.drop()
+            rendezvous.close_connections()
             raise
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class DialAttempt:
         self.rank = rank
         self.handshake = handshake
         self.started_s = since_s
-        """When it began."""
+        """When this attempt began."""
         self.attempt = times
         """Which attempt it is, from 1."""
 
@@ -141,7 +141,7 @@ class Rendezvous:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(listener._wake)  # an abort from before this call was meant for another generation
         listener._reason = None
-        self.judge_arrivals()
+        self.answer_arrivals()
         for rank in range(me.rank):
             self.dial(rank, 1)
         while len(self.connected) < me.size - 1:
@@ -157,14 +157,14 @@ class Rendezvous:
                 self.dial(due[1], due[2] + 1)
             for key, _ in self.selector.select(min(deadline, self.next_due(now)) - now):
                 if isinstance(key.fileobj, int):
-                    self.woken()
+                    self.handle_wake_up()
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self.dialing:
                     self.read(key.fileobj)
         self.selector.close()
         return self.connected
 
     def next_due(self, now: float) -> float:
-        """The time at which a peer is to be dialed again, or will have been silent for too long; `CommTimeout` if one has."""
+        """When a peer must be dialed again or its silence becomes an error. Raises `CommTimeout` if that time has passed."""
         due = min((when for when, _, _ in self.redials), default=float("inf"))
         for dialing in self.dialing.values():
             if not dialing.handshake.challenged:
@@ -177,13 +177,13 @@ class Rendezvous:
                 due = min(due, dialing.started_s + CHALLENGE_S)
         return due
 
-    def woken(self) -> None:
+    def handle_wake_up(self) -> None:
         """Handle a wake-up: a peer has arrived, or `abort` was called."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.listener._wake)
         if self.listener._reason is not None:
             raise GroupAborted(self.listener._reason, cure="connect the next generation")
-        self.judge_arrivals()
+        self.answer_arrivals()
 
     def dial(self, rank: int, times: int) -> None:
         """Connect to a lower rank and send HELLO. `times`: which attempt this is, from 1."""
@@ -201,7 +201,7 @@ class Rendezvous:
             try:
                 sock.sendall(handshake.hello)
             except (BrokenPipeError, ConnectionResetError):
-                self.closed(sock)
+                self.redial_later(sock)
                 return
             sock.setblocking(False)
         except OSError as error:
@@ -231,7 +231,7 @@ class Rendezvous:
             ) from None
         if not data:
             self.selector.unregister(sock)
-            self.closed(sock)
+            self.redial_later(sock)
             return
         if handshake.answer:
             raise GroupAborted(
@@ -243,8 +243,8 @@ class Rendezvous:
             del self.dialing[sock]
             self.connected[dialing.rank] = sock
 
-    def closed(self, sock: socket.socket) -> None:
-        """Dial a peer again later that closed its connection. Raises `CommError` after `MAX_DIALS` attempts.
+    def redial_later(self, sock: socket.socket) -> None:
+        """Plan to dial again a peer that closed its connection. Raises `CommError` after `MAX_DIALS` attempts.
 
         It has dropped us in a flood of strangers, or its process has died: dialing again tells which.
         """
@@ -258,12 +258,12 @@ class Rendezvous:
         pause_s = min(MAX_REDIAL_S, REDIAL_S * 2 ** (dialing.attempt - 1))
         self.redials.append((time.monotonic() + pause_s, dialing.rank, dialing.attempt))
 
-    def judge_arrivals(self) -> None:
+    def answer_arrivals(self) -> None:
         """Welcome or refuse peers that have proven that they belong to the run, of this generation or an older one."""
         for sock, claim in self.listener._acceptor.take(self.me.generation):
-            self.judge(sock, claim)
+            self.answer_peer(sock, claim)
 
-    def judge(self, sock: socket.socket, claim: RankClaim) -> None:
+    def answer_peer(self, sock: socket.socket, claim: RankClaim) -> None:
         """Welcome a proven peer that claims its rank of this generation; refuse another one, with the reason."""
         me = self.me
         refusal = ""
@@ -285,15 +285,15 @@ class Rendezvous:
         else:
             self.connected[claim.rank] = sock
 
-    def drop(self) -> None:
-        """Close all connections: connecting has failed."""
+    def close_connections(self) -> None:
+        """Close all connections, because connecting has failed."""
         self.selector.close()
         for sock in (*self.connected.values(), *self.dialing):
             sock.close()
 
 
 def address_family(host: str) -> socket.AddressFamily:
-    """IPv6 for addresses with colons."""
+    """The address family of a host: IPv6 for addresses with colons, else IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

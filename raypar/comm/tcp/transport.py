@@ -60,7 +60,7 @@ class EarlyMessage:
 
 
 class PeerConnection:
-    """One peer's socket and what is half-way through it."""
+    """One peer's socket, and the messages that are partly sent or received through it."""
 
     __slots__ = (
         "bytes_to_skip",
@@ -87,9 +87,9 @@ class PeerConnection:
         self.socket = sock
         self.fd = sock.fileno()
         self.lost_reason: str | None = None
-        """Why the peer is lost, once it is."""
+        """Why the peer is lost; None while it is not."""
         self.read_lock = threading.Lock()
-        """Held by the thread that reads; guards the attributes up to `skipping`."""
+        """Held by the thread that reads; guards the attributes up to `bytes_to_skip`."""
         self.staging = memoryview(bytearray(STAGING_BYTES))
         """Headers and small messages are read into it."""
         self.staged_bytes = 0
@@ -105,14 +105,15 @@ class PeerConnection:
         self.write_lock = threading.Lock()
         """Held by the thread that sends."""
         self.queue: deque[OutgoingMessage] = deque()
+        """Messages that are not wholly in the socket, in order."""
         self.socket_full = False
-        """The socket is full: the rest of the queue waits until it is writable."""
+        """Whether the rest of the queue has to wait until the socket is writable."""
         self.mask_lock = threading.Lock()
         """Guards `mask` and `lost`."""
         self.read_by_waiter = False
-        """A waiting thread reads this socket itself."""
+        """Whether a waiting thread reads this socket itself."""
         self.mask = select.EPOLLIN
-        """What the I/O thread is woken for."""
+        """The epoll events that wake the I/O thread."""
 
 
 class TcpTransport(MessageBasedTransport):
@@ -138,11 +139,11 @@ class TcpTransport(MessageBasedTransport):
         self._waiter = threading.Lock()
         """Held by the waiting thread that does its own I/O; further ones wait for `_settled`."""
         self._waiter_thread = 0
-        """Its identity."""
+        """Identity of the thread that holds `_waiter`."""
         self._waited: PhasedOperation | None = None
-        """The operation that it waits for."""
+        """The operation that this thread waits for."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Wakes it when another thread has settled the operation."""
+        """Wakes this thread when another one has settled the operation."""
         self._settled = threading.Condition()
         """Notified of settled operations while `_others_waiting`."""
         self._others_waiting = 0
@@ -291,14 +292,13 @@ class TcpTransport(MessageBasedTransport):
             reason = None
             try:
                 while connection.lost_reason is None and (until is None or not until.settled):
-                    body = connection.payload
-                    if body is not None:
-                        count = connection.socket.recv_into(
-                            body[connection.payload_received :] if connection.payload_received else body
-                        )
+                    payload = connection.payload
+                    if payload is not None:
+                        received = connection.payload_received
+                        count = connection.socket.recv_into(payload[received:] if received else payload)
                         connection.payload_received += count
-                        if connection.payload_received == len(body):
-                            self._body_done(connection)
+                        if connection.payload_received == len(payload):
+                            self._payload_done(connection)
                     elif connection.bytes_to_skip:
                         count = connection.socket.recv_into(connection.staging[: connection.bytes_to_skip])
                         connection.bytes_to_skip -= count
@@ -337,20 +337,20 @@ class TcpTransport(MessageBasedTransport):
                 connection.bytes_to_skip = header.nbytes - have
                 continue
             if header.nbytes:
-                body = tensor_memory(tensor, header.nbytes)
-                body[:have] = staging[at : at + have]
+                payload = tensor_memory(tensor, header.nbytes)
+                payload[:have] = staging[at : at + have]
                 at += have
             if have < header.nbytes:
-                connection.payload = body
+                connection.payload = payload
                 connection.payload_received = have
             else:
-                self._body_done(connection)
+                self._payload_done(connection)
         if at < end and at:
             staging[: end - at] = bytes(staging[at:end])
         connection.staged_bytes = end - at
 
     def _begin(self, connection: PeerConnection, header: MessageHeader) -> Tensor | None:
-        """Find the receive of a header that has come, or keep the message as an early one. Returns where the body goes.
+        """Find the receive of a header that has come, or keep the message as an early one. Returns the tensor for the payload.
 
         None for a message that does not fit its receive, which has failed: nothing is allocated for it.
         """
@@ -384,17 +384,19 @@ class TcpTransport(MessageBasedTransport):
                 cure="use workers with more memory, or a model that is cut smaller",
             ) from error
 
-    def _body_done(self, connection: PeerConnection) -> None:
-        into, connection.receiving, connection.payload, connection.payload_received = connection.receiving, None, None, 0
-        if isinstance(into, PostedMessage):
-            self._received(into)
+    def _payload_done(self, connection: PeerConnection) -> None:
+        """Finish the message that has been received whole."""
+        message = connection.receiving
+        connection.receiving, connection.payload, connection.payload_received = None, None, 0
+        if isinstance(message, PostedMessage):
+            self._received(message)
             return
-        assert into is not None
+        assert message is not None
         with self._match:
-            into.complete = True
-            message = into.receive
-        if message is not None:
-            self._hand_over(message, into.tensor)
+            message.complete = True
+            receive = message.receive
+        if receive is not None:
+            self._hand_over(receive, message.tensor)
 
     # -- waiting
 
@@ -498,11 +500,11 @@ class TcpTransport(MessageBasedTransport):
         with connection.write_lock:  # see `post_send`
             pending = [outgoing.message for outgoing in connection.queue]
             connection.queue.clear()
-        into = connection.receiving
-        if isinstance(into, PostedMessage):
-            pending.append(into)
-        elif into is not None and into.receive is not None:
-            pending.append(into.receive)
+        partial = connection.receiving
+        if isinstance(partial, PostedMessage):
+            pending.append(partial)
+        elif partial is not None and partial.receive is not None:
+            pending.append(partial.receive)
         with self._match:
             for key in [k for k in self._posted if k[0] == connection.rank]:
                 pending += self._posted.pop(key)

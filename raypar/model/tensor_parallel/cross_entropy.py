@@ -35,7 +35,7 @@ class _CrossEntropy(torch.autograd.Function):
         packed = [top, powers.sum(1), logits[rows, place].masked_fill(~mine, 0.0)]
         if smoothing:
             packed.append(logits.sum(1))
-        everybody = group.gather(torch.stack(packed), "the parts of a cross-entropy")
+        everybody = group.all_gather(torch.stack(packed), "the parts of a cross-entropy")
         highest = torch.stack([part[0] for part in everybody]).max(0).values
         normaliser = torch.zeros_like(highest)
         chosen = torch.zeros_like(highest)

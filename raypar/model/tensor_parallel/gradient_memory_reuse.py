@@ -78,13 +78,13 @@ class KeepsGradientMemory(Protocol):
     weight: Tensor
 
     def keep_gradient_memory(self) -> None:
-        """The gradient of the last step is no longer needed."""
+        """Keep the memory of the last step's gradient, which is no longer needed, for the next gradient."""
 
 
 class GradientReusePolicy:
-    """Decides for a stage, in its first step, whether gradients are kept.
+    """Decides for a stage, in its first step, whether the memory of gradients is kept from step to step.
 
-    They are if it costs nothing: some microbatch goes forward after another has gone backward, so that gradients and
+    It is kept if that costs nothing: some microbatch goes forward after another has gone backward, so that gradients and
     activations exist at the same time anyway. Where all microbatches go forward first, the memory of freed gradients could
     hold activations: then gradients are kept only if the activations are small.
     """

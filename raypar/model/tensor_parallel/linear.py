@@ -37,7 +37,7 @@ from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
 
 class ShardedLinear(ShardedModule):
-    """What column and row layers have in common. `linear`: its parameters are this shard's slices."""
+    """Base of the column and row layers of one shard. `linear`: its parameters are this shard's slices."""
 
     def __init__(self, linear: nn.Linear, name: str, group: ShardGroup) -> None:
         super().__init__(name, group)
@@ -59,7 +59,7 @@ class ShardedLinear(ShardedModule):
         return stash
 
     def keep_gradient_memory(self) -> None:
-        """The gradient of the last step is no longer needed; the next one is written into its memory."""
+        """Keep the memory of the last step's gradient, which is no longer needed, for the next gradient."""
         self._gradient_memory.keep(self.weight)
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class _Column(torch.autograd.Function):
         ctx.seq, ctx.group, ctx.layer, ctx.stash = seq, group, layer, stash
         ctx.set_materialize_grads(False)
         if seq is not None:
-            x = group.join(x, 1, even_ranges_by_shard(seq, group.size), "the sequence's parts")
+            x = group.gather_and_concat(x, 1, even_ranges_by_shard(seq, group.size), "the sequence's parts")
         ctx.save_for_backward(x, weight)
         return split_linear_backward.linear_forward(x, weight, bias)
 
@@ -247,9 +247,9 @@ class _Pending:
         self._kept: list[Tensor] = []
         gradient = gradient.contiguous()
         if seq is None:
-            self.out, self._handle = gradient, group.post_sum(gradient)
+            self.out, self._handle = gradient, group.post_all_reduce(gradient)
         else:
-            self.out, self._handle, self._kept = group.post_scatter(gradient, 1)
+            self.out, self._handle, self._kept = group.post_reduce_scatter(gradient, 1)
 
     def take(self) -> Tensor:
         """The sum (or this shard's part of it), once it is there."""
@@ -298,7 +298,7 @@ class _Depart(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if shared.seq is None:
             return x.view_as(x)
-        return shared.group.join(x, 1, even_ranges_by_shard(shared.seq, shared.group.size), "the sequence's parts")
+        return shared.group.gather_and_concat(x, 1, even_ranges_by_shard(shared.seq, shared.group.size), "the sequence's parts")
 
     @staticmethod
     @autograd_collectives.first_derivative_only
@@ -392,7 +392,7 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         made = split_linear_backward.linear_forward(x, weight, None)
         what = "the sum of a layer's outputs"
-        made = group.scatter(made, 1, what) if group.sequence_parallel else group.sum(made, what)
+        made = group.reduce_scatter(made, 1, what) if group.sequence_parallel else group.all_reduce(made, what)
         return made if bias is None else made.add_(bias)
 
     @staticmethod
@@ -403,7 +403,9 @@ class _Row(torch.autograd.Function):
             return (None,) * 6
         x, weight = ctx.saved_tensors
         if ctx.seq is not None:
-            gradient = ctx.group.join(gradient, 1, even_ranges_by_shard(ctx.seq, ctx.group.size), "the parts of a gradient")
+            gradient = ctx.group.gather_and_concat(
+                gradient, 1, even_ranges_by_shard(ctx.seq, ctx.group.size), "the parts of a gradient"
+            )
         rows = as_matrix(gradient)
         dx = input_gradient(rows, weight, as_matrix(x)).reshape(x.shape) if ctx.needs_input_grad[0] else None
         return (dx, *_weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash, added_apart=True), None, None, None)

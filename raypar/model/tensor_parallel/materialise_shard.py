@@ -71,7 +71,7 @@ def build_shard_modules(
 ) -> dict[str, nn.Module]:
     """Layer name -> the module that this shard runs in the place of the one that `make(index)` gives.
 
-    `whole`: whether the parameters of those are whole; else they are this shard's slices.
+    `whole`: whether the modules of `make` have whole parameters, which are then cut; else they have this shard's slices.
     """
     canonical = canonical_names(graph)
     edges = _StageEdges(graph, first, last)

@@ -1,4 +1,4 @@
-"""Checks, before anything is started, that the layers of a model can run on shards: by a pass on the meta device."""
+"""Checks, before a run starts, that the layers of a model can run on shards: by a pass on the meta device."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_by_shape(
                         access.layer, place = layer.name, f"layer {layer.name!r}"
                         made = modules[layer.name](*(values[name] for name in layer.inputs))
                         values.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
-                    access.check()
+                    access.refuse_mixed_use()
                     place = "the loss"
                 sharded_loss(loss, group)(values[graph.output], values[target])
             except RayparError as error:

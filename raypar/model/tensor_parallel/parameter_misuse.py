@@ -85,8 +85,8 @@ class ParameterMisuseDetector(TorchFunctionMode):
         ):  # as `take_part` does it
             self._whole.add(id(parameter))
 
-    def check(self) -> None:
-        """Raises `ModelError`, after the pass, for a parameter whose gradient would be both whole and a part of a sum."""
+    def refuse_mixed_use(self) -> None:
+        """Raise `ModelError`, after the pass, for a parameter whose gradient would be both whole and a part of a sum."""
         for both in self._whole & self._group.partially_used_parameters.keys():
             name = self._names.get(both, "a parameter")
             raise ModelError(

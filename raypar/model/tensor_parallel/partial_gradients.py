@@ -43,7 +43,7 @@ def sum_partial_gradients(
             jobs.setdefault(gradient.dtype, []).append((gradient, gradient.new_zeros(gradient.shape), []))
     for parts in jobs.values():
         flat = torch.cat([_spread(g, room, pairs).reshape(-1) for g, room, pairs in parts])
-        yield RoutineWait(group.post_sum(flat), f"the partial gradients of shard {group.shard}")
+        yield RoutineWait(group.post_all_reduce(flat), f"the partial gradients of shard {group.shard}")
         at = 0
         for gradient, room, pairs in parts:
             total = flat[at : at + room.numel()].view(room.shape)

@@ -148,7 +148,7 @@ def _unflatten(func: Callable[..., Any], x: ShardedValue, dim: int, sizes: Seque
 
 
 def _moved(x: ShardedValue, order: Sequence[int]) -> ShardedValue:
-    return ShardedValue(x.local.permute(*order), x.part_layout.at(list(order).index(x.part_layout.dim)), x.group)
+    return ShardedValue(x.local.permute(*order), x.part_layout.moved_to(list(order).index(x.part_layout.dim)), x.group)
 
 
 @implements("permute")
@@ -178,7 +178,7 @@ def _movedim(func: Callable[..., Any], x: ShardedValue, source: int, destination
 def _unsqueeze(func: Callable[..., Any], x: ShardedValue, dim: int) -> ShardedValue:
     """A new dim of size 1."""
     at = dim % (x.dim() + 1)
-    return ShardedValue(x.local.unsqueeze(at), x.part_layout.at(x.part_layout.dim + (at <= x.part_layout.dim)), x.group)
+    return ShardedValue(x.local.unsqueeze(at), x.part_layout.moved_to(x.part_layout.dim + (at <= x.part_layout.dim)), x.group)
 
 
 @implements("squeeze")
@@ -191,7 +191,7 @@ def _squeeze(func: Callable[..., Any], x: ShardedValue, dim: int | None = None) 
         return x
     if at == x.part_layout.dim:
         raise unsupported_on_part_error("squeeze", x)
-    return ShardedValue(x.local.squeeze(at), x.part_layout.at(x.part_layout.dim - (at < x.part_layout.dim)), x.group)
+    return ShardedValue(x.local.squeeze(at), x.part_layout.moved_to(x.part_layout.dim - (at < x.part_layout.dim)), x.group)
 
 
 @implements("expand")
@@ -203,7 +203,7 @@ def _expand(func: Callable[..., Any], x: ShardedValue, *sizes: Any) -> ShardedVa
     if shape[at] not in (-1, x.part_layout.size):
         raise unsupported_on_part_error("expand", x, "repeats the cut dim")
     shape[at] = x.local.shape[x.part_layout.dim]
-    return ShardedValue(x.local.expand(*shape), x.part_layout.at(at), x.group)
+    return ShardedValue(x.local.expand(*shape), x.part_layout.moved_to(at), x.group)
 
 
 @implements("repeat_interleave")
@@ -225,7 +225,7 @@ def _unbind(func: Callable[..., Any], x: ShardedValue, dim: int = 0) -> tuple[Sh
     at = dim % x.dim()
     if at == x.part_layout.dim:
         raise unsupported_on_part_error("unbind", x)
-    part = x.part_layout.at(x.part_layout.dim - (at < x.part_layout.dim))
+    part = x.part_layout.moved_to(x.part_layout.dim - (at < x.part_layout.dim))
     return tuple(ShardedValue(local, part, x.group) for local in x.local.unbind(at))
 
 
@@ -259,7 +259,7 @@ def _getitem(func: Callable[..., Any] | None, x: ShardedValue, *index: Any) -> S
             raise unsupported_on_part_error(func.__name__, x)
         if func.__name__ == "narrow":
             return x.like(x.local.narrow(*index))
-        part = x.part_layout.at(x.part_layout.dim - (index[0] % x.dim() < x.part_layout.dim))
+        part = x.part_layout.moved_to(x.part_layout.dim - (index[0] % x.dim() < x.part_layout.dim))
         return ShardedValue(x.local.select(*index), part, x.group)
     entries = list(index[0]) if isinstance(index[0], tuple) else [index[0]]
     if not all(e is None or e is Ellipsis or isinstance(e, (int, slice)) for e in entries):
@@ -282,7 +282,7 @@ def _getitem(func: Callable[..., Any] | None, x: ShardedValue, *index: Any) -> S
         raise unsupported_on_part_error("indexing", x, "along that dim needs the parts of other shards")
     # A slice to the whole's end is one to the part's end.
     entries = [slice(None) if e is own and isinstance(e, slice) else e for e in entries]
-    return ShardedValue(x.local[tuple(entries)], x.part_layout.at(place), x.group)
+    return ShardedValue(x.local[tuple(entries)], x.part_layout.moved_to(place), x.group)
 
 
 @implements("cat", "concat", "stack", any_place=True)
@@ -292,7 +292,9 @@ def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Shar
     if func.__name__ == "stack":
         at = dim % (model.dim() + 1)
         return ShardedValue(
-            torch.stack(parts, at), model.part_layout.at(model.part_layout.dim + (at <= model.part_layout.dim)), model.group
+            torch.stack(parts, at),
+            model.part_layout.moved_to(model.part_layout.dim + (at <= model.part_layout.dim)),
+            model.group,
         )
     if dim % model.dim() == model.part_layout.dim:
         raise unsupported_on_part_error(func.__name__, model)
@@ -311,7 +313,7 @@ def _reduce(func: Callable[..., Any], x: ShardedValue, dim: Any = None, *args: A
     x.check_recorded()
     made = func(x.local, dim, *args, **kwargs)
     before = 0 if made.dim() == x.dim() else sum(d % x.dim() < x.part_layout.dim for d in dims)
-    return ShardedValue(made, x.part_layout.at(x.part_layout.dim - before), x.group)
+    return ShardedValue(made, x.part_layout.moved_to(x.part_layout.dim - before), x.group)
 
 
 @implements("softmax", "log_softmax", "cumsum")

@@ -100,7 +100,7 @@ class ShardedValue:
         raise AttributeError(name)
 
     def like(self, local: Tensor) -> ShardedValue:
-        """What was computed from this value: cut as it is, other dims may have other sizes."""
+        """`local`, computed from this value's part, as a value that is cut alike; its other dims may have other sizes."""
         self.check_recorded()
         return ShardedValue(local, self.part_layout, self.group)
 
@@ -119,7 +119,7 @@ class ShardedValue:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole value."""
+        """Shape of the whole value."""
         shape = list(self.local.shape)
         shape[self.part_layout.dim] = self.part_layout.size
         return torch.Size(shape)
@@ -134,7 +134,7 @@ class ShardedValue:
         return part.axis == SEQUENCE and self.dim() > 2 and part == sequence_part_layout(part.size, group.shard, group.size)
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """As `Tensor.size`, of the whole value."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:

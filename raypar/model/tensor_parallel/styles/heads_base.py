@@ -1,4 +1,4 @@
-"""What styles that cut by attention heads have in common: how many heads there are, and which of them each shard has."""
+"""Base of the styles that cut by attention heads: how many heads there are, and which of them each shard has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every sharding style answers about a layer, and what styles of linear layers have in common."""
+"""The base class of sharding styles, and what the styles of linear layers have in common."""
 
 from __future__ import annotations
 
