@@ -17,7 +17,13 @@ from torch import Tensor
 from raypar.comm.buffer_pool import CPU, BufferPool
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.phased_operation import OperationPhase, PhasedOperation, Phases, PostedMessage
-from raypar.errors import CommError, GroupAborted
+from raypar.comm.transport import (
+    check_collective_group,
+    check_one_tensor_per_rank,
+    check_peer_rank,
+    generation_over_error,
+)
+from raypar.errors import CommError
 
 ALIGN = 16
 """Slices of a flat tensor start at multiples of this many elements (64 bytes of fp32)."""
@@ -151,7 +157,7 @@ class MessageBasedTransport(ABC):
     ) -> PhasedOperation:
         """See `Transport.reduce_scatter`."""
         me, key, tag = self._enter("reduce_scatter", group, channel, out, *pieces)
-        self._check_count("reduce_scatter", group, pieces)
+        check_one_tensor_per_rank("reduce_scatter", pieces, group)
 
         def phases() -> Phases:
             parts = [out if i == me else self._scratch(out) for i in range(len(group))]
@@ -164,7 +170,7 @@ class MessageBasedTransport(ABC):
     def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> PhasedOperation:
         """See `Transport.all_gather`."""
         me, key, tag = self._enter("all_gather", group, channel, mine, *pieces)
-        self._check_count("all_gather", group, pieces)
+        check_one_tensor_per_rank("all_gather", pieces, group)
 
         def phases() -> Phases:
             if pieces[me].data_ptr() != mine.data_ptr():
@@ -178,8 +184,8 @@ class MessageBasedTransport(ABC):
     ) -> PhasedOperation:
         """See `Transport.all_to_all`."""
         me, key, tag = self._enter("all_to_all", group, channel, *outs, *pieces)
-        self._check_count("all_to_all", group, pieces)
-        self._check_count("all_to_all", group, outs)
+        check_one_tensor_per_rank("all_to_all", pieces, group)
+        check_one_tensor_per_rank("all_to_all", outs, group)
 
         def phases() -> Phases:
             if outs[me].data_ptr() != pieces[me].data_ptr():
@@ -256,12 +262,7 @@ class MessageBasedTransport(ABC):
         members = tuple(group)
         key = self._channels.get((name, members, channel))
         if key is None:
-            ascending = list(members) == sorted(set(members) & set(range(self.size)))
-            if not ascending or self.rank not in members:
-                raise CommError(
-                    f"{name} of rank {self.rank} (of {self.size}) over group {members}",
-                    cure="a group is an ascending list of ranks that contains the caller",
-                )
+            check_collective_group(name, members, self.rank, self.size)
             key = self._channels[(name, members, channel)] = _channel(name, members, channel)
         for tensor in tensors:
             self._check(tensor, self.rank)
@@ -272,8 +273,7 @@ class MessageBasedTransport(ABC):
         return PhasedOperation(self, name, [r for r in group if r != self.rank], key, phases).start()
 
     def _check(self, tensor: Tensor | None, peer: int) -> None:
-        if not 0 <= peer < self.size:
-            raise CommError(f"rank {peer} is not in a group of {self.size} ranks", cure=f"use a rank from 0 to {self.size - 1}")
+        check_peer_rank(peer, self.size)
         if tensor is not None and (not tensor.is_contiguous() or (self.host_only and tensor.device != CPU)):
             strides, device = tuple(tensor.stride()), tensor.device
             raise CommError(
@@ -284,10 +284,6 @@ class MessageBasedTransport(ABC):
     def _scratch(self, like: Tensor) -> Tensor:
         return self.pool.empty(like.shape, like.dtype) if like.device == CPU else torch.empty_like(like)
 
-    def _check_count(self, name: str, group: Sequence[int], pieces: Sequence[Tensor]) -> None:
-        if len(pieces) != len(group):
-            raise CommError(f"{name} got {len(pieces)} tensors for a group of {len(group)}", cure="give one for each rank")
-
     def _check_alive(self) -> None:
         if self._aborted is not None:
-            raise GroupAborted(self._aborted, cure="this generation is over; connect the next one")
+            raise generation_over_error(self._aborted)

@@ -11,8 +11,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from raypar.comm.transport import Handle, Transport
-from raypar.errors import CommError, CommTimeout, GroupAborted
+from raypar.comm.transport import Handle, Transport, generation_over_error
+from raypar.errors import CommError, CommTimeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,4 +202,4 @@ class FaultyTransport:
         for timer in self._timers:
             timer.cancel()
         for delayed in self._delayed:
-            delayed.fail(GroupAborted(reason, cure="this generation is over; connect the next one"))
+            delayed.fail(generation_over_error(reason))

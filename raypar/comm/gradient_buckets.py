@@ -17,7 +17,7 @@ from raypar.plan.addition_tree import TreeNode, fold_tree, tree_children
 
 SubtreeSums = Mapping[TreeNode, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
 """Node of the addition tree -> parameter index -> sum of its gradients over the node's blocks; None: no gradient."""
-Parameter = tuple[torch.Size, torch.dtype]
+ShapeAndDtype = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class BucketLayout:
         return [flat[o : o + s.numel()].view(s) for o, s in zip(self.offsets, self.shapes, strict=True)]
 
 
-def bucket_layouts(parameters: Sequence[Parameter], bucket_bytes: int) -> list[BucketLayout]:
+def bucket_layouts(parameters: Sequence[ShapeAndDtype], bucket_bytes: int) -> list[BucketLayout]:
     """Buckets of about `bucket_bytes` and one dtype each, last layer first: the order in which gradients become final."""
     buckets: list[BucketLayout] = []
     indices: list[int] = []
@@ -157,12 +157,16 @@ class CanonicalBucket(GradientBucket):
         outgoing = replicas.zeros(own * layout.length, layout.dtype)
         super().__init__(layout, outgoing if own == 1 else replicas.zeros(layout.length, layout.dtype))
         self.replicas = replicas
+        """The replicas that reduce together."""
         self.pieces = [outgoing[own * a : own * b] for a, b in cut]
+        """By owner: the memory from which its slice of this replica's subtree sums is sent."""
         self.parts = [
             self.pieces[me] if r == me else replicas.zeros(len(n) * (stop - start), layout.dtype) for r, n in enumerate(nodes)
         ]
+        """By replica: the memory for its subtree sums of this rank's slice."""
         self.totals = [self.result[a:b] for a, b in cut]
-        self.mine = self.totals[me]
+        """By owner: its slice of `result`."""
+        self.own_total = self.totals[me]
         self._targets = [self._places(outgoing, cut, own, k) for k in range(own)]
         self._adds: list[tuple[Tensor, Tensor, Tensor]] = []
         self._total = self._plan_adds(stop - start)
@@ -191,7 +195,7 @@ class CanonicalBucket(GradientBucket):
                 sums[node] = part[k * length : (k + 1) * length]
 
         def add(left: Tensor, right: Tensor) -> Tensor:
-            out = self.mine if len(self._adds) == len(sums) - 2 else left  # the last addition writes the result
+            out = self.own_total if len(self._adds) == len(sums) - 2 else left  # the last addition writes the result
             self._adds.append((left, right, out))
             return out
 
@@ -225,10 +229,10 @@ class CanonicalBucket(GradientBucket):
         """See `GradientBucket.post_second`."""
         for left, right, out in self._adds:
             torch.add(left, right, out=out)
-        if self._total is not None and self._total.data_ptr() != self.mine.data_ptr():
-            self.mine.copy_(self._total)
+        if self._total is not None and self._total.data_ptr() != self.own_total.data_ptr():
+            self.own_total.copy_(self._total)
         r = self.replicas
-        return r.transport.all_gather(self.totals, self.mine, group=r.ranks, channel=r.channel)
+        return r.transport.all_gather(self.totals, self.own_total, group=r.ranks, channel=r.channel)
 
 
 def _fill(views: Sequence[Tensor], layout: BucketLayout, rows: Sequence[SubtreeSums], nodes: Sequence[TreeNode]) -> None:

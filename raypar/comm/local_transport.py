@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 
 from raypar.comm.collectives import MessageBasedTransport
-from raypar.comm.phased_operation import PhasedOperation, PostedMessage
-from raypar.comm.transport import Handle, Routine, RoutineWait
+from raypar.comm.phased_operation import PhasedOperation, PostedMessage, tensor_mismatch_error
+from raypar.comm.transport import Handle, Routine, RoutineWait, generation_over_error
 from raypar.errors import CommError, GroupAborted
 
 Address = tuple[int, int, int, int]
@@ -57,7 +57,7 @@ class LocalMesh:
             waiting = [m for table in (self.sends, self.recvs) for queue in table.values() for m in queue]
             for message in waiting:
                 if message.operation.transport.rank == rank:
-                    message.fail(GroupAborted(reason, cure="this generation is over; connect the next one"))
+                    message.fail(generation_over_error(reason))
                 elif message.peer == rank:
                     message.fail(peer_left_error(message))
             for table in (self.sends, self.recvs):
@@ -89,16 +89,6 @@ def peer_left_error(message: PostedMessage) -> CommError:
     )
 
 
-def mismatch_error(message: PostedMessage, dtype: torch.dtype, shape: Sequence[int]) -> CommError:
-    """The error of a receive when a tensor of another dtype or shape arrives."""
-    assert message.tensor is not None
-    return CommError(
-        f"{message.operation.describe()} expects {message.tensor.dtype} {tuple(message.tensor.shape)}, "
-        f"rank {message.peer} sent {dtype} {tuple(shape)}",
-        cure="both ends must agree on dtype and shape; tags must be unique among pending messages of a pair",
-    )
-
-
 def deliver_message(send: PostedMessage, recv: PostedMessage) -> None:
     """Copy the sent tensor into the receiver's own storage and complete both."""
     source = send.tensor
@@ -106,7 +96,7 @@ def deliver_message(send: PostedMessage, recv: PostedMessage) -> None:
     if recv.tensor is None:
         recv.tensor = torch.empty(source.shape, dtype=source.dtype, device=source.device)
     elif recv.tensor.dtype != source.dtype or recv.tensor.shape != source.shape:
-        recv.fail(mismatch_error(recv, source.dtype, source.shape))
+        recv.fail(tensor_mismatch_error(recv, source.dtype, source.shape))
         send.complete()
         return
     with torch.no_grad():

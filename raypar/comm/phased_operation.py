@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.communication_ledger import CommunicationLedger
+from raypar.comm.transport import describe_operation
 from raypar.errors import CommError, CommTimeout
 
 K = TypeVar("K")
@@ -97,6 +98,16 @@ class PostedMessage:
     def fail(self, error: CommError) -> None:
         """Fail the operation: this message will never complete."""
         self.operation.fail(error)
+
+
+def tensor_mismatch_error(message: PostedMessage, dtype: torch.dtype, shape: Sequence[int]) -> CommError:
+    """The error of a receive when a tensor of another dtype or shape arrives."""
+    assert message.tensor is not None
+    return CommError(
+        f"{message.operation.describe()} expects {message.tensor.dtype} {tuple(message.tensor.shape)}, "
+        f"rank {message.peer} sent {dtype} {tuple(shape)}",
+        cure="both ends must agree on dtype and shape; tags must be unique among pending messages of a pair",
+    )
 
 
 class PhasedOperation:
@@ -182,8 +193,7 @@ class PhasedOperation:
 
     def describe(self) -> str:
         """The operation and its ranks, for messages."""
-        peers = ", ".join(str(p) for p in self.peers)
-        return f"{self.name} of rank {self.transport.rank} with {peers or 'nobody'} (generation {self.transport.generation})"
+        return describe_operation(self.name, self.transport.rank, self.peers, self.transport.generation)
 
     def start(self) -> PhasedOperation:
         """Post the first phase of a collective."""

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from raypar.comm.communication_ledger import CommunicationLedger
-from raypar.errors import CommTimeout
+from raypar.errors import CommError, CommTimeout, GroupAborted
 
 T = TypeVar("T")
 
@@ -152,6 +152,38 @@ def drive_routine(routine: Routine[T], do: Callable[[RoutineWait | RoutineWork],
             do(operation)
         except Exception as error:
             failed = error
+
+
+def generation_over_error(reason: str) -> GroupAborted:
+    """The error of every call on a transport that was aborted or closed for this reason."""
+    return GroupAborted(reason, cure="this generation is over; connect the next one")
+
+
+def describe_operation(name: str, rank: int, peers: Sequence[int], generation: int) -> str:
+    """An operation, its rank and the peers that it needs, for messages."""
+    return f"{name} of rank {rank} with {', '.join(map(str, peers)) or 'nobody'} (generation {generation})"
+
+
+def check_peer_rank(peer: int, size: int) -> None:
+    """Raise `CommError` for a rank that a generation of `size` ranks does not have."""
+    if not 0 <= peer < size:
+        raise CommError(f"rank {peer} is not in a group of {size} ranks", cure=f"use a rank from 0 to {size - 1}")
+
+
+def check_collective_group(operation: str, group: Sequence[int], rank: int, size: int) -> None:
+    """Raise `CommError` unless `group` is an ascending list of ranks that contains the caller's."""
+    members = tuple(group)
+    if list(members) != sorted(set(members) & set(range(size))) or rank not in members:
+        raise CommError(
+            f"{operation} of rank {rank} (of {size}) over group {members}",
+            cure="a group is an ascending list of ranks that contains the caller",
+        )
+
+
+def check_one_tensor_per_rank(operation: str, tensors: Sequence[Tensor], group: Sequence[int]) -> None:
+    """Raise `CommError` unless there is one tensor for each rank of the group."""
+    if len(tensors) != len(group):
+        raise CommError(f"{operation} got {len(tensors)} tensors for a group of {len(group)}", cure="give one for each rank")
 
 
 def wait_named(handle: Handle, what: str, timeout_s: float | None, *, on_stream: bool = False) -> None:

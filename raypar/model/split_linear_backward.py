@@ -120,7 +120,7 @@ def accumulates_weight_gradient(ctx: Any) -> bool:
     `torch.autograd.grad` inside a layer does not: gradients that it computes must not be put off and added later.
     """
     node = ctx.next_functions[1][0]
-    while node is not None and node.name() == "ToCopyBackward0":  # of `in_compute_dtype`
+    while node is not None and node.name() == "ToCopyBackward0":  # of `cast_for_autocast`
         node = node.next_functions[0][0]
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -136,7 +136,7 @@ def is_autocast_enabled(device: torch.device) -> bool:
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
-def in_compute_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
+def cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The operands of a product, cast as `torch.autocast` would cast them, by operations that autograd records."""
     device = next(t.device for t in tensors if t is not None)
     if not is_autocast_enabled(device):
@@ -241,7 +241,7 @@ def _forward(linear: nn.Linear, stash: Callable[[], Stash]) -> Callable[[Tensor]
         operands: tuple[Any, ...] = (x, linear.weight, linear.bias)
         kept, cast = stash(), autocast_cast_token(x.device)
         if cast is not None:
-            kept, operands = CastMarkingStash(kept, cast), in_compute_dtype(*operands)
+            kept, operands = CastMarkingStash(kept, cast), cast_for_autocast(*operands)
         result: Tensor = _SplitLinear.apply(*operands, linear, kept)  # type: ignore[no-untyped-call]
         return result
 

@@ -21,7 +21,7 @@ from raypar.model.tensor_parallel.layout import compute_shard_layout, held_eleme
 from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout, sequence_part_layout
 from raypar.model.tensor_parallel.materialise_shard import materialise_shard, shard_slice_of
-from raypar.model.tensor_parallel.meta_check import check_by_shape
+from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.tensor_parallel.sharded_module import ShardedModule
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.model.tensor_parallel.styles.registry import STYLES, parse_style
@@ -237,7 +237,7 @@ def test_a_new_style_is_a_class_and_its_name(monkeypatch, shards):
     layout = compute_shard_layout(graph, shards, {"*.scale": "scale"})
     assert layout.styles == {f"{m}.{n}": s for m in "ab" for n, s in {"up": "column", "scale": "scale", "down": "row"}.items()}
     x, y = (torch.randn(2, 3, WIDTH, dtype=torch.float64) for _ in range(2))
-    assert check_by_shape(graph, layout, F.mse_loss, {"x": x, "y": y}, "y", dtype=torch.float64)
+    assert check_shards_on_meta(graph, layout, F.mse_loss, {"x": x, "y": y}, "y", dtype=torch.float64)
 
     whole = on_shards.whole(graph, F.mse_loss, x, y)
     runs, _ = on_shards.sharded(graph, layout, F.mse_loss, x, y)

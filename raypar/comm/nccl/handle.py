@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import Device, StreamEvent
+from raypar.comm.transport import describe_operation
 from raypar.errors import CommError, CommTimeout
 
 SHORTEST_PAUSE_S = 20e-6
@@ -109,8 +110,7 @@ class PolledHandle(ABC):
 
     def describe(self) -> str:
         """The operation and its ranks, for messages."""
-        peers = ", ".join(str(p) for p in self.peers)
-        return f"{self.name} of rank {self.owner.rank} with {peers or 'nobody'} (generation {self.owner.generation})"
+        return describe_operation(self.name, self.owner.rank, self.peers, self.owner.generation)
 
 
 class NcclHandle(PolledHandle):

@@ -20,7 +20,8 @@ from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import Device
 from raypar.comm.nccl.handle import NcclHandle
 from raypar.comm.tcp.transport import TcpTransport
-from raypar.errors import CommError, GroupAborted
+from raypar.comm.transport import check_peer_rank, generation_over_error
+from raypar.errors import CommError
 
 LOCK_CHECK_S = 0.02
 """A thread that waits for another one's launch looks this often whether the transport has ended."""
@@ -105,14 +106,9 @@ class PendingOperations:
             )
         return stream
 
-    def check_rank(self, peer: int) -> None:
-        """Raise `CommError` for a rank that is not in this generation."""
-        if not 0 <= peer < self.size:
-            raise CommError(f"rank {peer} is not in a group of {self.size} ranks", cure=f"use a rank from 0 to {self.size - 1}")
-
     def check_and_detach(self, tensor: Tensor, peer: int) -> Tensor:
         """The tensor without its autograd history, if it can travel to or from `peer`; raises `CommError` if not."""
-        self.check_rank(peer)
+        check_peer_rank(peer, self.size)
         if not tensor.is_contiguous() or not (self.device.owns(tensor) or tensor.device.type == "cpu"):
             strides = tuple(tensor.stride())
             raise CommError(
@@ -126,7 +122,7 @@ class PendingOperations:
     def check_alive(self) -> None:
         """Raise what has ended this transport, if anything has."""
         if self._aborted is not None:
-            raise GroupAborted(self._aborted, cure="this generation is over; connect the next one")
+            raise generation_over_error(self._aborted)
         if self._broken is not None:
             raise CommError(*self._broken.args)
 
@@ -154,7 +150,7 @@ class PendingOperations:
 
     def _reason_to_fail(self, handle: NcclHandle) -> CommError | None:
         if self._aborted is not None:
-            return GroupAborted(self._aborted, cure="this generation is over; connect the next one")
+            return generation_over_error(self._aborted)
         cure = "abort this group; the ranks that are left form the next generation"
         if self._broken is not None:
             return CommError(f"{handle.describe()}: {self._broken.what}", cure=self._broken.cure or cure)

@@ -23,7 +23,7 @@ from raypar.comm.nccl.handle import NcclBatchHandle, NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
 from raypar.comm.nccl.tagged_messages import Mailbox
 from raypar.comm.tcp.transport import TcpTransport
-from raypar.comm.transport import Handle
+from raypar.comm.transport import Handle, check_collective_group, check_one_tensor_per_rank, check_peer_rank
 from raypar.errors import CommError
 
 log = logging.getLogger("raypar")
@@ -91,7 +91,7 @@ class NcclTransport(PendingOperations):
         return NcclBatchHandle(self, f"batch tags {tags}", peers, handles)
 
     def _out(self, out: Tensor | None, source: int) -> Tensor | None:
-        self.check_rank(source)
+        check_peer_rank(source, self.size)
         return None if out is None else self.check_and_detach(out, source)
 
     # -- collectives
@@ -109,7 +109,7 @@ class NcclTransport(PendingOperations):
         if self._on_host(out):
             return self.control.reduce_scatter(out, pieces, group=group, channel=channel)
         key, me, (out, *parts) = self._enter("reduce_scatter", group, channel, out, *pieces)
-        check_one_tensor_per_rank(key, parts)
+        check_one_tensor_per_rank(key.operation, parts, key.members)
         check_own_tensors_match(key, out, parts[me])
         sent = sum(part.nbytes for part in parts) - parts[me].nbytes
         received = out.nbytes * (len(parts) - 1)
@@ -123,7 +123,7 @@ class NcclTransport(PendingOperations):
         if self._on_host(mine):
             return self.control.all_gather(pieces, mine, group=group, channel=channel)
         key, me, (mine, *outs) = self._enter("all_gather", group, channel, mine, *pieces)
-        check_one_tensor_per_rank(key, outs)
+        check_one_tensor_per_rank(key.operation, outs, key.members)
         check_own_tensors_match(key, mine, outs[me])
         sent = mine.nbytes * (len(outs) - 1)
         received = sum(out.nbytes for out in outs) - outs[me].nbytes
@@ -138,8 +138,8 @@ class NcclTransport(PendingOperations):
             return self.control.all_to_all(outs, pieces, group=group, channel=channel)
         key, me, both = self._enter("all_to_all", group, channel, *outs, *pieces)
         into, parts = both[: len(outs)], both[len(outs) :]
-        check_one_tensor_per_rank(key, into)
-        check_one_tensor_per_rank(key, parts)
+        check_one_tensor_per_rank(key.operation, into, key.members)
+        check_one_tensor_per_rank(key.operation, parts, key.members)
         check_own_tensors_match(key, into[me], parts[me])
         sent = sum(part.nbytes for part in parts) - parts[me].nbytes
         received = sum(out.nbytes for out in into) - into[me].nbytes
@@ -174,12 +174,7 @@ class NcclTransport(PendingOperations):
         """Check a collective call. Returns its key, this rank's index in the group, the tensors without autograd history."""
         self.check_alive()
         members = tuple(group)
-        ascending = list(members) == sorted(set(members) & set(range(self.size)))
-        if not ascending or self.rank not in members:
-            raise CommError(
-                f"{name} of rank {self.rank} (of {self.size}) over group {members}",
-                cure="a group is an ascending list of ranks that contains the caller",
-            )
+        check_collective_group(name, members, self.rank, self.size)
         key = CommunicatorKey(members, name, channel)
         return key, members.index(self.rank), [self.check_and_detach(tensor, self.rank) for tensor in tensors]
 
@@ -298,14 +293,6 @@ def copy_in_stream(source: Tensor, target: Tensor) -> None:
     if source.data_ptr() != target.data_ptr():
         with torch.no_grad():
             target.copy_(source)
-
-
-def check_one_tensor_per_rank(key: CommunicatorKey, tensors: Sequence[Tensor]) -> None:
-    """Raise `CommError` unless there is one tensor for each rank of the group."""
-    if len(tensors) != len(key.members):
-        raise CommError(
-            f"{key.operation} got {len(tensors)} tensors for a group of {len(key.members)}", cure="give one for each rank"
-        )
 
 
 def check_own_tensors_match(key: CommunicatorKey, one: Tensor, other: Tensor) -> None:

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from raypar.comm.collectives import MessageBasedTransport
-from raypar.comm.phased_operation import PhasedOperation, PostedMessage, take_oldest
+from raypar.comm.phased_operation import PhasedOperation, PostedMessage, take_oldest, tensor_mismatch_error
 from raypar.comm.tcp.message_header import MessageHeader, pack_header, tensor_memory, unpack_header
-from raypar.errors import CommError, GroupAborted
+from raypar.comm.transport import generation_over_error
+from raypar.errors import CommError
 
 STAGING_BYTES = 16 << 10
 """Headers, and messages up to about this size, are read through a buffer: one system call for several of them."""
@@ -271,13 +272,7 @@ class TcpTransport(MessageBasedTransport):
         out = message.tensor
         if out is None or (out.dtype == dtype and out.shape == torch.Size(shape)):
             return True
-        message.fail(
-            CommError(
-                f"{message.operation.describe()} expects {out.dtype} {tuple(out.shape)}, "
-                f"rank {message.peer} sent {dtype} {tuple(shape)}",
-                cure="both ends must agree on dtype and shape; tags must be unique among pending messages of a pair",
-            )
-        )
+        message.fail(tensor_mismatch_error(message, dtype, shape))
         return False
 
     def _received(self, message: PostedMessage) -> None:
@@ -482,7 +477,7 @@ class TcpTransport(MessageBasedTransport):
 
     def _gone(self, connection: PeerConnection, message: PostedMessage) -> CommError:
         if self._aborted is not None:
-            return GroupAborted(self._aborted, cure="this generation is over; connect the next one")
+            return generation_over_error(self._aborted)
         return CommError(
             f"{message.operation.describe()}: lost rank {connection.rank}: {connection.lost_reason}",
             cure="abort this group; the ranks that are left form the next generation",
@@ -524,7 +519,7 @@ class TcpTransport(MessageBasedTransport):
         with self._match:
             alone = [m for key in list(self._posted) for m in self._posted.pop(key)]
         for message in alone:  # receives from ourselves
-            message.fail(GroupAborted(reason, cure="this generation is over; connect the next one"))
+            message.fail(generation_over_error(reason))
 
     def close(self) -> None:
         """See `Transport.close`."""

@@ -22,8 +22,8 @@ from raypar.model.split_linear_backward import (
     accumulates_weight_gradient,
     as_matrix,
     bias_gradient,
+    cast_for_autocast,
     find_deferrable_modules,
-    in_compute_dtype,
     input_gradient,
     is_autocast_enabled,
 )
@@ -120,7 +120,7 @@ class ColumnLinear(ShardedLinear):
         if self.shares_input and local.requires_grad and torch.is_grad_enabled():
             made = _apply_to_shared_input(self, local, seq)
         else:
-            operands = in_compute_dtype(local, self.weight, self.bias)
+            operands = cast_for_autocast(local, self.weight, self.bias)
             made = _Column.apply(*operands, seq, self.group, self, self._stash())  # type: ignore[no-untyped-call]
         if self.gather_output:
             even = even_ranges_by_shard(self.out_features, self.group.size)
@@ -155,7 +155,7 @@ class RowLinear(ShardedLinear):
             local = take_part(x, x.dim() - 1, self.held, self.group)
         if self.group.sequence_parallel:
             _check_sequence(self.name, local.dim())
-        operands = in_compute_dtype(local, self.weight, self.bias)
+        operands = cast_for_autocast(local, self.weight, self.bias)
         made: Tensor = _Row.apply(*operands, self.group, self, self._stash())  # type: ignore[no-untyped-call]
         if not self.group.sequence_parallel:
             return made
@@ -377,7 +377,7 @@ def _apply_to_shared_input(layer: ColumnLinear, x: Tensor, seq: int | None) -> T
             weight = _Late.apply(weight, layer, left)  # type: ignore[no-untyped-call]
         # Not kept in `shared`, which the graph refers to: the cycle would hold the activations until Python's collector comes.
         group.shared_input = shared, _Depart.apply(arrived, shared)  # type: ignore[no-untyped-call]
-    operands = in_compute_dtype(group.shared_input[1], weight, layer.bias)
+    operands = cast_for_autocast(group.shared_input[1], weight, layer.bias)
     made: Tensor = _Reader.apply(*operands, layer, stash, left)  # type: ignore[no-untyped-call]
     return made
 

@@ -23,7 +23,7 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.user_code import USER_CODE_ERRORS, reraise_ctrl_c
 
 
-def check_by_shape(
+def check_shards_on_meta(
     graph: Graph,
     layout: TensorParallelLayout,
     loss: Callable[..., Any],
