@@ -80,7 +80,9 @@ class _Fiber:
         """The error to raise in the thread, where it waits, when it goes on."""
         self._thread = threading.Thread(target=self._run, name="raypar-routine", daemon=True)
         self._begun = False
+        """Whether the thread has been started."""
         self._threads = torch.get_num_threads()
+        """Number of threads that torch shall use in the thread, as in the one that made it."""
 
     def resume(self, error: BaseException | None = None) -> RoutineWait | RoutineWork | None:
         """Run the thread until its next wait, which is returned; None at its end. `error` is raised where the thread waits."""

@@ -119,7 +119,9 @@ class FaultyTransport:
         self._calls: Counter[tuple[int | None, str]] = Counter()
         """(step, or None for all of them; name) -> calls so far."""
         self._delayed: list[DelayedHandle] = []
+        """Handles of all calls that were delayed or dropped."""
         self._timers: list[threading.Timer] = []
+        """Timers that post the delayed calls."""
 
     def at_step(self, step: int) -> None:
         """Begin `step`: the calls that follow belong to it, and `Fault.call_index` counts them from 0."""

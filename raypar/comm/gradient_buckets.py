@@ -167,9 +167,13 @@ class CanonicalBucket(GradientBucket):
         self.totals = [self.result[a:b] for a, b in cut]
         """By owner: its slice of `result`."""
         self.own_total = self.totals[me]
+        """This rank's slice of `result`, to which the additions write."""
         self._targets = [self._places(outgoing, cut, own, k) for k in range(own)]
+        """By subtree, then parameter of the layout: the places that `fill` writes to (see `_places`)."""
         self._adds: list[tuple[Tensor, Tensor, Tensor]] = []
+        """(left, right, out) of each addition of the tree over this rank's slice, in order."""
         self._total = self._plan_adds(stop - start)
+        """Where the additions leave the total of this rank's slice; None: there is no sum."""
 
     def _places(self, outgoing: Tensor, cut: list[tuple[int, int]], own: int, k: int) -> list[list[tuple[Tensor, int, int]]]:
         """For each parameter: where its elements [from, to) of the k-th subtree's sum go; several places at slice borders."""
@@ -303,6 +307,7 @@ class CombinedMessage:
     def __init__(self, replicas: ReplicaGroup, buckets: int) -> None:
         self._replicas = replicas
         self._buckets = buckets
+        """Number of buckets, all of which are filled in every step."""
         self._left = buckets
         """Buckets that are not filled in this step."""
         self._signals = [torch.zeros(1, dtype=torch.uint8) for _ in replicas.ranks]
@@ -359,6 +364,7 @@ class SharedMemoryPairBucket(GradientBucket):
         self._places = [layout.views(one) for one in self._mine]
         """By turn: the parameters in this replica's memory."""
         self._turn = 0
+        """The turn of this step: 0 or 1."""
         super().__init__(layout, self._mine[1])
 
     def begin(self) -> None:

@@ -95,6 +95,7 @@ class GradientReduction(ABC):
         self._next_first = self._next_second = 0
         """The first bucket whose first, second phase is not posted in this step."""
         self.buckets: list[GradientBucket] = []
+        """The buckets, in the order in which they are posted; none with one replica."""
         if len(self.group) > 1:
             self.buckets = [self._bucket(layout) for layout in bucket_layouts(self.parameters, bucket_bytes)]
         self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}

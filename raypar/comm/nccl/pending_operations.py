@@ -42,6 +42,7 @@ class PendingOperations:
         self.ledger = control.ledger = CommunicationLedger()
         self.device = device
         self._streams = dict(streams)
+        """The communicators of this transport, each with its stream."""
         self._changed = threading.Condition()
         """Notified when a waiting thread should look at its handle again."""
         self._handles: list[NcclHandle] = []
@@ -56,6 +57,7 @@ class PendingOperations:
         self._posted_by: dict[int, dict[str, int]] = {}
         """Rank -> communicator -> operations that it has posted, of peers that have closed."""
         self._next_poll_s = 0.0
+        """When NCCL may be asked for errors again (`time.monotonic`)."""
 
     # -- launching
 

@@ -105,7 +105,9 @@ class Mailbox:
         self._matching = threading.Lock()
         """Guards `_posted` and `_arrived`."""
         self._posted: dict[SourceTag, deque[NcclHandle]] = {}
+        """Receives whose messages have not been announced."""
         self._arrived: dict[SourceTag, deque[NcclHandle]] = {}
+        """Announced messages whose receives are not posted."""
 
     def receive_announcements(self) -> None:
         """Take the announcements of all other ranks, from here on."""

@@ -56,6 +56,7 @@ class NcclTransport(PendingOperations):
         self.unended_communicators: tuple[str, ...] = ()
         """Communicators that could not be ended. If there are any, this process has to be replaced."""
         self.mailbox = Mailbox(self)
+        """Sends and receives messages, matched by tag."""
         self._report_unended = report_unended
         self._ending = threading.Lock()
         """Held by `abort` and `close`."""

@@ -124,6 +124,7 @@ class Rendezvous:
     def __init__(self, listener: Listener, me: GenerationRank, addresses: Sequence[str]) -> None:
         self.listener = listener
         self.me = me
+        """This worker's rank in the generation."""
         self.addresses = addresses
         """By rank."""
         self.connected: dict[int, socket.socket] = {}

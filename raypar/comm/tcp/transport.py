@@ -148,6 +148,7 @@ class TcpTransport(MessageBasedTransport):
         self._settled = threading.Condition()
         """Notified of settled operations while `_others_waiting`."""
         self._others_waiting = 0
+        """Number of threads that wait for `_settled`."""
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Ends the I/O thread."""
         self._epoll = select.epoll()
