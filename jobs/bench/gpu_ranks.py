@@ -141,4 +141,4 @@ def abort(state: State) -> tuple[float, float, tuple[str, ...]]:
     """Control thread: when it began, how long until NCCL had ended everything, and what it has not."""
     start = time.monotonic()
     state["transport"].abort("the bench says so")
-    return start, time.monotonic() - start, state["transport"].stuck
+    return start, time.monotonic() - start, state["transport"].unended_communicators

@@ -54,7 +54,7 @@ class Sleep(nn.Module):
         return _Resting.apply(self.linear(x), self.input_ms if split else self.input_ms + self.weight_ms)
 
 
-_weight = DeferredWeightGradient.weight
+_weight = DeferredWeightGradient.weight_gradient
 
 
 def _resting_weight(self: DeferredWeightGradient) -> Tensor:
@@ -62,7 +62,7 @@ def _resting_weight(self: DeferredWeightGradient) -> Tensor:
     return _weight(self)
 
 
-DeferredWeightGradient.weight = _resting_weight
+DeferredWeightGradient.weight_gradient = _resting_weight
 
 
 def layers(forward_ms: Sequence[float], input_ms: Sequence[float], weight_ms: Sequence[float]) -> nn.Sequential:

@@ -53,7 +53,7 @@ class WorkerActor:
         self.working_dir = WorkingDirGuard()
         """Keeps the current directory valid."""
         self.spec: Any = None
-        """The `JobSpec`; None, like all that follows to `mesh`, before `hello`."""
+        """The `JobSpec`; None, like all that follows to `endpoint`, before `hello`."""
         self.host = host
         """The address to listen on; None: the node's address."""
         self.core: Any = None
@@ -66,8 +66,8 @@ class WorkerActor:
         """Refuses calls of old generations (`GenerationGuard`)."""
         self.backend: Any = None
         """The kind of device this worker computes on, and what goes with it (`DeviceBackend`)."""
-        self.mesh: Any = None
-        """Makes the connections to other workers, generation by generation."""
+        self.endpoint: Any = None
+        """The `WorkerEndpoint`: connects with the other workers of each generation."""
         self.heard_s = time.monotonic()
         """When the driver last called."""
         self.orphan_timeout_s = orphan_timeout_s
@@ -118,7 +118,7 @@ class WorkerActor:
         host = self.host or ray.util.get_node_ip_address()
         self.backend = make_backend(self.spec.device)
         device = self.backend.open_device(exact=self.spec.reduction == "canonical")
-        self.mesh = self.backend.listen(host, self.credential)
+        self.endpoint = self.backend.listen(host, self.credential)
         guard.accept()
         self.core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
         self.elastic_worker = ElasticWorker(self.core, self.number)
@@ -128,7 +128,7 @@ class WorkerActor:
         node = ray.get_runtime_context().get_node_id()
         self.lifeline = LivenessListener(host)
         says = fingerprint_worker_numerics(self.spec.threads, device)
-        self.said = WorkerHello(self.mesh.address, node, os.getpid(), says, self.lifeline.address)
+        self.said = WorkerHello(self.endpoint.address, node, os.getpid(), says, self.lifeline.address)
         return self.said
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
@@ -147,7 +147,7 @@ class WorkerActor:
 
             def connect() -> Any:
                 rank = made.rank_of_worker[self.number]
-                return self.mesh.connect(
+                return self.endpoint.connect(
                     rank=rank,
                     size=len(addresses),
                     addresses=addresses,
@@ -245,7 +245,7 @@ class WorkerActor:
             self.generation_guard.enter_generation(generation, reason)
         except StaleGeneration as error:
             return CallFailure("aborted", error)
-        self.mesh.abort_connect(reason)
+        self.endpoint.abort_connect(reason)
         self._end_if_stuck()
         return None
 
@@ -253,8 +253,8 @@ class WorkerActor:
     def abort(self, reason: str) -> None:
         """Make every pending wait of this worker's transport raise at once."""
         self.heard_s = time.monotonic()
-        if self.mesh is not None:
-            self.mesh.abort_connect(reason)
+        if self.endpoint is not None:
+            self.endpoint.abort_connect(reason)
         if self.core is not None:
             self.core.abort(reason)
             self._end_if_stuck()
@@ -280,8 +280,8 @@ class WorkerActor:
         """Stop loaders and sockets; the actor is killed afterwards."""
         if self.core is not None:
             self.core.close()
-        if self.mesh is not None:
-            self.mesh.close()
+        if self.endpoint is not None:
+            self.endpoint.close()
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -336,9 +336,9 @@ class WorkerActor:
 
         The driver notices the end at once and can start another worker.
         """
-        stuck = () if self.mesh is None else self.mesh.stuck
-        if stuck:
-            print(f"{self.coordinate}: NCCL has not ended {', '.join(stuck)}; this process ends", file=sys.stderr, flush=True)
+        unended = () if self.endpoint is None else self.endpoint.unended_communicators
+        if unended:
+            print(f"{self.coordinate}: NCCL has not ended {', '.join(unended)}; this process ends", file=sys.stderr, flush=True)
             os._exit(1)
 
     def _leave_when_orphaned(self) -> None:

@@ -1,7 +1,8 @@
-"""Code that blocks in the middle (a layer that waits for its shards, inside autograd) as a routine.
+"""Runs code that blocks, such as a layer that waits for its shards inside autograd, as a routine.
 
-On a real transport such code waits. Under the cooperative scheduler, where all ranks share one thread, it gets a thread of
-its own that runs only while the routine is resumed: one of them at a time, at places that the scheduler chooses.
+On a real transport such code simply blocks. Under the cooperative scheduler all ranks share one thread: there the code gets a
+thread of its own, which runs only while its routine is resumed. One of these threads runs at a time, and the scheduler chooses
+which.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _RUNNING = threading.local()
 def wait_for(handle: Handle, what: str, timeout_s: float | None = None) -> None:
     """Wait until `handle` is done; inside `as_routine`, let other routines run meanwhile.
 
-    Raises what the operation failed with; a time-out names `what`.
+    Raises the error of the operation. A time-out names `what`.
     """
     fiber: _Fiber | None = getattr(_RUNNING, "fiber", None)
     if fiber is not None:
@@ -33,7 +34,10 @@ def wait_for(handle: Handle, what: str, timeout_s: float | None = None) -> None:
 
 
 def as_routine(work: Callable[[], T]) -> Routine[T]:
-    """Run `work` to its end, yielding each `wait_for` in it. It has torch's CPU generator to itself, as in a process."""
+    """The routine that runs `work` to its end and yields at each `wait_for` in it.
+
+    `work` has a state of torch's CPU generator of its own, as it would have in a process of its own.
+    """
     fiber = _Fiber(work)
     error: BaseException | None = None
     while (waiting := fiber.resume(error)) is not None:
@@ -51,9 +55,9 @@ def as_routine(work: Callable[[], T]) -> Routine[T]:
 
 
 def run_or_yield(routine: Routine[T], timeout_s: float | None = None) -> T:
-    """As `transport.run_routine`; inside `as_routine`, yield the routine's waits and work from there.
+    """Run a routine as `transport.run_routine` does; inside `as_routine`, pass on what the routine yields instead.
 
-    So code that blocks may run a routine that calls code that blocks: a whole step of a worker with sharded layers.
+    So code that blocks may itself run a routine with code that blocks: a whole step of a worker with sharded layers.
     """
     fiber: _Fiber | None = getattr(_RUNNING, "fiber", None)
     return run_routine(routine, timeout_s) if fiber is None else drive_routine(routine, fiber.suspend)
@@ -71,15 +75,17 @@ class _Fiber:
         self._back = threading.Semaphore(0)
         """Released when the resuming thread may go on."""
         self._waiting: RoutineWait | RoutineWork | None = None
-        """What it waits for; None while it runs, and at its end."""
+        """What the thread waits for; None while it runs, and at its end."""
         self._thrown: BaseException | None = None
-        """Raised where it waits when it goes on."""
+        """The error to raise in the thread, where it waits, when it goes on."""
         self._thread = threading.Thread(target=self._run, name="raypar-routine", daemon=True)
         self._begun = False
+        """Whether the thread has been started."""
         self._threads = torch.get_num_threads()
+        """Number of threads that torch shall use in the thread, as in the one that made it."""
 
     def resume(self, error: BaseException | None = None) -> RoutineWait | RoutineWork | None:
-        """Run the thread until its next wait, which is returned, or to its end (None). `error` is raised where it waits."""
+        """Run the thread until its next wait, which is returned; None at its end. `error` is raised where the thread waits."""
         self._thrown, self._waiting = error, None
         if not self._begun:
             self._begun = True
@@ -92,7 +98,7 @@ class _Fiber:
         return self._waiting
 
     def suspend(self, waiting: RoutineWait | RoutineWork) -> None:
-        """Wait, in the thread, until it is resumed."""
+        """Called in the thread: hand `waiting` to the resuming thread, and block until it resumes this one."""
         state = torch.get_rng_state()
         self._waiting = waiting
         self._back.release()

@@ -21,13 +21,13 @@ ALIGNED = 64
 """Bytes. Addresses of memory that PyTorch allocates are multiples of this."""
 
 SMALL_BLOCK_BYTES = 32 << 10
-"""The C library itself keeps smaller blocks."""
+"""Tensors below this size are allocated as usual: the C library keeps such small blocks itself."""
 
 
 def as_aligned(tensor: Tensor) -> Tensor:
-    """The tensor, if it is contiguous and starts at a multiple of 64 bytes, as a new one does; else a copy that is and does.
+    """The tensor itself if it is contiguous and 64-byte aligned, as new tensors are; else a copy that is both.
 
-    MKL's kernels look at the address, so that products of the same numbers at other addresses have other bits.
+    MKL chooses its kernels by the address: products of the same numbers at an unaligned address may differ in their last bits.
     """
     if not tensor.is_contiguous():
         return tensor.contiguous()
@@ -67,7 +67,7 @@ class BufferPool:
                 blocks.append(block)
                 self.held_bytes += size
                 flat = torch.from_numpy(block)
-        # `.data`: for autograd a tensor of its own, not a view of bytes that could not be written back into.
+        # `.data`: autograd shall not take the tensor for a view of these bytes, which may not be written in place.
         return flat[:nbytes].view(dtype).view(tuple(shape)).data
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Collectives made of messages, in rank order: what the local and the TCP transport share.
+"""Collectives made of messages: the base of the local and the TCP transport.
 
 Sums are always ((p0 + p1) + p2) + ... by position in the group, whatever arrives first, so that their bits depend on the
 group's size alone.
@@ -17,7 +17,13 @@ from torch import Tensor
 from raypar.comm.buffer_pool import CPU, BufferPool
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.phased_operation import OperationPhase, PhasedOperation, Phases, PostedMessage
-from raypar.errors import CommError, GroupAborted
+from raypar.comm.transport import (
+    check_collective_group,
+    check_one_tensor_per_rank,
+    check_peer_rank,
+    generation_over_error,
+)
+from raypar.errors import CommError
 
 ALIGN = 16
 """Slices of a flat tensor start at multiples of this many elements (64 bytes of fp32)."""
@@ -56,7 +62,7 @@ def _channel(operation: str, group: tuple[int, ...], channel: int) -> int:
 
 
 class MessageBasedTransport(ABC):
-    """All of `Transport` but how a message travels (`post_send`, `post_recv`) and how a thread waits."""
+    """Base of transports that move messages: implements collectives; subclasses send, receive and wait."""
 
     host_only = True
     """Tensors must be in host memory."""
@@ -90,8 +96,8 @@ class MessageBasedTransport(ABC):
         """Block until `operation.settled`; False after `timeout_s`."""
 
     @abstractmethod
-    def settled(self, operation: PhasedOperation) -> None:
-        """`operation` has just finished or failed, in any thread: wake the threads that wait for it."""
+    def notify_settled(self, operation: PhasedOperation) -> None:
+        """Wake the threads that wait for `operation`, which has just finished or failed in any thread."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
@@ -110,7 +116,7 @@ class MessageBasedTransport(ABC):
         operation = PhasedOperation(self, f"send tag {tag}", (to,))
         self.ledger.count("send", sent=tensor.nbytes)
         operation.post(OperationPhase(((tensor, to, tag),), ()))
-        operation.posted()
+        operation.end_posting()
         return operation
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> PhasedOperation:
@@ -119,7 +125,7 @@ class MessageBasedTransport(ABC):
         self._check(out, source)
         operation = PhasedOperation(self, f"recv tag {tag}", (source,))
         operation.post(OperationPhase((), ((out, source, tag),)))
-        operation.posted()
+        operation.end_posting()
         return operation
 
     def batch(
@@ -134,7 +140,7 @@ class MessageBasedTransport(ABC):
         for tensor, _, _ in sends:
             self.ledger.count("send", sent=tensor.nbytes)
         operation.post(OperationPhase(sends, recvs))
-        operation.posted()
+        operation.end_posting()
         return operation
 
     # -- collectives
@@ -151,7 +157,7 @@ class MessageBasedTransport(ABC):
     ) -> PhasedOperation:
         """See `Transport.reduce_scatter`."""
         me, key, tag = self._enter("reduce_scatter", group, channel, out, *pieces)
-        self._check_count("reduce_scatter", group, pieces)
+        check_one_tensor_per_rank("reduce_scatter", pieces, group)
 
         def phases() -> Phases:
             parts = [out if i == me else self._scratch(out) for i in range(len(group))]
@@ -164,7 +170,7 @@ class MessageBasedTransport(ABC):
     def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> PhasedOperation:
         """See `Transport.all_gather`."""
         me, key, tag = self._enter("all_gather", group, channel, mine, *pieces)
-        self._check_count("all_gather", group, pieces)
+        check_one_tensor_per_rank("all_gather", pieces, group)
 
         def phases() -> Phases:
             if pieces[me].data_ptr() != mine.data_ptr():
@@ -178,8 +184,8 @@ class MessageBasedTransport(ABC):
     ) -> PhasedOperation:
         """See `Transport.all_to_all`."""
         me, key, tag = self._enter("all_to_all", group, channel, *outs, *pieces)
-        self._check_count("all_to_all", group, pieces)
-        self._check_count("all_to_all", group, outs)
+        check_one_tensor_per_rank("all_to_all", pieces, group)
+        check_one_tensor_per_rank("all_to_all", outs, group)
 
         def phases() -> Phases:
             if outs[me].data_ptr() != pieces[me].data_ptr():
@@ -233,7 +239,7 @@ class MessageBasedTransport(ABC):
         add_in_order(parts, me, cut[me])
         yield OperationPhase([(cut[me], r, tag + 1) for i, r in enumerate(group) if i != me and cut[me].numel()], ())
         others = len(group) - 1
-        self.ledger.count_more("all_reduce", sent=cut[me].nbytes * others, received=sum(t.nbytes for t, _, _ in finished))
+        self.ledger.add_payload("all_reduce", sent=cut[me].nbytes * others, received=sum(t.nbytes for t, _, _ in finished))
 
     def _exchange(
         self, name: str, group: Sequence[int], me: int, tag: int, pieces: Sequence[Tensor], outs: Sequence[Tensor]
@@ -256,12 +262,7 @@ class MessageBasedTransport(ABC):
         members = tuple(group)
         key = self._channels.get((name, members, channel))
         if key is None:
-            ascending = list(members) == sorted(set(members) & set(range(self.size)))
-            if not ascending or self.rank not in members:
-                raise CommError(
-                    f"{name} of rank {self.rank} (of {self.size}) over group {members}",
-                    cure="a group is an ascending list of ranks that contains the caller",
-                )
+            check_collective_group(name, members, self.rank, self.size)
             key = self._channels[(name, members, channel)] = _channel(name, members, channel)
         for tensor in tensors:
             self._check(tensor, self.rank)
@@ -272,8 +273,7 @@ class MessageBasedTransport(ABC):
         return PhasedOperation(self, name, [r for r in group if r != self.rank], key, phases).start()
 
     def _check(self, tensor: Tensor | None, peer: int) -> None:
-        if not 0 <= peer < self.size:
-            raise CommError(f"rank {peer} is not in a mesh of {self.size}", cure=f"use a rank from 0 to {self.size - 1}")
+        check_peer_rank(peer, self.size)
         if tensor is not None and (not tensor.is_contiguous() or (self.host_only and tensor.device != CPU)):
             strides, device = tuple(tensor.stride()), tensor.device
             raise CommError(
@@ -284,10 +284,6 @@ class MessageBasedTransport(ABC):
     def _scratch(self, like: Tensor) -> Tensor:
         return self.pool.empty(like.shape, like.dtype) if like.device == CPU else torch.empty_like(like)
 
-    def _check_count(self, name: str, group: Sequence[int], pieces: Sequence[Tensor]) -> None:
-        if len(pieces) != len(group):
-            raise CommError(f"{name} got {len(pieces)} tensors for a group of {len(group)}", cure="give one for each rank")
-
     def _check_alive(self) -> None:
         if self._aborted is not None:
-            raise GroupAborted(self._aborted, cure="this generation is over; connect the next one")
+            raise generation_over_error(self._aborted)

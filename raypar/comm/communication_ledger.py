@@ -1,4 +1,4 @@
-"""The communication ledger: bytes and messages a rank has sent and received, by kind of operation."""
+"""The communication ledger: counts the bytes and messages that a rank sends and receives, by operation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CommunicationLedger:
             self.received[operation] += received
             self.messages[operation] += 1
 
-    def count_more(self, operation: str, *, sent: int = 0, received: int = 0) -> None:
+    def add_payload(self, operation: str, *, sent: int = 0, received: int = 0) -> None:
         """Add payload to a call that is counted already: of a later phase, or of a size that was not known before."""
         with self._lock:
             self.sent[operation] += sent

@@ -1,4 +1,4 @@
-"""Names of operations that ranks post in one order, for each of which the `nccl` transport has a communicator of its own."""
+"""The names of communicators: one for every kind of operation that a group of ranks posts in one order (`nccl` transport)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 """Operations of the transport protocol that move memory and have a group."""
 
-FAST, SHARDS = 1 << 32, 1 << 34
-"""First channels by use: canonical reduction of stage s uses channel s, a plain all-reduce of its gradients FAST + s, the
-layers of its shards SHARDS + s."""
+FAST_REDUCTION_CHANNELS, SHARD_CHANNELS = 1 << 32, 1 << 34
+"""First channel of the fast gradient reductions, and of the collectives between shards; stage s uses this channel + s.
+
+The canonical reduction of stage s uses channel s."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class CommunicatorKey:
-    """Messages of one rank to another, or one kind of collective of a group on one channel."""
+    """Names one communicator: messages from one rank to another, or one kind of collective of a group on one channel."""
 
     members: tuple[int, ...]
     """The ranks: (source, destination) of messages, ascending of a collective."""

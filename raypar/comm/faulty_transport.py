@@ -11,8 +11,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from raypar.comm.transport import Handle, Transport
-from raypar.errors import CommError, CommTimeout, GroupAborted
+from raypar.comm.transport import Handle, Transport, generation_over_error
+from raypar.errors import CommError, CommTimeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Fault:
     action: Literal["fail", "delay", "drop"]
     """`fail` makes the call raise `CommError`; `delay` posts it `delay_s` later; `drop` never posts it, and its handle is never
     done."""
-    number: int = 0
+    call_index: int = 0
     """Which of these calls, from 0: within `step`, or since the transport was made."""
     step: int | None = None
     delay_s: float = 0.0
@@ -103,7 +103,7 @@ class DelayedHandle:
 
 
 class FaultyTransport:
-    """See `Transport`: `inner`, with the faults of `script` that are for its rank."""
+    """A transport that passes calls on to `inner`, and injects the faults of `script` for its rank."""
 
     def __init__(self, inner: Transport, script: Sequence[Fault]) -> None:
         self.inner = inner
@@ -111,18 +111,20 @@ class FaultyTransport:
         self.size = inner.size
         self.generation = inner.generation
         self.ledger = inner.ledger
-        self.happened: list[Fault] = []
-        """Faults so far."""
+        self.injected_faults: list[Fault] = []
+        """The faults that have been injected so far, in order."""
         self._script = [f for f in script if f.rank == inner.rank]
         self._step: int | None = None
         """The step of the calls that follow (`at_step`)."""
         self._calls: Counter[tuple[int | None, str]] = Counter()
         """(step, or None for all of them; name) -> calls so far."""
         self._delayed: list[DelayedHandle] = []
+        """Handles of all calls that were delayed or dropped."""
         self._timers: list[threading.Timer] = []
+        """Timers that post the delayed calls."""
 
     def at_step(self, step: int) -> None:
-        """The calls from here on belong to `step`; their numbers start at 0."""
+        """Begin `step`: the calls that follow belong to it, and `Fault.call_index` counts them from 0."""
         self._step = step
         self._calls = Counter({key: n for key, n in self._calls.items() if key[0] is None})
 
@@ -133,9 +135,9 @@ class FaultyTransport:
             self._calls[scope, name] += 1
         for fault in self._script:
             number = in_all if fault.step is None else in_step
-            if fault.call != name or fault.number != number or fault.step not in (None, self._step):
+            if fault.call != name or fault.call_index != number or fault.step not in (None, self._step):
                 continue
-            self.happened.append(fault)
+            self.injected_faults.append(fault)
             if fault.action == "fail":
                 raise CommError(f"{name} of rank {self.rank} failed: {fault}", cure="a fault of the test's script")
             delayed = DelayedHandle(self, name)
@@ -148,9 +150,9 @@ class FaultyTransport:
             return delayed
         return post()
 
-    def near(self, rank: int) -> bool:
-        """See `Transport.near`."""
-        return self.inner.near(rank)
+    def can_share_memory(self, rank: int) -> bool:
+        """See `Transport.can_share_memory`."""
+        return self.inner.can_share_memory(rank)
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
         """See `Transport.send`."""
@@ -202,4 +204,4 @@ class FaultyTransport:
         for timer in self._timers:
             timer.cancel()
         for delayed in self._delayed:
-            delayed.fail(GroupAborted(reason, cure="this generation is over; connect the next one"))
+            delayed.fail(generation_over_error(reason))

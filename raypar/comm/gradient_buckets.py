@@ -11,24 +11,24 @@ from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.collectives import ALIGN, even_slices
-from raypar.comm.communicator_key import FAST
+from raypar.comm.communicator_key import FAST_REDUCTION_CHANNELS
 from raypar.comm.transport import Handle, Transport
 from raypar.plan.addition_tree import TreeNode, fold_tree, tree_children
 
-Rows = Mapping[TreeNode, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
-"""node -> parameter -> sum of the node's blocks, None where no gradient was defined"""
-Parameter = tuple[torch.Size, torch.dtype]
+SubtreeSums = Mapping[TreeNode, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
+"""Node of the addition tree -> parameter index -> sum of its gradients over the node's blocks; None: no gradient."""
+ShapeAndDtype = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Places of the parameters of one bucket in a flat buffer; each starts at a 64-byte boundary."""
+    """Which parameters one bucket has, and where each stands in its flat buffer; each starts at a 64-byte boundary."""
 
     dtype: torch.dtype
     indices: tuple[int, ...]
-    """The parameters."""
+    """Indices of the parameters."""
     offsets: tuple[int, ...]
-    """Their first elements in the buffer."""
+    """First element of each parameter in the buffer."""
     shapes: tuple[torch.Size, ...]
     length: int
     """Elements of the buffer."""
@@ -38,7 +38,7 @@ class BucketLayout:
         return [flat[o : o + s.numel()].view(s) for o, s in zip(self.offsets, self.shapes, strict=True)]
 
 
-def bucket_layouts(parameters: Sequence[Parameter], bucket_bytes: int) -> list[BucketLayout]:
+def bucket_layouts(parameters: Sequence[ShapeAndDtype], bucket_bytes: int) -> list[BucketLayout]:
     """Buckets of about `bucket_bytes` and one dtype each, last layer first: the order in which gradients become final."""
     buckets: list[BucketLayout] = []
     indices: list[int] = []
@@ -71,18 +71,18 @@ class ReplicaGroup:
     """The replicas that reduce gradients together."""
 
     transport: Transport
-    group: tuple[int, ...]
-    """Their ranks, ascending."""
-    me: int
+    ranks: tuple[int, ...]
+    """Ranks of the replicas, ascending."""
+    own_index: int
     """This rank's index in the group."""
     channel: int
     """See `GradientReduction`."""
-    blocks: int
-    """Blocks of a step."""
-    nodes: tuple[tuple[TreeNode, ...], ...]
+    block_count: int
+    """Number of blocks of a step."""
+    subtrees_by_replica: tuple[tuple[TreeNode, ...], ...]
     """Complete subtrees of each replica's run of the blocks, left to right."""
     device: torch.device = CPU
-    """Of the gradients."""
+    """Device of the gradients."""
 
     def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
         """A buffer [length] on the device."""
@@ -102,15 +102,15 @@ class GradientBucket(ABC):
 
     def begin(self) -> None:
         """Begin a step: no gradient is ready."""
-        self.missing = len(self.layout.indices)
+        self.unready_count = len(self.layout.indices)
         """Parameters whose gradients are not ready."""
-        self.first: Handle | None = None
+        self.first_phase: Handle | None = None
         """The first phase, once it is posted."""
-        self.second: Handle | None = None
+        self.second_phase: Handle | None = None
         """The second phase, once it is posted, if there is one."""
 
     @abstractmethod
-    def fill(self, rows: Sequence[Rows]) -> None:
+    def fill(self, rows: Sequence[SubtreeSums]) -> None:
         """Copy this replica's subtree sums into the buffers; `rows`: for each parameter of the layout."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class GradientBucket(ABC):
         """
 
 
-def _terms(rows: Rows, index: int, node: TreeNode) -> list[Tensor]:
+def _terms(rows: SubtreeSums, index: int, node: TreeNode) -> list[Tensor]:
     """The terms of a parameter's sum over a node: that sum, or one or both of its children's; none if it is undefined."""
     parts = (node,) if node in rows or node[1] - node[0] == 1 else tree_children(node)
     return [term for part in parts if part in rows and (term := rows[part][index]) is not None]
@@ -142,7 +142,7 @@ def _put(place: Tensor, terms: Sequence[Tensor]) -> None:
 
 
 class CanonicalBucket(GradientBucket):
-    """Every replica owns a slice: it receives all subtree sums of the slice, adds them, and sends the total to all.
+    """Bucket of which every replica owns a slice: the owner receives all subtree sums of it, adds them, sends the total to all.
 
     With K subtrees here, L_o elements in owner o's slice, S in this rank's, `length` N: `pieces[o]` [K L_o] goes to owner o,
     subtree after subtree; `parts[r]` [K_r S] comes from replica r. Together K N elements are sent and sum(K_r) S received.
@@ -150,22 +150,30 @@ class CanonicalBucket(GradientBucket):
     """
 
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
-        nodes, me = replicas.nodes, replicas.me
+        nodes, me = replicas.subtrees_by_replica, replicas.own_index
         own = len(nodes[me])
         cut = even_slices(layout.length, len(nodes))
         start, stop = cut[me]
         outgoing = replicas.zeros(own * layout.length, layout.dtype)
         super().__init__(layout, outgoing if own == 1 else replicas.zeros(layout.length, layout.dtype))
         self.replicas = replicas
+        """The replicas that reduce together."""
         self.pieces = [outgoing[own * a : own * b] for a, b in cut]
+        """By owner: the memory from which its slice of this replica's subtree sums is sent."""
         self.parts = [
             self.pieces[me] if r == me else replicas.zeros(len(n) * (stop - start), layout.dtype) for r, n in enumerate(nodes)
         ]
+        """By replica: the memory for its subtree sums of this rank's slice."""
         self.totals = [self.result[a:b] for a, b in cut]
-        self.mine = self.totals[me]
+        """By owner: its slice of `result`."""
+        self.own_total = self.totals[me]
+        """This rank's slice of `result`, to which the additions write."""
         self._targets = [self._places(outgoing, cut, own, k) for k in range(own)]
+        """By subtree, then parameter of the layout: the places that `fill` writes to (see `_places`)."""
         self._adds: list[tuple[Tensor, Tensor, Tensor]] = []
+        """(left, right, out) of each addition of the tree over this rank's slice, in order."""
         self._total = self._plan_adds(stop - start)
+        """Where the additions leave the total of this rank's slice; None: there is no sum."""
 
     def _places(self, outgoing: Tensor, cut: list[tuple[int, int]], own: int, k: int) -> list[list[tuple[Tensor, int, int]]]:
         """For each parameter: where its elements [from, to) of the k-th subtree's sum go; several places at slice borders."""
@@ -186,22 +194,22 @@ class CanonicalBucket(GradientBucket):
     def _plan_adds(self, length: int) -> Tensor | None:
         """List the additions of the tree over all sums of this rank's slice; returns where the total will be."""
         sums: dict[TreeNode, Tensor | None] = {}
-        for part, nodes in zip(self.parts, self.replicas.nodes, strict=True):
+        for part, nodes in zip(self.parts, self.replicas.subtrees_by_replica, strict=True):
             for k, node in enumerate(nodes):
                 sums[node] = part[k * length : (k + 1) * length]
 
         def add(left: Tensor, right: Tensor) -> Tensor:
-            out = self.mine if len(self._adds) == len(sums) - 2 else left  # the last addition writes the result
+            out = self.own_total if len(self._adds) == len(sums) - 2 else left  # the last addition writes the result
             self._adds.append((left, right, out))
             return out
 
-        return fold_tree(sums, (0, self.replicas.blocks), add)
+        return fold_tree(sums, (0, self.replicas.block_count), add)
 
-    def fill(self, rows: Sequence[Rows]) -> None:
+    def fill(self, rows: Sequence[SubtreeSums]) -> None:
         """See `GradientBucket.fill`: every sum is copied, or added, once."""
         to: list[Tensor] = []
         source: list[Tensor] = []
-        for k, node in enumerate(self.replicas.nodes[self.replicas.me]):
+        for k, node in enumerate(self.replicas.subtrees_by_replica[self.replicas.own_index]):
             for index, given, places in zip(self.layout.indices, rows, self._targets[k], strict=True):
                 terms = _terms(given, index, node)
                 if len(terms) == 1 and len(places) == 1:
@@ -219,19 +227,19 @@ class CanonicalBucket(GradientBucket):
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
         r = self.replicas
-        return r.transport.all_to_all(self.parts, self.pieces, group=r.group, channel=r.channel)
+        return r.transport.all_to_all(self.parts, self.pieces, group=r.ranks, channel=r.channel)
 
     def post_second(self) -> Handle:
         """See `GradientBucket.post_second`."""
         for left, right, out in self._adds:
             torch.add(left, right, out=out)
-        if self._total is not None and self._total.data_ptr() != self.mine.data_ptr():
-            self.mine.copy_(self._total)
+        if self._total is not None and self._total.data_ptr() != self.own_total.data_ptr():
+            self.own_total.copy_(self._total)
         r = self.replicas
-        return r.transport.all_gather(self.totals, self.mine, group=r.group, channel=r.channel)
+        return r.transport.all_gather(self.totals, self.own_total, group=r.ranks, channel=r.channel)
 
 
-def _fill(views: Sequence[Tensor], layout: BucketLayout, rows: Sequence[Rows], nodes: Sequence[TreeNode]) -> None:
+def _fill(views: Sequence[Tensor], layout: BucketLayout, rows: Sequence[SubtreeSums], nodes: Sequence[TreeNode]) -> None:
     """Put the sum over `nodes`, left to right, of every parameter of the layout into its view."""
     to: list[Tensor] = []
     source: list[Tensor] = []
@@ -249,20 +257,20 @@ def _fill(views: Sequence[Tensor], layout: BucketLayout, rows: Sequence[Rows], n
 
 
 class FastBucket(GradientBucket):
-    """One buffer [length], reduced in place."""
+    """Bucket of the fast reduction: one buffer [length], all-reduced in place."""
 
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
         super().__init__(layout, replicas.zeros(layout.length, layout.dtype))
         self.replicas = replicas
 
-    def fill(self, rows: Sequence[Rows]) -> None:
+    def fill(self, rows: Sequence[SubtreeSums]) -> None:
         """See `GradientBucket.fill`: this replica's subtrees are added here."""
-        _fill(self.views, self.layout, rows, self.replicas.nodes[self.replicas.me])
+        _fill(self.views, self.layout, rows, self.replicas.subtrees_by_replica[self.replicas.own_index])
 
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
         r = self.replicas
-        return r.transport.all_reduce(self.result, group=r.group, channel=FAST + r.channel)
+        return r.transport.all_reduce(self.result, group=r.ranks, channel=FAST_REDUCTION_CHANNELS + r.channel)
 
     def post_second(self) -> Handle | None:
         """See `GradientBucket.post_second`: nothing is left to do."""
@@ -270,16 +278,19 @@ class FastBucket(GradientBucket):
 
 
 class PairBucket(FastBucket):
-    """Two replicas with one subtree each swap whole sums, and both add. The same bytes and bits, one phase less."""
+    """Bucket of two replicas with one subtree each: they swap whole sums, and both add.
+
+    Sends as many bytes as `CanonicalBucket` and gives the same bits, with one phase less.
+    """
 
     def __init__(self, replicas: ReplicaGroup, layout: BucketLayout) -> None:
         super().__init__(replicas, layout)
-        self._pair = [self.result if r == replicas.me else torch.zeros_like(self.result) for r in range(2)]
+        self._pair = [self.result if r == replicas.own_index else torch.zeros_like(self.result) for r in range(2)]
 
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
         r = self.replicas
-        return r.transport.all_gather(self._pair, self.result, group=r.group, channel=r.channel)
+        return r.transport.all_gather(self._pair, self.result, group=r.ranks, channel=r.channel)
 
     def post_second(self) -> Handle | None:
         """See `GradientBucket.post_second`: the root of the tree."""
@@ -288,7 +299,7 @@ class PairBucket(FastBucket):
 
 
 class CombinedMessage:
-    """One message for several buckets, posted when the last of them is filled; the `Handle` of each of them.
+    """One message for several buckets, posted when the last of them is filled; also the `Handle` of each bucket.
 
     The buckets' bytes lie in shared memory: a message for each would only interrupt the other processor's work.
     """
@@ -296,20 +307,21 @@ class CombinedMessage:
     def __init__(self, replicas: ReplicaGroup, buckets: int) -> None:
         self._replicas = replicas
         self._buckets = buckets
+        """Number of buckets, all of which are filled in every step."""
         self._left = buckets
         """Buckets that are not filled in this step."""
-        self._signals = [torch.zeros(1, dtype=torch.uint8) for _ in replicas.group]
+        self._signals = [torch.zeros(1, dtype=torch.uint8) for _ in replicas.ranks]
         self._posted: Handle | None = None
         """The message, once it is posted in this step."""
 
-    def filled(self) -> Handle:
-        """Count a filled bucket, and return its handle. Every step fills the same number of them."""
+    def add_filled_bucket(self) -> Handle:
+        """Count a filled bucket; returns the bucket's handle. Every step fills the same number of them."""
         if self._left == 0:
             self._left, self._posted = self._buckets, None
         self._left -= 1
         if self._left == 0:
             r = self._replicas
-            self._posted = r.transport.all_gather(self._signals, self._signals[r.me], group=r.group, channel=r.channel)
+            self._posted = r.transport.all_gather(self._signals, self._signals[r.own_index], group=r.ranks, channel=r.channel)
         return self
 
     def done(self) -> bool:
@@ -335,7 +347,7 @@ class CombinedMessage:
 
 
 class SharedMemoryPairBucket(GradientBucket):
-    """As `PairBucket`, on one machine: each replica adds what it reads in the other's memory; a message says that it is there.
+    """Bucket of two replicas on one machine: each reads the other's sums in shared memory; a message says that they are ready.
 
     `sums[r][t]` [length]: memory of replica r that both see, in turn t; turns alternate, step by step. The total of turn t is
     written to this replica's memory of the other turn, which the other replica no longer reads: its message for step n proves
@@ -348,10 +360,11 @@ class SharedMemoryPairBucket(GradientBucket):
         self.replicas = replicas
         self._together = together
         self._left, self._right = sums
-        self._mine = sums[replicas.me]
+        self._mine = sums[replicas.own_index]
         self._places = [layout.views(one) for one in self._mine]
         """By turn: the parameters in this replica's memory."""
         self._turn = 0
+        """The turn of this step: 0 or 1."""
         super().__init__(layout, self._mine[1])
 
     def begin(self) -> None:
@@ -361,13 +374,13 @@ class SharedMemoryPairBucket(GradientBucket):
         self.views = self._places[1 - self._turn]
         super().begin()
 
-    def fill(self, rows: Sequence[Rows]) -> None:
+    def fill(self, rows: Sequence[SubtreeSums]) -> None:
         """See `GradientBucket.fill`."""
-        _fill(self._places[self._turn], self.layout, rows, self.replicas.nodes[self.replicas.me])
+        _fill(self._places[self._turn], self.layout, rows, self.replicas.subtrees_by_replica[self.replicas.own_index])
 
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
-        return self._together.filled()
+        return self._together.add_filled_bucket()
 
     def post_second(self) -> Handle | None:
         """See `GradientBucket.post_second`: the root of the tree."""

@@ -7,7 +7,7 @@ complete subtree, the bytes are those of a ring: 2 (R-1)/R N per replica. *Fast*
 
 An undefined gradient travels as -0.0, the one value x for which a + x == a bit for bit for every a (IEEE 754, round to
 nearest). So nobody needs to know which sums are defined before adding. One small all-reduce of counts a step tells which
-results are defined, and which parameters a replica has marked (`GradientReduction.note`).
+results are defined, and which parameters a replica has marked (`GradientReduction.parameters_to_mark`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from raypar.comm.gradient_buckets import (
     FastBucket,
     GradientBucket,
     PairBucket,
-    Parameter,
     ReplicaGroup,
-    Rows,
+    ShapeAndDtype,
     SharedMemoryPairBucket,
+    SubtreeSums,
     bucket_layouts,
 )
 from raypar.comm.shared_memory import NO_ADDRESS, SharedMemoryBlock, open_shared_memory
@@ -40,12 +40,12 @@ from raypar.plan.addition_tree import covering_nodes, fold_tree
 BUCKET_BYTES = 2 << 20
 """Small enough that the last bucket, which nothing hides, is short; from 0.5 to 8 MB the step time hardly changes."""
 
-_NOTED = 1 << 16
-"""Added to the count of a parameter for each replica that notes it; larger than any number of replicas."""
+_MARKED = 1 << 16
+"""Added to the count of a parameter for each replica that marks it; larger than any number of replicas."""
 
 
 class GradientReduction(ABC):
-    """What `CanonicalReduction` and `FastReduction` share: buckets posted in one fixed order as their gradients become ready.
+    """Base of the reductions: buckets, posted in one fixed order as their gradients become ready.
 
     `group`: ranks of the stage's replicas, ascending; `runs[r]`: blocks of replica r; `parameters`: (shape, dtype) of every
     use of a parameter, in layer order; `channel`: one that no other reduction of the group uses (the stage's number);
@@ -58,8 +58,8 @@ class GradientReduction(ABC):
         *,
         group: Sequence[int],
         runs: Sequence[range],
-        blocks: int,
-        parameters: Sequence[Parameter],
+        block_count: int,
+        parameters: Sequence[ShapeAndDtype],
         bucket_bytes: int = BUCKET_BYTES,
         channel: int = 0,
         device: torch.device = CPU,
@@ -68,31 +68,34 @@ class GradientReduction(ABC):
             raise CommError(f"{len(runs)} runs of blocks for {len(group)} replicas", cure="give one run per replica")
         self.transport = transport
         self.group = tuple(group)
-        self.blocks = blocks
+        self.block_count = block_count
         self.parameters = tuple(parameters)
         self.channel = channel
-        self.me = self.group.index(transport.rank)
+        self.own_index = self.group.index(transport.rank)
         """This rank's index in the group."""
-        self.nodes = [covering_nodes(run, blocks) for run in runs]
+        self.subtrees_by_replica = [covering_nodes(run, block_count) for run in runs]
         """Subtrees of each replica, left to right."""
-        self.replicas = ReplicaGroup(transport, self.group, self.me, channel, blocks, tuple(map(tuple, self.nodes)), device)
-        self._rows: list[Rows | None] = [None] * len(self.parameters)
+        self.replicas = ReplicaGroup(
+            transport, self.group, self.own_index, channel, block_count, tuple(map(tuple, self.subtrees_by_replica)), device
+        )
+        self._rows: list[SubtreeSums | None] = [None] * len(self.parameters)
         """By parameter: its subtree sums, once they are ready in this step."""
         self._totals: list[Tensor | None] = [None] * len(self.parameters)
         """By parameter: its total, where there is one replica only."""
         self._counts = torch.zeros(len(self.parameters), dtype=torch.int32)
-        """By parameter: replicas with a gradient, plus `_NOTED` for each that notes it; summed over the replicas."""
+        """By parameter: replicas with a gradient, plus `_MARKED` for each that marks it; summed over the replicas."""
         self._counted: Handle | None = None
         """The all-reduce of the counts, once it is posted in this step."""
-        self.note: Callable[[], Collection[int]] = tuple
-        """Parameters that this replica marks for all others; asked in every step when all gradients are ready."""
-        self.noted: frozenset[int] = frozenset()
-        """After `finish`: parameters that any replica has noted in this step."""
+        self.parameters_to_mark: Callable[[], Collection[int]] = tuple
+        """Returns the indices of parameters that this replica marks for all; called once a step, after all submissions."""
+        self.marked_parameters: frozenset[int] = frozenset()
+        """After `finish`: indices of parameters that any replica has marked in this step."""
         self._unready = 0
         """Parameters that are not ready in this step."""
         self._next_first = self._next_second = 0
         """The first bucket whose first, second phase is not posted in this step."""
         self.buckets: list[GradientBucket] = []
+        """The buckets, in the order in which they are posted; none with one replica."""
         if len(self.group) > 1:
             self.buckets = [self._bucket(layout) for layout in bucket_layouts(self.parameters, bucket_bytes)]
         self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}
@@ -118,24 +121,27 @@ class GradientReduction(ABC):
             self._bucket_of = {i: b for b in self.buckets for i in b.layout.indices}
         for bucket in self.buckets:
             bucket.begin()
-        if not self.nodes[self.me]:
-            self.ready(range(len(self.parameters) - 1, -1, -1), {})
+        if not self.subtrees_by_replica[self.own_index]:
+            self.submit_gradients(range(len(self.parameters) - 1, -1, -1), {})
 
-    def ready(self, indices: Sequence[int], rows: Rows) -> None:
-        """Take the final subtree sums of some parameters, `rows[node][index]`; None or no row: no gradient. Once per step each.
+    def submit_gradients(self, indices: Sequence[int], rows: SubtreeSums) -> None:
+        """Hand over the final subtree sums of some parameters, `rows[node][index]`; None or no row: no gradient.
 
-        Instead of a node its children may be given, which are added here. The sums belong to the reduction from now on and
-        must stay unchanged until `finish` is done. Posts the first phase of every bucket that is complete.
+        Each parameter is handed over once per step. Instead of a node its children may be given, which are added here. The sums
+        belong to the reduction from now on and must stay unchanged until `finish` is done. Posts the first phase of every
+        complete bucket.
         """
         known, alone = self._rows, len(self.group) == 1
         for index in indices:
             if known[index] is not None:
-                raise CommError(f"parameter {index} was declared ready twice in one step", cure="call `ready` once per step")
+                raise CommError(
+                    f"parameter {index} was declared ready twice in one step", cure="call `submit_gradients` once per step"
+                )
             known[index] = rows
             if alone:
                 self._totals[index] = self._alone(index, rows)
             else:
-                self._bucket_of[index].missing -= 1
+                self._bucket_of[index].unready_count -= 1
         self._unready -= len(indices)
         if not alone:
             self._post_ready()
@@ -144,31 +150,31 @@ class GradientReduction(ABC):
     def _post_ready(self) -> None:
         while self._next_first < len(self.buckets):
             bucket = self.buckets[self._next_first]
-            if bucket.missing:
+            if bucket.unready_count:
                 return
             with torch.no_grad():
                 bucket.fill([self._rows[i] or {} for i in bucket.layout.indices])
-            bucket.first = bucket.post_first()
+            bucket.first_phase = bucket.post_first()
             self._next_first += 1
         if self._unready == 0 and self._counted is None:
             defined = [any(row[i] is not None for row in (rows or {}).values()) for i, rows in enumerate(self._rows)]
             self._counts.copy_(torch.tensor(defined))
-            for index in self.note():
-                self._counts[index] += _NOTED
+            for index in self.parameters_to_mark():
+                self._counts[index] += _MARKED
             self._counted = self.transport.all_reduce(self._counts, group=self.group, channel=self.channel)
 
     def poll(self) -> None:
         """Start the second phase of buckets whose first phase is done. Cheap; never blocks."""
         while self._next_second < self._next_first:
             bucket = self.buckets[self._next_second]
-            assert bucket.first is not None
-            if not bucket.first.done():
+            assert bucket.first_phase is not None
+            if not bucket.first_phase.done():
                 return
             self._start_second(bucket)
 
     def _start_second(self, bucket: GradientBucket) -> None:
         with torch.no_grad():
-            bucket.second = bucket.post_second()
+            bucket.second_phase = bucket.post_second()
         self._next_second += 1
 
     def finish(self) -> Routine[list[Tensor | None]]:
@@ -180,32 +186,32 @@ class GradientReduction(ABC):
             left = [i for i, rows in enumerate(self._rows) if rows is None]
             raise CommError(
                 f"gradients of {len(left)} parameters (first: {left[0]}) were not declared ready",
-                cure="call `ready` for every parameter of the stage, also for those without a gradient",
+                cure="call `submit_gradients` for every parameter of the stage, also for those without a gradient",
             )
         if len(self.group) == 1:
-            self.noted = frozenset(self.note())
+            self.marked_parameters = frozenset(self.parameters_to_mark())
             return self._totals
         names = [
             f"gradient bucket {number} of {len(self.buckets)}, channel {self.channel}" for number in range(len(self.buckets))
         ]
         for bucket, name in list(zip(self.buckets, names, strict=True))[self._next_second :]:
             # Only additions follow: a device's stream may wait for the sums while the host posts the next bucket's totals.
-            assert bucket.first is not None
-            yield RoutineWait(bucket.first, f"{name}, sums", on_stream=True)
+            assert bucket.first_phase is not None
+            yield RoutineWait(bucket.first_phase, f"{name}, sums", on_stream=True)
             self._start_second(bucket)
         for bucket, name in zip(self.buckets, names, strict=True):
-            if bucket.first is not None and not bucket.first.done():
-                yield RoutineWait(bucket.first, f"{name}, sums")
-            if bucket.second is not None:
-                yield RoutineWait(bucket.second, f"{name}, totals")
+            if bucket.first_phase is not None and not bucket.first_phase.done():
+                yield RoutineWait(bucket.first_phase, f"{name}, sums")
+            if bucket.second_phase is not None:
+                yield RoutineWait(bucket.second_phase, f"{name}, totals")
         results: list[Tensor | None] = [None] * len(self.parameters)
         if self._counted is not None:
             yield RoutineWait(self._counted, f"which gradients are defined, channel {self.channel}")
         counts = self._counts.tolist()
-        self.noted = frozenset(index for index, count in enumerate(counts) if count >= _NOTED)
+        self.marked_parameters = frozenset(index for index, count in enumerate(counts) if count >= _MARKED)
         for bucket in self.buckets:
             for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
-                results[index] = view if counts[index] % _NOTED else None
+                results[index] = view if counts[index] % _MARKED else None
         self._rows = [None] * len(self.parameters)
         if not self._negotiated:
             self._negotiated = True
@@ -213,32 +219,32 @@ class GradientReduction(ABC):
         return results
 
     def _negotiate_buckets(self) -> Routine[list[GradientBucket] | None]:
-        """Agree with the other replicas, at the end of the first step, on other buckets for the next ones; None: the same."""
+        """The buckets of all later steps, agreed with the other replicas after the first step; None: the same as now."""
         return None
         yield
 
-    def _alone(self, index: int, rows: Rows) -> Tensor | None:
+    def _alone(self, index: int, rows: SubtreeSums) -> Tensor | None:
         with torch.no_grad():
-            total = fold_tree({node: row[index] for node, row in rows.items()}, (0, self.blocks), Tensor.add_)
+            total = fold_tree({node: row[index] for node, row in rows.items()}, (0, self.block_count), Tensor.add_)
             if total is None or (total.is_contiguous() and total.data_ptr() % 64 == 0):
                 return total
             return total.clone(memory_format=torch.contiguous_format)
 
 
 class CanonicalReduction(GradientReduction):
-    """Has the bits of one process for every number of replicas. See the module."""
+    """Reduction with the bits of one process, whatever the number of replicas (see the module's docstring)."""
 
     def _bucket(self, layout: BucketLayout) -> GradientBucket:
-        if [len(nodes) for nodes in self.nodes] == [1, 1]:
+        if [len(nodes) for nodes in self.subtrees_by_replica] == [1, 1]:
             return PairBucket(self.replicas, layout)
         return CanonicalBucket(self.replicas, layout)
 
     def _negotiate_buckets(self) -> Routine[list[GradientBucket] | None]:
         """Buckets in shared memory, for two replicas on one machine that both find that they can read each other's."""
         pairs = all(isinstance(bucket, PairBucket) for bucket in self.buckets) and self.replicas.device == CPU
-        near = pairs and self.transport.near(self.group[1 - self.me])
+        shares_memory = pairs and self.transport.can_share_memory(self.group[1 - self.own_index])
         turn_bytes = sum(_paged(bucket.result.nbytes) for bucket in self.buckets)
-        if not near or not turn_bytes:
+        if not shares_memory or not turn_bytes:
             return None
         try:
             block = SharedMemoryBlock(2 * turn_bytes)
@@ -251,7 +257,7 @@ class CanonicalReduction(GradientReduction):
         if block is not None:
             try:
                 memories = [
-                    block.memory if r == self.me else open_shared_memory(address, 2 * turn_bytes)
+                    block.memory if r == self.own_index else open_shared_memory(address, 2 * turn_bytes)
                     for r, address in enumerate(addresses)
                 ]
             except OSError:
@@ -284,7 +290,7 @@ def _paged(nbytes: int) -> int:
 
 
 class FastReduction(GradientReduction):
-    """A plain all-reduce: the bits depend on the number of replicas."""
+    """Reduction by a plain all-reduce: the bits depend on the number of replicas."""
 
     def _bucket(self, layout: BucketLayout) -> GradientBucket:
         return FastBucket(self.replicas, layout)

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 
 from raypar.comm.collectives import MessageBasedTransport
-from raypar.comm.phased_operation import PhasedOperation, PostedMessage
-from raypar.comm.transport import Handle, Routine, RoutineWait
+from raypar.comm.phased_operation import PhasedOperation, PostedMessage, tensor_mismatch_error
+from raypar.comm.transport import Handle, Routine, RoutineWait, generation_over_error
 from raypar.errors import CommError, GroupAborted
 
 Address = tuple[int, int, int, int]
@@ -33,7 +33,7 @@ class LocalMesh:
     def __init__(self, size: int, generation: int = 0) -> None:
         self.size = size
         self.generation = generation
-        self.gone: dict[int, str] = {}
+        self.departed_ranks: dict[int, str] = {}
         """Rank -> reason, of ranks that have left."""
         self.changed = threading.Condition(threading.RLock())
         """Guards all of the mesh; notified when an operation is settled."""
@@ -53,11 +53,11 @@ class LocalMesh:
     def leave(self, rank: int, reason: str) -> None:
         """Remove a rank: its pending operations are aborted, those of others with it fail."""
         with self.changed:
-            self.gone[rank] = reason
+            self.departed_ranks[rank] = reason
             waiting = [m for table in (self.sends, self.recvs) for queue in table.values() for m in queue]
             for message in waiting:
                 if message.operation.transport.rank == rank:
-                    message.fail(GroupAborted(reason, cure="this generation is over; connect the next one"))
+                    message.fail(generation_over_error(reason))
                 elif message.peer == rank:
                     message.fail(peer_left_error(message))
             for table in (self.sends, self.recvs):
@@ -67,7 +67,7 @@ class LocalMesh:
     def match(self, message: PostedMessage, address: Address, sending: bool) -> None:
         """Deliver a message if its send and its receive are both posted; else keep this half."""
         with self.changed:
-            if message.peer in self.gone:
+            if message.peer in self.departed_ranks:
                 message.fail(peer_left_error(message))
                 return
             mine, other = (self.sends, self.recvs) if sending else (self.recvs, self.sends)
@@ -89,16 +89,6 @@ def peer_left_error(message: PostedMessage) -> CommError:
     )
 
 
-def mismatch_error(message: PostedMessage, dtype: torch.dtype, shape: Sequence[int]) -> CommError:
-    """The error of a receive when a tensor of another dtype or shape arrives."""
-    assert message.tensor is not None
-    return CommError(
-        f"{message.operation.describe()} expects {message.tensor.dtype} {tuple(message.tensor.shape)}, "
-        f"rank {message.peer} sent {dtype} {tuple(shape)}",
-        cure="both ends must agree on dtype and shape; tags must be unique among pending messages of a pair",
-    )
-
-
 def deliver_message(send: PostedMessage, recv: PostedMessage) -> None:
     """Copy the sent tensor into the receiver's own storage and complete both."""
     source = send.tensor
@@ -106,7 +96,7 @@ def deliver_message(send: PostedMessage, recv: PostedMessage) -> None:
     if recv.tensor is None:
         recv.tensor = torch.empty(source.shape, dtype=source.dtype, device=source.device)
     elif recv.tensor.dtype != source.dtype or recv.tensor.shape != source.shape:
-        recv.fail(mismatch_error(recv, source.dtype, source.shape))
+        recv.fail(tensor_mismatch_error(recv, source.dtype, source.shape))
         send.complete()
         return
     with torch.no_grad():
@@ -126,8 +116,8 @@ class LocalTransport(MessageBasedTransport):
         super().__init__(rank, mesh.size, mesh.generation)
         self.mesh = mesh
 
-    def near(self, rank: int) -> bool:
-        """See `Transport.near`."""
+    def can_share_memory(self, rank: int) -> bool:
+        """See `Transport.can_share_memory`."""
         return True
 
     def post_send(self, message: PostedMessage) -> None:
@@ -145,8 +135,8 @@ class LocalTransport(MessageBasedTransport):
         with self.mesh.changed:
             return self.mesh.changed.wait_for(lambda: operation.settled, timeout_s)
 
-    def settled(self, operation: PhasedOperation) -> None:
-        """See `MessageBasedTransport.settled`."""
+    def notify_settled(self, operation: PhasedOperation) -> None:
+        """See `MessageBasedTransport.notify_settled`."""
         with self.mesh.changed:
             self.mesh.changed.notify_all()
 
@@ -240,7 +230,7 @@ class CooperativeScheduler:
         self, routines: Sequence[Routine[Any]], others: Sequence[int], mesh: LocalMesh | None, error: Exception
     ) -> Exception:
         """End all other routines as an abort would; returns the error to raise."""
-        reason = f"another routine of the mesh stopped: {type(error).__name__}: {error}"
+        reason = f"another routine of the group stopped: {type(error).__name__}: {error}"
         if mesh is not None:
             mesh.abort(reason)
         for index in others:

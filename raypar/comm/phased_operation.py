@@ -1,6 +1,6 @@
-"""One posted operation of a message transport: pending messages, phase after phase, behind one `Handle`.
+"""One posted operation of a message transport: messages, posted phase after phase, behind one `Handle`.
 
-A collective is written as *phases*: a generator that yields a `OperationPhase` (messages to post) and goes on when all of them
+A collective is written as *phases*: a generator that yields an `OperationPhase` (messages to post) and goes on when all of them
 are done. The thread that completes the last message of a phase (a waiting thread or the I/O thread) runs the next phase at
 once, so that a posted operation needs nothing more from its caller.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.communication_ledger import CommunicationLedger
+from raypar.comm.transport import describe_operation
 from raypar.errors import CommError, CommTimeout
 
 K = TypeVar("K")
@@ -33,7 +34,7 @@ class OperationPhase:
     """(tensor, to, tag)"""
     recvs: Sequence[tuple[Tensor | None, int, int]]
     """(out, source, tag)"""
-    early: Sequence[Tagged] = ()
+    early_recvs: Sequence[Tagged] = ()
     """Receives of the last phase that are posted already now, so that their data is received in place whenever it comes. The
     next phase does not wait for them; the operation does."""
 
@@ -57,8 +58,8 @@ class MessageCarrier(Protocol):
     def wait_for(self, operation: PhasedOperation, timeout_s: float | None) -> bool:
         """Block until `operation.settled`; False after `timeout_s`."""
 
-    def settled(self, operation: PhasedOperation) -> None:
-        """`operation` has just finished or failed, in any thread: wake the threads that wait for it."""
+    def notify_settled(self, operation: PhasedOperation) -> None:
+        """Wake the threads that wait for `operation`, which has just finished or failed in any thread."""
 
 
 def take_oldest(table: dict[K, deque[T]], key: K) -> T | None:
@@ -75,7 +76,7 @@ def take_oldest(table: dict[K, deque[T]], key: K) -> T | None:
 class PostedMessage:
     """One message of an operation. It matches by `(peer, channel, tag)`."""
 
-    __slots__ = ("channel", "early", "operation", "peer", "tag", "tensor")
+    __slots__ = ("channel", "is_early", "operation", "peer", "tag", "tensor")
 
     def __init__(
         self, operation: PhasedOperation, tensor: Tensor | None, peer: int, channel: int, tag: int, early: bool
@@ -87,16 +88,26 @@ class PostedMessage:
         self.channel = channel
         """0 is point to point; others belong to collectives."""
         self.tag = tag
-        self.early = early
-        """See `OperationPhase.early`."""
+        self.is_early = early
+        """Whether it is one of `OperationPhase.early_recvs`."""
 
     def complete(self) -> None:
-        """All bytes have left or arrived."""
+        """Report that all bytes of the message have left or arrived."""
         self.operation.message_done(self)
 
     def fail(self, error: CommError) -> None:
-        """The message will never complete."""
+        """Fail the operation: this message will never complete."""
         self.operation.fail(error)
+
+
+def tensor_mismatch_error(message: PostedMessage, dtype: torch.dtype, shape: Sequence[int]) -> CommError:
+    """The error of a receive when a tensor of another dtype or shape arrives."""
+    assert message.tensor is not None
+    return CommError(
+        f"{message.operation.describe()} expects {message.tensor.dtype} {tuple(message.tensor.shape)}, "
+        f"rank {message.peer} sent {dtype} {tuple(shape)}",
+        cure="both ends must agree on dtype and shape; tags must be unique among pending messages of a pair",
+    )
 
 
 class PhasedOperation:
@@ -177,13 +188,12 @@ class PhasedOperation:
 
     @property
     def settled(self) -> bool:
-        """Finished or failed."""
+        """Whether the operation has finished or failed."""
         return self._finished or self._error is not None
 
     def describe(self) -> str:
         """The operation and its ranks, for messages."""
-        peers = ", ".join(str(p) for p in self.peers)
-        return f"{self.name} of rank {self.transport.rank} with {peers or 'nobody'} (generation {self.transport.generation})"
+        return describe_operation(self.name, self.transport.rank, self.peers, self.transport.generation)
 
     def start(self) -> PhasedOperation:
         """Post the first phase of a collective."""
@@ -193,7 +203,7 @@ class PhasedOperation:
     def post(self, phase: OperationPhase) -> None:
         """Post the messages of one phase. Receives first, so that a peer's answer is received in place."""
         recvs = [PostedMessage(self, t, peer, self.channel, tag, False) for t, peer, tag in phase.recvs]
-        early = [PostedMessage(self, t, peer, self.channel, tag, True) for t, peer, tag in phase.early]
+        early = [PostedMessage(self, t, peer, self.channel, tag, True) for t, peer, tag in phase.early_recvs]
         sends = [PostedMessage(self, t, peer, self.channel, tag, False) for t, peer, tag in phase.sends]
         self._left += len(recvs) + len(sends) + 1  # one more, so that it cannot reach zero while we are posting
         self._early += len(early)
@@ -206,7 +216,7 @@ class PhasedOperation:
         for message in sends:
             self.transport.post_send(message)
 
-    def posted(self) -> None:
+    def end_posting(self) -> None:
         """End posting: drop the extra count of `post`, and go on if all messages have completed meanwhile."""
         with self._lock:
             self._left -= 1
@@ -217,7 +227,7 @@ class PhasedOperation:
     def message_done(self, message: PostedMessage) -> None:
         """Count a completed message; called once for each, in the thread that completed it."""
         with self._lock:
-            if message.early:
+            if message.is_early:
                 self._early -= 1
                 last = self._phases is None and self._left == 0 and self._early == 0
             else:
@@ -234,10 +244,10 @@ class PhasedOperation:
             self._error = error
             self._phases = None
             self._received = []
-        self.transport.settled(self)
+        self.transport.notify_settled(self)
 
     def _advance(self) -> None:
-        """All messages of the current phase are done: post the next phase, or finish."""
+        """Post the next phase, or finish; called when all messages of the current phase are done."""
         while True:
             phases = self._phases
             if self._error is not None:
@@ -269,5 +279,5 @@ class PhasedOperation:
                 self._tensors = [m.tensor for m in self._received if m.tensor is not None]
                 self._received = []
                 self._finished = True
-            self.transport.settled(self)
+            self.transport.notify_settled(self)
             return

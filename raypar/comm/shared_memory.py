@@ -41,7 +41,7 @@ class SharedMemoryBlock:
         """What `open_shared_memory` of another process needs: process id, descriptor, size, token of the file's name."""
 
     def close(self) -> None:
-        """End opening by others; processes that have it open, and this one, keep the memory. Idempotent."""
+        """Close the descriptor: no other process can open the memory any more; those that have it open keep it. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -50,7 +50,7 @@ class SharedMemoryBlock:
 
 
 NO_ADDRESS = torch.zeros(4, dtype=torch.int64)
-"""The address that a process without such memory sends."""
+"""The address that a process without a shared memory block sends."""
 
 
 def open_shared_memory(address: Tensor, nbytes: int) -> Tensor:
@@ -59,10 +59,10 @@ def open_shared_memory(address: Tensor, nbytes: int) -> Tensor:
     The token in the file's name tells apart a process of the same number in another pid namespace. The address is not trusted:
     its size must be the expected one, and the file's.
     """
-    pid, theirs, said, token = address.tolist()
-    place, wanted = f"/proc/{pid}/fd/{theirs}", f"/memfd:{PREFIX}{token:x} (deleted)"
-    if said != nbytes:
-        raise OSError(f"process {pid} has {said} bytes of memory to be read, {nbytes} were expected")
+    pid, their_fd, their_nbytes, token = address.tolist()
+    place, wanted = f"/proc/{pid}/fd/{their_fd}", f"/memfd:{PREFIX}{token:x} (deleted)"
+    if their_nbytes != nbytes:
+        raise OSError(f"process {pid} has {their_nbytes} bytes of memory to be read, {nbytes} were expected")
     if os.readlink(place) != wanted:  # opened before this check, a FIFO might block, and a device might act
         raise OSError(f"{place} is not the memory of process {pid} that was asked for")
     fd = os.open(place, os.O_RDWR | os.O_CLOEXEC)

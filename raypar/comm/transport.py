@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from raypar.comm.communication_ledger import CommunicationLedger
-from raypar.errors import CommTimeout
+from raypar.errors import CommError, CommTimeout, GroupAborted
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class Handle(Protocol):
     """One pending operation, or a batch of them."""
 
     def done(self) -> bool:
-        """True once the operation has completed; never blocks; raises what the operation failed with."""
+        """Whether the operation has completed; never blocks; raises the operation's error if it has failed."""
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until done. Raises `GroupAborted`, or `CommTimeout` (naming operation, peer and tag) after `timeout_s`."""
@@ -50,7 +50,7 @@ class Handle(Protocol):
 
 @runtime_checkable
 class Transport(Protocol):
-    """One rank's end of a generation. Ranks are indices of the plan's seats. Never used again after `abort`.
+    """One rank's connection with all ranks of a generation. Ranks are indices of the plan's seats. Unusable after `abort`.
 
     A collective is called by all ranks of its `group` (ascending). Calls with the same (operation, group, channel) match in
     the order in which each rank makes them. Calls that differ in one of the three are independent and may overtake: code that
@@ -65,8 +65,8 @@ class Transport(Protocol):
     ledger: CommunicationLedger
     """Counts what this rank sends and receives."""
 
-    def near(self, rank: int) -> bool:
-        """Whether `rank` is on this machine, and its memory may be read without a message (`comm.shared_memory`)."""
+    def can_share_memory(self, rank: int) -> bool:
+        """Whether `rank` is on this machine and its memory can be read in place (`comm.shared_memory`)."""
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
         """Post a send of a contiguous tensor; messages of one (source, destination) pair match by tag, tags may overtake."""
@@ -115,7 +115,7 @@ class RoutineWait:
 
 @dataclass(frozen=True, slots=True)
 class RoutineWork:
-    """Yielded by a routine just before it computes."""
+    """Yielded by a routine just before it computes, so that a scheduler can advance its clock."""
 
     label: str
     """Short text of the instruction, at which faults are injected and debuggers stop."""
@@ -137,8 +137,10 @@ def run_routine(routine: Routine[T], timeout_s: float | None = None) -> T:
 
 
 def drive_routine(routine: Routine[T], do: Callable[[RoutineWait | RoutineWork], None]) -> T:
-    """Run a routine to its end, calling `do` with all that it yields. An error of `do` is raised inside the routine, at its
-    `yield`, so that it may clean up."""
+    """Run a routine to its end, calling `do` with everything that it yields.
+
+    An error of `do` is raised inside the routine, at its `yield`, so that the routine can clean up.
+    """
     failed: Exception | None = None
     while True:
         try:
@@ -150,6 +152,38 @@ def drive_routine(routine: Routine[T], do: Callable[[RoutineWait | RoutineWork],
             do(operation)
         except Exception as error:
             failed = error
+
+
+def generation_over_error(reason: str) -> GroupAborted:
+    """The error of every call on a transport that was aborted or closed for this reason."""
+    return GroupAborted(reason, cure="this generation is over; connect the next one")
+
+
+def describe_operation(name: str, rank: int, peers: Sequence[int], generation: int) -> str:
+    """An operation, its rank and the peers that it needs, for messages."""
+    return f"{name} of rank {rank} with {', '.join(map(str, peers)) or 'nobody'} (generation {generation})"
+
+
+def check_peer_rank(peer: int, size: int) -> None:
+    """Raise `CommError` for a rank that a generation of `size` ranks does not have."""
+    if not 0 <= peer < size:
+        raise CommError(f"rank {peer} is not in a group of {size} ranks", cure=f"use a rank from 0 to {size - 1}")
+
+
+def check_collective_group(operation: str, group: Sequence[int], rank: int, size: int) -> None:
+    """Raise `CommError` unless `group` is an ascending list of ranks that contains the caller's."""
+    members = tuple(group)
+    if list(members) != sorted(set(members) & set(range(size))) or rank not in members:
+        raise CommError(
+            f"{operation} of rank {rank} (of {size}) over group {members}",
+            cure="a group is an ascending list of ranks that contains the caller",
+        )
+
+
+def check_one_tensor_per_rank(operation: str, tensors: Sequence[Tensor], group: Sequence[int]) -> None:
+    """Raise `CommError` unless there is one tensor for each rank of the group."""
+    if len(tensors) != len(group):
+        raise CommError(f"{operation} got {len(tensors)} tensors for a group of {len(group)}", cure="give one for each rank")
 
 
 def wait_named(handle: Handle, what: str, timeout_s: float | None, *, on_stream: bool = False) -> None:

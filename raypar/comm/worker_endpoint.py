@@ -1,4 +1,4 @@
-"""The mesh protocol: one worker's address for all generations of a run, and its way into each of them.
+"""The endpoint protocol: one worker's address for all generations of a run, and how it connects in each of them.
 
 `comm.tcp.endpoint.TcpEndpoint` carries every operation over sockets; `comm.nccl.endpoint.NcclEndpoint` moves device memory by
 NCCL.
@@ -14,15 +14,18 @@ from raypar.comm.transport import Transport
 
 
 class WorkerEndpoint(Protocol):
-    """Listens from its creation (`listen` of each class) until `close`; at most one `connect` runs at a time."""
+    """One worker's listening address, and its way to connect with the other workers of a generation.
+
+    Listens from its creation (`listen` of each class) until `close`. At most one `connect` runs at a time.
+    """
 
     @property
     def address(self) -> str:
-        """`host:port`, which the driver passes on to all other workers."""
+        """`host:port`, which the driver sends to all other workers."""
 
     @property
-    def stuck(self) -> tuple[str, ...]:
-        """Communicators that an abort could not end. If there are any, the process has to be replaced."""
+    def unended_communicators(self) -> tuple[str, ...]:
+        """Names of communicators that an abort could not end. If there are any, the process must be replaced."""
 
     def connect(
         self,

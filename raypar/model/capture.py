@@ -118,8 +118,8 @@ def replace_builds_by_skeletons(
     """A hand-written graph whose builds return copies of skeletons; its `initial_values` has the values.
 
     Every user's build runs once here, in the random stream that continues from `state`, and again whenever values are read.
-    `seed`: for `Graph.init`. `guard`: entered around every build. `replaced`: see `capture`. Raises `ModelError` for
-    inconsistent ties and for layers that raypar does not support.
+    `seed`: for `Graph.init`. `guard`: entered around every build. `replaced`: see `capture_layer_graph`. Raises `ModelError`
+    for inconsistent ties and for layers that raypar does not support.
     """
     built = LayerBuildValues(graph, seed, state, guard)
     layers = []

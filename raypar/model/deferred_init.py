@@ -66,14 +66,14 @@ class Undeferrable(BaseException):
 class RecordedView:
     """A large tensor in a recorded operation: key of its `RecordedStorage`, and the geometry of the view."""
 
-    memory: int
+    storage_key: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
-    def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """This view of real memory."""
+    def as_tensor(self, storage: torch.UntypedStorage) -> Tensor:
+        """The view as a tensor in `storage`, the real memory."""
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
 
 
@@ -90,9 +90,9 @@ class RecordedOperation:
     """Keys of the memory that it reads."""
     writes: tuple[int, ...]
     """Keys of the memory that it changes."""
-    made: Mapping[int, RecordedView]
+    new_tensors: Mapping[int, RecordedView]
     """Index among the flattened results -> tensor in new memory."""
-    random: Tensor | None = None
+    generator_state: Tensor | None = None
     """The generator's state before the call, if it draws random numbers."""
 
 
@@ -104,8 +104,8 @@ class RecordedStorage:
     """The meta storage; kept alive, so that its address stays unique."""
     writers: list[int] = field(default_factory=list)
     """Indices of the operations that make or change it, in order."""
-    real: torch.UntypedStorage | None = None
-    """Its values, once it has become real; from then on nothing is recorded."""
+    real_storage: torch.UntypedStorage | None = None
+    """The memory with its values, once it has become real; from then on nothing is recorded."""
 
 
 class OperationRecording:
@@ -122,13 +122,13 @@ class OperationRecording:
     # -- recording -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
+    def record(self) -> Iterator[None]:
         """Record what runs inside. Raises `Undeferrable`."""
         with _Operations(self), _Attributes(self):
             yield
 
     def tracks(self, value: Any) -> bool:
-        """Whether `value` is a large tensor of this recording (it may have become real: see `known`)."""
+        """Whether `value` is a large tensor of this recording (it may have become real: see `is_real`)."""
         if not isinstance(value, Tensor) or not value.is_meta:
             return False
         try:
@@ -143,10 +143,10 @@ class OperationRecording:
         key = tensor.untyped_storage()._cdata
         return RecordedView(key, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
 
-    def begin(self, tensor: Tensor, real: torch.UntypedStorage | None = None) -> RecordedView:
+    def track(self, tensor: Tensor, real: torch.UntypedStorage | None = None) -> RecordedView:
         """Track the memory of a new meta tensor, whose values are `real` if they are known already."""
         storage = tensor.untyped_storage()
-        self._memories[storage._cdata] = RecordedStorage(storage, real=real)
+        self._memories[storage._cdata] = RecordedStorage(storage, real_storage=real)
         return self.view(tensor)
 
     def stand_in(self, value: Tensor) -> Tensor:
@@ -158,25 +158,25 @@ class OperationRecording:
         room = torch.empty(value.untyped_storage().nbytes(), dtype=torch.uint8, device=META).untyped_storage()
         made = torch.empty(0, dtype=value.dtype, device=META)
         made.set_(room, value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
-        self.begin(made, real=value.untyped_storage())
+        self.track(made, real=value.untyped_storage())
         return made
 
     def add(self, operation: RecordedOperation) -> None:
         """Append an operation."""
-        for key in {*operation.writes, *(view.memory for view in operation.made.values())}:
+        for key in {*operation.writes, *(view.storage_key for view in operation.new_tensors.values())}:
             self._memories[key].writers.append(len(self._operations))
         self._operations.append(operation)
 
     @property
     def loaded_bytes(self) -> int:
         """Bytes of tracked memory that became real, because values came from outside or were looked at."""
-        return sum(memory.real.nbytes() for memory in self._memories.values() if memory.real is not None)
+        return sum(memory.real_storage.nbytes() for memory in self._memories.values() if memory.real_storage is not None)
 
-    def known(self, tensor: Tensor) -> bool:
+    def is_real(self, tensor: Tensor) -> bool:
         """Whether the memory of a tracked tensor is real already."""
-        return self._memories[tensor.untyped_storage()._cdata].real is not None
+        return self._memories[tensor.untyped_storage()._cdata].real_storage is not None
 
-    def used_beside(self, tensors: Collection[Tensor]) -> bool:
+    def has_other_users(self, tensors: Collection[Tensor]) -> bool:
         """Whether other tensors than these lie in tracked memory: in variables, or kept by PyTorch for a view."""
         ours = Counter(tensor.untyped_storage()._cdata for tensor in tensors if self.tracks(tensor))
         users = torch._C._storage_Use_Count
@@ -188,21 +188,21 @@ class OperationRecording:
         """A tracked tensor's values after the operations so far; in memory of their own, unless its memory is real already."""
         view = self.view(tensor)
         with _disable_current_modes():
-            return view.on(self._compute(view.memory))
+            return view.as_tensor(self._compute(view.storage_key))
 
-    def keep(self, tensor: Tensor) -> Tensor:
+    def make_real(self, tensor: Tensor) -> Tensor:
         """Make the memory of a tracked tensor real for good; returns the real tensor, whose changes others see."""
         view = self.view(tensor)
-        memory = self._memories[view.memory]
+        memory = self._memories[view.storage_key]
         with _disable_current_modes():
-            memory.real = self._compute(view.memory)
-            return view.on(memory.real)
+            memory.real_storage = self._compute(view.storage_key)
+            return view.as_tensor(memory.real_storage)
 
     def _compute(self, key: int) -> torch.UntypedStorage:
         """The values of one memory, from running the operations that it depends on."""
         memory = self._memories[key]
-        if memory.real is not None:
-            return memory.real
+        if memory.real_storage is not None:
+            return memory.real_storage
         order = self._needed(key)
         last = {k: index for index in order for k in self._touched(index)}
         real: dict[int, torch.UntypedStorage] = {}
@@ -220,7 +220,7 @@ class OperationRecording:
     def _touched(self, index: int) -> set[int]:
         """Keys of the memory that an operation reads, changes or makes."""
         operation = self._operations[index]
-        return {*operation.reads, *operation.writes, *(view.memory for view in operation.made.values())}
+        return {*operation.reads, *operation.writes, *(view.storage_key for view in operation.new_tensors.values())}
 
     def _needed(self, key: int) -> list[int]:
         """Indices of the operations that this memory depends on, in order: its writers, and, for everything that they read,
@@ -243,14 +243,16 @@ class OperationRecording:
 
     def _run(self, operation: RecordedOperation, real: dict[int, torch.UntypedStorage]) -> None:
         """Run one operation on real memory; adds to `real` what it makes."""
-        leaves = [leaf.on(real[leaf.memory]) if isinstance(leaf, RecordedView) else leaf for leaf in operation.leaves]
+        leaves = [
+            leaf.as_tensor(real[leaf.storage_key]) if isinstance(leaf, RecordedView) else leaf for leaf in operation.leaves
+        ]
         own = torch.Generator()
         leaves = [own if leaf is _OWN_GENERATOR else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(leaves, operation.tree)
-        if operation.random is not None:
-            _generator_of(leaves).set_state(operation.random)
+        if operation.generator_state is not None:
+            _generator_of(leaves).set_state(operation.generator_state)
         results, _ = tree_flatten(operation.func(*args, **kwargs))
-        for place, view in operation.made.items():
+        for place, view in operation.new_tensors.items():
             result = results[place]
             if (tuple(result.shape), tuple(result.stride()), result.storage_offset()) != (view.shape, view.stride, view.offset):
                 raise ModelError(
@@ -258,7 +260,7 @@ class OperationRecording:
                     f"{view.stride} were expected",
                     cure="report this; set deferred_init: never to build the whole model in every worker",
                 )
-            real[view.memory] = result.untyped_storage()
+            real[view.storage_key] = result.untyped_storage()
 
 
 @without_dynamo
@@ -309,7 +311,7 @@ class _Operations(TorchDispatchMode):
     def _has_large_values(self, tensor: Tensor) -> bool:
         """Whether a tensor is real and too large to be kept in the recording as a constant."""
         if self.recording.tracks(tensor):
-            return self.recording.known(tensor)
+            return self.recording.is_real(tensor)
         return tensor.untyped_storage().nbytes() >= CONSTANT_BYTES
 
     def _without_garbage(self, func: Any, made: Any) -> Any:
@@ -340,13 +342,13 @@ class _Operations(TorchDispatchMode):
         if _is_random(func):
             random = _generator_of(leaves).get_state()
             func(*args, **kwargs)  # for the generator, which it advances
-        view = self.recording.begin(made)
+        view = self.recording.track(made)
         fill = uninitialised_fill_value(func, made)
         self.recording.add(RecordedOperation(func, tuple(map(self._kept, leaves)), tree, (), (), {0: view}, random))
         if fill is not None:
             whole = torch.ops.aten.fill_.Scalar
             fill_leaves, fill_tree = tree_flatten(((view, fill), {}))
-            self.recording.add(RecordedOperation(whole, tuple(fill_leaves), fill_tree, (), (view.memory,), {}))
+            self.recording.add(RecordedOperation(whole, tuple(fill_leaves), fill_tree, (), (view.storage_key,), {}))
         return made
 
     def _record(self, func: Any, leaves: list[Any], tree: Any, written: Sequence[Tensor]) -> Any:
@@ -373,13 +375,13 @@ class _Operations(TorchDispatchMode):
                 if random is not None:
                     _generator_of(leaves).set_state(random)
                 return self._at_once(func, leaves, tree, written)
-        writes = tuple({recording.view(t).memory for t in written})
-        reads = {v.memory for v in views if isinstance(v, RecordedView)} - (set(writes) if overwrites else set())
+        writes = tuple({recording.view(t).storage_key for t in written})
+        reads = {v.storage_key for v in views if isinstance(v, RecordedView)} - (set(writes) if overwrites else set())
         results, _ = tree_flatten(made)
         new: dict[int, RecordedView] = {}
         for place, result in enumerate(results):
             if isinstance(result, Tensor) and not recording.tracks(result):
-                new[place] = recording.begin(result)
+                new[place] = recording.track(result)
         recording.add(RecordedOperation(func, tuple(views), tree, tuple(reads), writes, new, random))
         return made
 
@@ -427,7 +429,7 @@ class _Operations(TorchDispatchMode):
         recording = self.recording
         targets = {id(t) for t in written}
         real = [
-            (recording.keep(leaf) if id(leaf) in targets else recording.values(leaf)) if recording.tracks(leaf) else leaf
+            (recording.make_real(leaf) if id(leaf) in targets else recording.values(leaf)) if recording.tracks(leaf) else leaf
             for leaf in leaves
         ]
         args, kwargs = tree_unflatten(real, tree)
@@ -459,7 +461,7 @@ class _Attributes(TorchFunctionMode):
         if func in _ANSWERS_OF_CPU_TENSORS:
             return _ANSWERS_OF_CPU_TENSORS[func]
         if func in _GIVE_SHARED_MEMORY:
-            return func(recording.keep(tensor.detach()), *args[1:], **kwargs)
+            return func(recording.make_real(tensor.detach()), *args[1:], **kwargs)
         if func in _GIVE_VALUES:
             return func(recording.values(tensor.detach()).clone(), *args[1:], **kwargs)
         if func == torch.Tensor.__setitem__ and not isinstance(args[2], Tensor):
@@ -488,7 +490,7 @@ _GIVE_VALUES = {torch.Tensor.tolist, torch.Tensor.__repr__, torch.Tensor.__forma
 def run_with_deferred_init(call: Callable[[], T], small_bytes: int | None = None) -> tuple[T, OperationRecording]:
     """(what `call()` returns, with large tensors on the meta device; the recording of their values). Raises `Undeferrable`."""
     recording = OperationRecording(small_bytes)
-    with recording.on():
+    with recording.record():
         made = call()
     return made, recording
 
@@ -513,7 +515,7 @@ def materialise_hidden_tensors(registered: Collection[Tensor], recording: Operat
 
     Raises `Undeferrable` for one that PyTorch cannot exchange.
     """
-    if not recording.used_beside(registered):
+    if not recording.has_other_users(registered):
         return  # looking through all objects takes a quarter of a second
     gc.collect()  # what only cycles still hold is not needed
     alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and recording.tracks(value)]

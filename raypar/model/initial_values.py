@@ -31,10 +31,10 @@ CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
 class WholeTensorValues:
-    """Base of initial values that come out of code that makes whole tensors."""
+    """Base of `InitialValues` classes whose code makes whole tensors: they offer no slices."""
 
     def stream_slices(self, slices: Mapping[str, DimRanges], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """See `InitialValues`: none."""
+        """See `InitialValues.stream_slices`: nothing can be had in slices."""
         return iter(())
 
 
@@ -50,7 +50,7 @@ def prepare_initial_value(name: str, tensor: Tensor, dtype: torch.dtype, *, is_p
     """A tensor as workers hold it: on the CPU, contiguous, floating point in `dtype`.
 
     The result is a copy, unless `own` says that nobody else uses the tensor's memory. Raises `ModelError` for a tensor on the
-    meta device, and for a parameter with NaN: `model_call` fills uninitialised memory with NaN.
+    meta device, and for a parameter with NaN: `model_function_allocations` fills uninitialised memory with NaN.
     """
     if tensor.is_meta:
         raise ModelError(
@@ -113,7 +113,7 @@ class DeferredValues(WholeTensorValues):
         for name in names:
             tensor = self.tensors[name]
             is_parameter, deferred = isinstance(tensor, nn.Parameter), self.recording.tracks(tensor)
-            own = deferred and not self.recording.known(tensor)
+            own = deferred and not self.recording.is_real(tensor)
             value = self.recording.values(tensor) if deferred else tensor
             yield name, prepare_initial_value(name, value, dtype, is_parameter=is_parameter, own=own)
 

@@ -1,5 +1,7 @@
-"""The protocol of what gives a model its initial values; `model.initial_values` and `worker.pretrained.initial_values`
-implement it."""
+"""The protocol of objects that give a model its initial values.
+
+Implemented in `model.initial_values` and `worker.pretrained.initial_values`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skeletons of layers: modules without values. What names and shapes they have, and how values are put into a copy.
+"""Skeletons of layers (modules without values): reads names and shapes from them, and puts values into copies.
 
 The user's model function runs once per worker (`worker.worker_assignments.make_layer_graph`). A *skeleton* is one of the
 modules it made, with parameters and buffers on the meta device. The modules of every stage of every plan are copies of its
@@ -45,15 +45,15 @@ def canonical_names(graph: Graph) -> dict[str, str]:
 
 
 def build_on_meta(layer: Layer) -> nn.Module:
-    """The layer's skeleton. Raises `ModelError` for a module that `refuse_unsupported` refuses."""
+    """A new skeleton of the layer, the caller's own. Raises `ModelError` for a module that `refuse_unsupported` refuses."""
     with torch.device("meta"):
         module = layer.build()
     refuse_unsupported(layer.name, module)
     return module
 
 
-def skeleton(layer: Layer) -> nn.Module:
-    """The layer's skeleton, to be looked at and never changed: it is made once. Raises `ModelError` as `build_on_meta` does."""
+def shared_skeleton(layer: Layer) -> nn.Module:
+    """The layer's skeleton, made once and shared by all callers: read only. Raises `ModelError` as `build_on_meta` does."""
     kept = vars(layer)  # beside the fields, which alone decide whether two layers are equal
     if "_skeleton" not in kept:
         if isinstance(layer.build, SkeletonCopier):
@@ -134,7 +134,7 @@ def layer_sizes(graph: Graph, dtype: torch.dtype = torch.float32) -> tuple[Layer
     sizes = []
     for layer in graph.layers:
         count = 0
-        for path, parameter in skeleton(layer).named_parameters():
+        for path, parameter in shared_skeleton(layer).named_parameters():
             name = canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}")
             if name not in counted:
                 counted.add(name)
@@ -148,7 +148,7 @@ def parameter_shapes(graph: Graph, first: int = 0, last: int | None = None) -> d
     canonical = canonical_names(graph)
     shapes: dict[str, torch.Size] = {}
     for layer in graph.layers[first:last]:
-        for path, parameter in skeleton(layer).named_parameters():
+        for path, parameter in shared_skeleton(layer).named_parameters():
             shapes.setdefault(canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}"), parameter.shape)
     return shapes
 
@@ -159,7 +159,7 @@ def frozen_parameters(graph: Graph) -> frozenset[str]:
     return frozenset(
         canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}")
         for layer in graph.layers
-        for path, parameter in skeleton(layer).named_parameters()
+        for path, parameter in shared_skeleton(layer).named_parameters()
         if not parameter.requires_grad
     )
 
@@ -172,7 +172,7 @@ def buffer_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict
     return {
         f"{layer.name}.{path}": buffer.shape
         for layer in graph.layers[first:last]
-        for path, buffer in skeleton(layer).named_buffers()
+        for path, buffer in shared_skeleton(layer).named_buffers()
     }
 
 
@@ -181,7 +181,7 @@ def persistent_buffers(graph: Graph) -> set[str]:
     return {
         f"{layer.name}.{path}"
         for layer in graph.layers
-        for module in [skeleton(layer)]
+        for module in [shared_skeleton(layer)]
         for path, _ in module.named_buffers()
         if path.rpartition(".")[2] not in module.get_submodule(path.rpartition(".")[0])._non_persistent_buffers_set
     }
@@ -200,7 +200,7 @@ def state_on_meta(graph: Graph, first: int, last: int, dtype: torch.dtype) -> di
     canonical = canonical_names(graph)
     found: dict[str, Tensor] = {}
     for layer in graph.layers[first:last]:
-        for name, tensor in named_state([(layer.name, skeleton(layer))]):
+        for name, tensor in named_state([(layer.name, shared_skeleton(layer))]):
             kind = dtype if tensor.is_floating_point() else tensor.dtype
             found.setdefault(canonical.get(name, name), torch.empty(tensor.shape, dtype=kind, device="meta"))
     return found

@@ -78,7 +78,9 @@ def uninitialised_fill_value(func: Any, made: Tensor) -> float | int | None:
 
 
 def call_counting_allocations(call: Callable[[], T], limit_bytes: int | None = None) -> tuple[T, int]:
-    """(result of `call()`, bytes of values that it loaded), run under `AllocationWatch`. Raises `AllocationLimitExceeded`
-    beyond `limit_bytes`."""
+    """(result of `call()`, bytes of values that it loaded), run under `AllocationWatch`.
+
+    Raises `AllocationLimitExceeded` beyond `limit_bytes`.
+    """
     with AllocationWatch(limit_bytes) as allocations:
         return call(), allocations.loaded_bytes

@@ -1,4 +1,6 @@
-"""Zero-bubble schedules compute a Linear's weight gradient apart from its input gradient (arXiv:2401.10241, section 2).
+"""Splits the backward pass of Linear layers into input and weight gradients, for zero-bubble schedules.
+
+See arXiv:2401.10241, section 2.
 
 The calls are those of PyTorch's own backward of `F.linear`, with the same shapes and strides: kernels are chosen by these, and
 another kernel may give other bits. PyTorch's calls are in aten/src/ATen/native (`linear` in Linear.cpp, `_matmul_impl` in
@@ -83,30 +85,30 @@ def bias_gradient_operand(gradient: Tensor, rows: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DeferredWeightGradient:
-    """What the W instruction needs of one Linear call: grad [rows, out], x [rows, in].
+    """A weight gradient to be computed later, by the W instruction: of one Linear call, grad [rows, out] and x [rows, in].
 
-    `summed`: see `bias_gradient_operand`.
+    `bias_operand`: see `bias_gradient_operand`.
     """
 
     linear: LinearLike
     gradient: Tensor
     x: Tensor
-    summed: Tensor
-    product: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Computes the weight's gradient of grad and x, if not `weight_gradient`."""
-    cast: object = None
+    bias_operand: Tensor
+    compute_weight: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Computes the weight's gradient from grad and x; None: `weight_gradient` does."""
+    cast_token: object = None
     """Under `torch.autocast`: equal (one object) for calls whose gradients are added before they are cast back."""
 
-    def weight(self) -> Tensor:
+    def weight_gradient(self) -> Tensor:
         """Gradient of `linear.weight` [out, in]."""
-        if self.product is not None:
-            return self.product(self.gradient, self.x)
+        if self.compute_weight is not None:
+            return self.compute_weight(self.gradient, self.x)
         return weight_gradient(self.gradient, self.x, self.linear.weight)
 
-    def bias(self) -> Tensor:
+    def bias_gradient(self) -> Tensor:
         """Gradient of `linear.bias` [out], in memory of its own."""
-        found = bias_gradient(self.summed)
-        return found.clone() if found is self.summed else found
+        found = bias_gradient(self.bias_operand)
+        return found.clone() if found is self.bias_operand else found
 
 
 Stash = list[DeferredWeightGradient]
@@ -118,7 +120,7 @@ def accumulates_weight_gradient(ctx: Any) -> bool:
     `torch.autograd.grad` inside a layer does not: gradients that it computes must not be put off and added later.
     """
     node = ctx.next_functions[1][0]
-    while node is not None and node.name() == "ToCopyBackward0":  # of `in_compute_dtype`
+    while node is not None and node.name() == "ToCopyBackward0":  # of `cast_for_autocast`
         node = node.next_functions[0][0]
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -134,7 +136,7 @@ def is_autocast_enabled(device: torch.device) -> bool:
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
-def in_compute_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
+def cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The operands of a product, cast as `torch.autocast` would cast them, by operations that autograd records."""
     device = next(t.device for t in tensors if t is not None)
     if not is_autocast_enabled(device):
@@ -171,7 +173,7 @@ class CastMarkingStash(list[DeferredWeightGradient]):
 
     def append(self, deferred: DeferredWeightGradient) -> None:
         """Pass on, marked with `cast`."""
-        self._stash.append(replace(deferred, cast=self._cast))
+        self._stash.append(replace(deferred, cast_token=self._cast))
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -239,7 +241,7 @@ def _forward(linear: nn.Linear, stash: Callable[[], Stash]) -> Callable[[Tensor]
         operands: tuple[Any, ...] = (x, linear.weight, linear.bias)
         kept, cast = stash(), autocast_cast_token(x.device)
         if cast is not None:
-            kept, operands = CastMarkingStash(kept, cast), in_compute_dtype(*operands)
+            kept, operands = CastMarkingStash(kept, cast), cast_for_autocast(*operands)
         result: Tensor = _SplitLinear.apply(*operands, linear, kept)  # type: ignore[no-untyped-call]
         return result
 

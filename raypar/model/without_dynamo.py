@@ -17,9 +17,9 @@ from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
 T = TypeVar("T", bound=type)
 
 _DISABLED = torch._disable_dynamo(lambda: None).__code__
-"""Of every method that PyTorch wraps in `torch._disable_dynamo`."""
+"""The code object of every method that PyTorch wraps in `torch._disable_dynamo`."""
 _STEP = _use_grad_for_differentiable(lambda: None).__code__
-"""Of every `step` that sets the gradient mode between two breaks of dynamo's graph."""
+"""The code object of every `step` that sets the gradient mode between two breaks of dynamo's graph."""
 
 
 def without_dynamo(kind: T) -> T:

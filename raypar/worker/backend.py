@@ -26,7 +26,7 @@ from raypar.worker.worker_assignments import ProgramAssignment
 
 
 class DeviceBackend(ABC):
-    """One kind of device: what a run on it needs, and how a worker opens the device and connects to other workers.
+    """One kind of device: what the launcher asks before a run, and how a worker opens its device and its endpoint.
 
     The launcher uses the attributes and `check_plan`. A worker calls `open_device` once, then `listen` once, then
     `communicators` for every generation.

@@ -234,11 +234,11 @@ def count_usable_cpus() -> int:
 def profile_loopback() -> LinkProfile:
     """Measure latency and bandwidth of the TCP transport between two workers of this machine."""
     credential = RunCredential.fresh("profile")
-    meshes = [TcpEndpoint.listen(credential=credential) for _ in range(2)]
-    addresses = [mesh.address for mesh in meshes]
+    endpoints = [TcpEndpoint.listen(credential=credential) for _ in range(2)]
+    addresses = [endpoint.address for endpoint in endpoints]
 
     def connect(rank: int) -> Transport:
-        return meshes[rank].connect(rank=rank, size=2, addresses=addresses, generation=0, deadline_s=LINK_TIMEOUT_S)
+        return endpoints[rank].connect(rank=rank, size=2, addresses=addresses, generation=0, deadline_s=LINK_TIMEOUT_S)
 
     found: list[LinkProfile] = []
     failed: list[Exception] = []
@@ -260,8 +260,8 @@ def profile_loopback() -> LinkProfile:
         thread.start()
     for thread in threads:
         thread.join(2 * LINK_TIMEOUT_S)
-    for mesh in meshes:
-        mesh.close()
+    for endpoint in endpoints:
+        endpoint.close()
     if failed:
         raise failed[0]
     return found[0]

@@ -14,7 +14,7 @@ from raypar.errors import ConfigError, DataError, InputError, ModelError, PlanEr
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype, parameter_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout
-from raypar.model.tensor_parallel.meta_check import check_by_shape
+from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.plan import ParallelPlan
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec, Ref
@@ -95,7 +95,7 @@ def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: Paralle
                 )
             target, sequence = loss_target_name(spec), spec.sequence_parallel
             loss = make_loss_function(spec.loss)
-            check_by_shape(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
+            check_shards_on_meta(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
 
 
 def check_other_shard_counts(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan, possible: Iterable[int]) -> None:

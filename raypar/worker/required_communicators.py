@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import product
 
-from raypar.comm.communicator_key import FAST, SHARDS, CommunicatorKey
+from raypar.comm.communicator_key import FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
 from raypar.comm.nccl.device import MAX_COMMUNICATORS
 from raypar.errors import PlanError
 from raypar.model.graph import Graph
@@ -110,7 +110,7 @@ def _reduction(routing: MicrobatchRouting, stage: int, shard: int, fast: bool) -
     if len(group) == 1:
         return
     if fast:
-        yield CommunicatorKey(group, "all_reduce", FAST + stage)
+        yield CommunicatorKey(group, "all_reduce", FAST_REDUCTION_CHANNELS + stage)
         return
     subtrees = [
         len(covering_nodes(routing.blocks_of_replica(stage, r), routing.microbatches.blocks)) for r in range(len(group))
@@ -126,8 +126,8 @@ def _shards(plan: ParallelPlan, stage: int, replica: int, sequence: bool, gather
     `gathers`: they gather also where they do not cut the sequence.
     """
     group = tuple(plan.rank(stage, replica, shard) for shard in range(plan.stages[stage].shards))
-    yield CommunicatorKey(group, "all_reduce", SHARDS + stage)
+    yield CommunicatorKey(group, "all_reduce", SHARD_CHANNELS + stage)
     if sequence or gathers:
-        yield CommunicatorKey(group, "all_gather", SHARDS + stage)
+        yield CommunicatorKey(group, "all_gather", SHARD_CHANNELS + stage)
     if sequence:
-        yield CommunicatorKey(group, "reduce_scatter", SHARDS + stage)
+        yield CommunicatorKey(group, "reduce_scatter", SHARD_CHANNELS + stage)

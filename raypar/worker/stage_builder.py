@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
-from raypar.comm.communicator_key import SHARDS
+from raypar.comm.communicator_key import SHARD_CHANNELS
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Transport
 from raypar.model.graph import Graph, Layer
 from raypar.model.materialise import materialise
 from raypar.model.split_linear_backward import defer_weight_gradients
-from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
 from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ShardedLinear, defer_sharded_weight_gradients
+from raypar.model.tensor_parallel.materialise_shard import materialise_shard, sharded_loss
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -99,7 +99,9 @@ def build_stage(
         gradients=gradients,
         hooks=hooks,
         deferred=deferred,
-        gradient_buffers=GradientReusePolicy([part for part in list_all_modules(modules) if isinstance(part, ShardedLinear)]),
+        gradient_reuse_policy=GradientReusePolicy(
+            [part for part in list_all_modules(modules) if isinstance(part, ShardedLinear)]
+        ),
     )
 
 
@@ -305,8 +307,8 @@ class StageBuilder:
         group = ShardGroup(
             self.transport,
             [plan.rank(index, seat.replica, shard) for shard in range(shards)],
-            channel=SHARDS + index,
-            sequence=self.spec.sequence_parallel,
+            channel=SHARD_CHANNELS + index,
+            sequence_parallel=self.spec.sequence_parallel,
             timeout_s=self.shard_timeout_s,
         )
         return StageShard(group, self.layout(group.size))
@@ -334,7 +336,7 @@ class StageBuilder:
                 self.transport,
                 group=plan.replica_ranks(index, shard),
                 runs=[self.routing.blocks_of_replica(index, r) for r in range(plan.stages[index].replicas)],
-                blocks=self.spec.batching.blocks,
+                block_count=self.spec.batching.blocks,
                 parameters=[(use.shape, use.dtype) for use in stage.uses],
                 channel=index,
                 device=self.device,

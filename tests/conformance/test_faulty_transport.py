@@ -32,7 +32,7 @@ def test_without_faults_it_is_the_transport_inside():
 
 
 def test_a_call_fails_at_its_rank_step_and_number_only():
-    fault = Fault(rank=0, call="send", action="fail", number=1, step=3)
+    fault = Fault(rank=0, call="send", action="fail", call_index=1, step=3)
     ends = wrapped(fault)
     for step in (2, 3):
         for end in ends:
@@ -43,7 +43,7 @@ def test_a_call_fails_at_its_rank_step_and_number_only():
     with pytest.raises(CommError, match="send of rank 0 failed"):
         ends[0].send(torch.ones(1), to=1, tag=99)
     pass_one(ends, 100)
-    assert ends[0].happened == [fault] and ends[1].happened == []
+    assert ends[0].injected_faults == [fault] and ends[1].injected_faults == []
 
 
 def test_a_delayed_call_is_late():

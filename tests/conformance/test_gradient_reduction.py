@@ -54,7 +54,7 @@ def replica(transport, kind, runs, gradients, steps=2, bucket_bytes=1500):
     blocks = len(gradients)
     dtype = gradients[0][0].dtype
     group = range(len(runs))
-    made = kind(transport, group=group, runs=runs, blocks=blocks, parameters=parameters(dtype), bucket_bytes=bucket_bytes)
+    made = kind(transport, group=group, runs=runs, block_count=blocks, parameters=parameters(dtype), bucket_bytes=bucket_bytes)
     run = runs[transport.rank]
     results = []
     for step in range(steps):
@@ -63,7 +63,7 @@ def replica(transport, kind, runs, gradients, steps=2, bucket_bytes=1500):
         for index in order if len(run) else ():
             yield RoutineWork("backward", 1 + transport.rank)
             leaves = {(b, b + 1): gradients[b][index] for b in run}
-            made.ready([index], {n: {index: fold_tree(leaves, n, torch.add)} for n in covering_nodes(run, blocks)})
+            made.submit_gradients([index], {n: {index: fold_tree(leaves, n, torch.add)} for n in covering_nodes(run, blocks)})
         results = yield from made.finish()
     return results
 
@@ -100,19 +100,19 @@ def test_what_one_replica_notes_of_a_parameter_all_know_also_those_without_block
     gradients = block_gradients(blocks)
 
     def routine(transport):
-        made = kind(transport, group=range(replicas), runs=runs, blocks=blocks, parameters=parameters())
+        made = kind(transport, group=range(replicas), runs=runs, block_count=blocks, parameters=parameters())
         busy, told = bool(runs[transport.rank]), []
         for notes in ((UNUSED, 1), (), (transport.rank, 7)):
-            made.note = lambda notes=notes: notes if busy else ()
+            made.parameters_to_mark = lambda notes=notes: notes if busy else ()
             made.start()
             for index in range(len(SHAPES)) if busy else ():
                 leaves = {(b, b + 1): gradients[b][index] for b in runs[transport.rank]}
-                made.ready(
+                made.submit_gradients(
                     [index], {n: {index: fold_tree(leaves, n, torch.add)} for n in covering_nodes(runs[transport.rank], blocks)}
                 )
             results = yield from made.finish()
             assert results[UNUSED] is None and results[0] is not None
-            told.append(made.noted)
+            told.append(made.marked_parameters)
         return told
 
     working = {rank for rank in range(replicas) if runs[rank]}
@@ -225,7 +225,7 @@ def test_two_stages_of_one_group_do_not_mix_though_their_buckets_are_posted_in_d
                 t,
                 group=[0, 1],
                 runs=runs,
-                blocks=2,
+                block_count=2,
                 parameters=[(torch.Size((64,)), torch.float32)] * 3,
                 bucket_bytes=64,
                 channel=chunk,
@@ -237,7 +237,7 @@ def test_two_stages_of_one_group_do_not_mix_though_their_buckets_are_posted_in_d
         for chunk in (0, 1) if t.rank else (1, 0):
             for index in range(3):
                 yield RoutineWork("backward", 1.0)
-                made[chunk].ready([index], {(t.rank, t.rank + 1): {index: torch.full((64,), 10.0 * chunk + index)}})
+                made[chunk].submit_gradients([index], {(t.rank, t.rank + 1): {index: torch.full((64,), 10.0 * chunk + index)}})
         first = yield from made[0].finish()
         second = yield from made[1].finish()
         return [[int(g[0]) for g in grads] for grads in (first, second)]
@@ -264,13 +264,15 @@ def test_bytes_are_those_of_a_ring_where_runs_are_complete_subtrees(replicas, bl
             transport,
             group=range(replicas),
             runs=runs,
-            blocks=blocks,
+            block_count=blocks,
             parameters=[(torch.Size((numel // 7,)), torch.float32)] * 7,
             bucket_bytes=numel,
         )
         made.start()
         for index in reversed(range(7)):
-            made.ready([index], {n: {index: torch.ones(numel // 7)} for n in covering_nodes(runs[transport.rank], blocks)})
+            made.submit_gradients(
+                [index], {n: {index: torch.ones(numel // 7)} for n in covering_nodes(runs[transport.rank], blocks)}
+            )
         return (yield from made.finish())
 
     CooperativeScheduler().run([routine(t) for t in mesh.transports], mesh)
@@ -286,7 +288,12 @@ def pair(transport, steps, undefined_in=(), numel=500):
     """The routine of one of two replicas; the sums of every step, copied."""
     runs = [range(1), range(1, 2)]
     made = CanonicalReduction(
-        transport, group=[0, 1], runs=runs, blocks=2, parameters=[(torch.Size((numel,)), torch.float32)] * 3, bucket_bytes=numel
+        transport,
+        group=[0, 1],
+        runs=runs,
+        block_count=2,
+        parameters=[(torch.Size((numel,)), torch.float32)] * 3,
+        bucket_bytes=numel,
     )
     sums = []
     for step in range(steps):
@@ -294,7 +301,7 @@ def pair(transport, steps, undefined_in=(), numel=500):
         for index in (2, 1, 0):
             yield RoutineWork("backward", 1.0)
             gradient = None if step in undefined_in else torch.full((numel,), 100.0 * step + 10 * index + transport.rank)
-            made.ready([index], {(transport.rank, transport.rank + 1): {index: gradient}})
+            made.submit_gradients([index], {(transport.rank, transport.rank + 1): {index: gradient}})
         results = yield from made.finish()
         sums.append([None if r is None else r.clone() for r in results])
     return sums
@@ -373,10 +380,12 @@ def test_fast_adds_the_same_numbers_in_another_order():
 
 def test_a_forgotten_parameter_is_named():
     mesh = LocalMesh(2)
-    made = CanonicalReduction(mesh.transports[0], group=[0, 1], runs=[range(1), range(1, 2)], blocks=2, parameters=parameters())
+    made = CanonicalReduction(
+        mesh.transports[0], group=[0, 1], runs=[range(1), range(1, 2)], block_count=2, parameters=parameters()
+    )
     made.start()
     with pytest.raises(CommError, match="8 parameters"):
         run_routine(made.finish())
-    made.ready([3], {})
+    made.submit_gradients([3], {})
     with pytest.raises(CommError, match="parameter 3 was declared ready twice"):
-        made.ready([3], {})
+        made.submit_gradients([3], {})

@@ -94,7 +94,7 @@ def every(ends, call):
 # -- the stand-in does what NCCL does
 
 
-@pytest.mark.parametrize("dtype", bindings.NUMBERS)
+@pytest.mark.parametrize("dtype", bindings.NCCL_DTYPES)
 def test_the_standin_adds_each_dtype_as_torch_does(dtype):
     """For 16-bit floats: every number there is, plus one of all magnitudes."""
     generator = torch.Generator().manual_seed(1)
@@ -537,7 +537,7 @@ def test_closing_leaves_no_thread_no_open_file_and_no_communicator():
                 ends[2].abort("early")
         with pytest.raises(CommError):
             pending.wait(1)
-        assert not any(end.stuck for end in ends)
+        assert not any(end.unended_communicators for end in ends)
     assert standin.count(Count.ALIVE) == 0
     until = time.monotonic() + LIMIT_S
     while True:  # the system takes a moment to let go of a thread that has ended, also of another test's
@@ -567,7 +567,7 @@ def test_an_abort_that_hangs_in_nccl_frees_waiting_calls_at_once_and_says_what_i
         thread.join()
         assert times["freed"] < times["end"]
         assert 0.3 <= times["end"] - times["start"] < 1.4
-        assert sorted(ends[0].stuck) == ["messages 0 -> 1", "messages 1 -> 0"]
+        assert sorted(ends[0].unended_communicators) == ["messages 0 -> 1", "messages 1 -> 0"]
         ends[1].abort("too")
     deadline = time.monotonic() + LIMIT_S
     while standin.count(Count.ALIVE):
@@ -596,7 +596,7 @@ def test_an_abort_frees_who_waits_for_a_launch_that_hangs_in_nccl():
             for thread in threads:
                 thread.join(LIMIT_S)
         assert freed.keys() == {"waits"} and freed["waits"] - at < 0.9
-        assert not ends[0].stuck
+        assert not ends[0].unended_communicators
 
 
 @pytest.mark.parametrize("patience_s, takes_s, stuck", [(LIMIT_S, 0.4, False), (0.2, 0.8, True)])
@@ -616,7 +616,7 @@ def test_an_abort_ends_when_nothing_writes_to_anybodys_memory_any_more(patience_
         handles = [end.all_reduce(flat, group=[0, 1, 2]) for end, flat in zip(ends, flats, strict=True)]
         assert begun.wait(LIMIT_S)
         ends[0].abort("the test says so")
-        assert bool(ends[0].stuck) == stuck and (flats[0].data_ptr() in added) != stuck
+        assert bool(ends[0].unended_communicators) == stuck and (flats[0].data_ptr() in added) != stuck
         with pytest.raises(GroupAborted):
             handles[0].done()
         deadline = time.monotonic() + LIMIT_S
@@ -642,7 +642,7 @@ def test_closing_beside_a_launch_that_hangs_in_nccl_is_bounded_and_promises_noth
             ends[0].close()
             took = time.monotonic() - start
             thread.join(LIMIT_S)
-        assert took < 2.0 and ends[0].stuck == ("messages 0 -> 1",)
+        assert took < 2.0 and ends[0].unended_communicators == ("messages 0 -> 1",)
         with pytest.raises(CommError, match="rank 0"):
             ends[1].recv(None, source=0, tag=1).wait(LIMIT_S)
         assert 0 not in ends[1]._posted_by, "who was not counted in would be waited for"
@@ -656,7 +656,7 @@ def test_closing_while_the_thread_that_reads_announcements_hangs_in_nccl_is_boun
         time.sleep(0.2)  # its counterpart is being launched by now
         start = time.monotonic()
         ends[1].close()
-        assert time.monotonic() - start < 1.5 and ends[1].stuck == ("messages 0 -> 1",)
+        assert time.monotonic() - start < 1.5 and ends[1].unended_communicators == ("messages 0 -> 1",)
         for stream in ends[1]._streams.values():
             assert stream.lock.acquire(timeout=LIMIT_S), "the launch is over before the group's memory goes"
 
@@ -708,7 +708,7 @@ def test_an_error_that_nccl_finds_in_the_background_breaks_the_group():
         ends[0].abort("after an error")
         with pytest.raises(CommError, match="rank 0"):
             ends[1].recv(None, source=0, tag=1).wait(LIMIT_S)
-        assert not ends[0].stuck
+        assert not ends[0].unended_communicators
 
 
 def test_an_error_at_a_call_is_raised_there():
@@ -724,9 +724,9 @@ def test_an_error_between_the_parts_of_a_collective_keeps_the_memory_of_those_th
         with pytest.raises(CommError, match="NCCL failed at a group of operations"):
             ends[0].all_reduce(torch.ones(300_000), group=[0, 1, 2])
         (handle,) = ends[0]._handles
-        assert handle.in_flight and handle.kept and not handle.over
+        assert handle.in_flight and handle.kept and not handle.released
         ends[0].abort("after an error")
-        assert handle.over and not handle.update() and not handle.kept and not ends[0].stuck
+        assert handle.released and not handle.release_if_done() and not handle.kept and not ends[0].unended_communicators
 
 
 # -- connecting
@@ -782,7 +782,7 @@ def test_who_gives_up_tells_the_others_at_once_and_what_they_cannot_end_is_known
     def end(rank):
         control = meshes[rank].connect(rank=rank, size=2, addresses=addresses, generation=1, deadline_s=LIMIT_S)
         device = Full("full") if rank else HostDevice("other")
-        return connect_nccl(control, device=device, communicators=PAIR, deadline_s=10 * LIMIT_S, report_stuck=stuck.extend)
+        return connect_nccl(control, device=device, communicators=PAIR, deadline_s=10 * LIMIT_S, report_unended=stuck.extend)
 
     with set_to(Setting.ABORT_TAKES_MS, 1000):
         first, second = in_threads(2, end)
@@ -894,8 +894,8 @@ def test_ranks_with_different_versions_of_nccl_are_refused():
 def test_the_library_is_found_logged_and_judged(caplog):
     with caplog.at_level("INFO", logger="raypar"):
         found = bindings.find_nccl_installation()
-    assert found.version == 22907 and any(path.endswith("libnccl.so.2") for path in found.paths)
-    assert "NCCL 2.29.7 from /" in caplog.text and f"CuPy {found.cupy} for CUDA {found.cupy_cuda}" in caplog.text
+    assert found.nccl_version == 22907 and any(path.endswith("libnccl.so.2") for path in found.paths)
+    assert "NCCL 2.29.7 from /" in caplog.text and f"CuPy {found.cupy_version} for CUDA {found.cupy_cuda}" in caplog.text
     bindings.check_nccl_installation(found, {})
     with (
         set_to(Setting.VERSION, 21703, after=22907),

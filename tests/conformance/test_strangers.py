@@ -278,7 +278,7 @@ def test_an_acceptor_proves_itself_too_and_for_this_dialer_only():
         with pytest.raises(CommError, match="does not prove that it belongs to run 'test'"):
             DialerHandshake.feed(same(dial), challenge)
     assert dial.feed(right) == CREDENTIAL.proof(DIALER, dial.hello, right[8 : 8 + 32])
-    assert dial.feed(pack_answer()) == b"" and dial.answer == "" and dial.wanted == 0
+    assert dial.feed(pack_answer()) == b"" and dial.answer == "" and dial.wanted_bytes == 0
     assert CREDENTIAL.proof(ACCEPTOR, dial.hello, bytes(32)) != CREDENTIAL.proof(DIALER, dial.hello, bytes(32))
 
 

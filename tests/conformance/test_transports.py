@@ -24,9 +24,9 @@ from raypar.comm.transport import Transport, run_routine
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 
-def connected(size, generation=1, near=True):
+def connected(size, generation=1, unix_sockets=True):
     """`size` ends in this process, over TCP or Unix sockets, and their listeners."""
-    meshes = [TcpEndpoint.listen(credential=CREDENTIAL, near=near) for _ in range(size)]
+    meshes = [TcpEndpoint.listen(credential=CREDENTIAL, unix_sockets=unix_sockets) for _ in range(size)]
     addresses = [mesh.address for mesh in meshes]
 
     def connect(rank):
@@ -58,7 +58,7 @@ def in_threads(size, body):
 
 def connected_by(kind, size):
     """`connected`, by the transport's name."""
-    meshes, ends = connected(size, near=kind != "tcp")
+    meshes, ends = connected(size, unix_sockets=kind != "tcp")
     if kind in ("nccl", "mixed"):
         standin.load()
         only = frozenset({torch.float32, torch.bfloat16, torch.bool}) if kind == "mixed" else None
@@ -319,7 +319,7 @@ def test_buffers_are_used_again_without_the_help_of_the_garbage_collector():
 
 
 def test_another_run_is_refused():
-    meshes = [TcpEndpoint.listen(credential=RunCredential.fresh(f"run {rank}"), near=False) for rank in range(2)]
+    meshes = [TcpEndpoint.listen(credential=RunCredential.fresh(f"run {rank}"), unix_sockets=False) for rank in range(2)]
     addresses = [mesh.address for mesh in meshes]
 
     def connect(rank):

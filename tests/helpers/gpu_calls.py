@@ -117,7 +117,7 @@ def patience(state: State, index: int, seconds: float) -> None:
 def communicator_calls(state: State, index: int) -> dict[str, int]:
     """Communicators of the present generation -> operations so far."""
     transport = state["actor"].core.transport
-    return {stream.name: stream.calls for stream in transport._streams.values()}
+    return {stream.name: stream.operation_count for stream in transport._streams.values()}
 
 
 def alive(state: State, index: int) -> int:

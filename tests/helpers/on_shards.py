@@ -17,9 +17,9 @@ from raypar.model.capture import capture_layer_graph
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import canonical_names
 from raypar.model.materialise import materialise
-from raypar.model.tensor_parallel.build import materialise_shard, shard_slice_of, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.materialise_shard import materialise_shard, shard_slice_of, sharded_loss
 from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
@@ -43,7 +43,7 @@ def on_shards(
     """`work(group)` on every shard, interleaved in one thread at a time; results and ledgers by shard."""
     torch.set_num_threads(1)
     mesh = LocalMesh(shards)
-    groups = [ShardGroup(transport, range(shards), sequence=sequence) for transport in mesh.transports]
+    groups = [ShardGroup(transport, range(shards), sequence_parallel=sequence) for transport in mesh.transports]
     results = CooperativeScheduler(seed).run([as_routine(partial(work, group)) for group in groups], mesh)
     return results, [transport.ledger for transport in mesh.transports]
 
@@ -60,12 +60,12 @@ class Run:
 
 
 def partial_names(modules: Mapping[str, nn.Module], group: ShardGroup, canonical: Mapping[str, str]) -> set[str]:
-    """Canonical names of the parameters in `group.partial`."""
+    """Canonical names of the parameters in `group.partially_used_parameters`."""
     return {
         canonical.get(f"{layer}.{path}", f"{layer}.{path}")
         for layer, module in modules.items()
         for path, parameter in module.named_parameters()
-        if id(parameter) in group.partial
+        if id(parameter) in group.partially_used_parameters
     }
 
 
@@ -122,7 +122,7 @@ def sharded(
 
     found, ledgers = on_shards(layout.shards, work, sequence=sequence, seed=seed)
     mesh = LocalMesh(layout.shards)
-    groups = [ShardGroup(t, range(layout.shards), sequence=sequence) for t in mesh.transports]
+    groups = [ShardGroup(t, range(layout.shards), sequence_parallel=sequence) for t in mesh.transports]
     jobs = [
         sum_partial_gradients(r.gradients, partial=r.partial, cuts=layout.cuts, group=g)
         for r, g in zip(found, groups, strict=True)

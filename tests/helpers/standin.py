@@ -114,9 +114,9 @@ def load() -> ctypes.CDLL:
     except Exception as error:
         raise RuntimeError(f"the tests of the nccl transport need CuPy: pip install -e '.[test]' ({error})") from error
     library.standin_set(Setting.VERSION, 29901)
-    if bindings.find_nccl_installation().version != 29901:
+    if bindings.find_nccl_installation().nccl_version != 29901:
         raise RuntimeError(f"CuPy uses another libnccl than the stand-in: {found}")
-    library.standin_set(Setting.VERSION, found.version)
+    library.standin_set(Setting.VERSION, found.nccl_version)
     return library
 
 

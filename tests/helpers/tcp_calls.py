@@ -25,9 +25,9 @@ def listen(state: dict[str, Any], index: int, kind: str) -> str:
     if state["nccl"]:
         standin.load()
         device = standin.HostDevice(f"worker {index}", only=frozenset({torch.float32}))
-        state["mesh"] = NcclEndpoint.listen("127.0.0.1", device, credential=CREDENTIAL, near=False)
+        state["mesh"] = NcclEndpoint.listen("127.0.0.1", device, credential=CREDENTIAL, unix_sockets=False)
     else:
-        state["mesh"] = TcpEndpoint.listen("127.0.0.1", credential=CREDENTIAL, near=False)
+        state["mesh"] = TcpEndpoint.listen("127.0.0.1", credential=CREDENTIAL, unix_sockets=False)
     return state["mesh"].address
 
 

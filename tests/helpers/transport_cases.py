@@ -429,7 +429,7 @@ State = dict[str, Any]
 def listen(state: State, index: int, kind: str) -> str:
     """Listen once per process, for transports of one kind (`tcp`, `unix`, `nccl`); the address."""
     if "mesh" not in state:
-        state["mesh"] = TcpEndpoint.listen(credential=CREDENTIAL, near=kind != "tcp")
+        state["mesh"] = TcpEndpoint.listen(credential=CREDENTIAL, unix_sockets=kind != "tcp")
         state["nccl"] = kind == "nccl"
         if state["nccl"]:
             standin.load()

@@ -99,7 +99,7 @@ def test_the_norm_is_taken_of_gradients_as_they_lie_in_a_bucket():
 @pytest.mark.parametrize("shard", [0, 1, 2])
 def test_a_shards_part_of_a_value_lies_as_one_that_it_has_made(shard):
     """A single sequence is cut into runs that are contiguous where they lie."""
-    group = ShardGroup(LocalMesh(3).transports[shard], range(3), sequence=True)
+    group = ShardGroup(LocalMesh(3).transports[shard], range(3), sequence_parallel=True)
     value = torch.randn(1, 7, 5).requires_grad_()
     part = autograd_collectives.scatter_to_shards(value, 1, group)
     assert as_aligned(part) is part

@@ -11,7 +11,7 @@ from helpers import ugly_models
 from helpers.parity import Layout, layouts
 from helpers.shard_grid import Cell, cells
 
-from raypar.comm.communicator_key import COLLECTIVES, FAST, SHARDS, CommunicatorKey
+from raypar.comm.communicator_key import COLLECTIVES, FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.gathered import GatheredStyle
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
@@ -83,8 +83,8 @@ def check(layout, **changes):
     idle = wanted - used - undefined
     idle -= {w for w in idle if set(w.members) <= spares}  # a replica without a block computes nothing
     if not job.sequence_parallel:  # then only the loss gathers, of logits that are cut
-        idle -= {CommunicatorKey(w.members, "all_gather", SHARDS + len(layout.plan.stages) - 1) for w in idle}
-    assert not {w for w in idle if w.operation == "message" or w.channel % FAST not in untrained}
+        idle -= {CommunicatorKey(w.members, "all_gather", SHARD_CHANNELS + len(layout.plan.stages) - 1) for w in idle}
+    assert not {w for w in idle if w.operation == "message" or w.channel % FAST_REDUCTION_CHANNELS not in untrained}
 
 
 SHARDED = [replace(cell, dtype="float32") for cell in cells()]
@@ -161,25 +161,25 @@ def test_shards_have_communicators_of_their_own_and_reduce_with_the_same_shard_o
     plan = ParallelPlan.of((3,), shards=(2,), layers=2)
     part = parts_of(plan)[2]
     assert needed(part, 2) == {  # replica 1, shard 0
-        CommunicatorKey((2, 3), "all_reduce", SHARDS),
-        CommunicatorKey((2, 3), "all_gather", SHARDS),
+        CommunicatorKey((2, 3), "all_reduce", SHARD_CHANNELS),
+        CommunicatorKey((2, 3), "all_gather", SHARD_CHANNELS),
         CommunicatorKey((0, 2, 4), "all_to_all", 0),
         CommunicatorKey((0, 2, 4), "all_gather", 0),
     }
-    assert CommunicatorKey((2, 3), "reduce_scatter", SHARDS) in needed(part, 2, replace(JOB, sequence_parallel=True))
-    assert CommunicatorKey((0, 2, 4), "all_reduce", FAST) in needed(part, 2, replace(JOB, reduction="fast"))
+    assert CommunicatorKey((2, 3), "reduce_scatter", SHARD_CHANNELS) in needed(part, 2, replace(JOB, sequence_parallel=True))
+    assert CommunicatorKey((0, 2, 4), "all_reduce", FAST_REDUCTION_CHANNELS) in needed(part, 2, replace(JOB, reduction="fast"))
 
 
 def test_shards_that_gather_nothing_have_no_communicator_for_it():
     plan = ParallelPlan.of((1, 1), shards=(2, 2), layers=4)
     gathered = {"layer1": GatheredStyle().collectives(torch.nn.Linear(4, 4))}
     first, last = parts_of(plan)[0], parts_of(plan)[2]
-    gather = CommunicatorKey((0, 1), "all_gather", SHARDS)
+    gather = CommunicatorKey((0, 1), "all_gather", SHARD_CHANNELS)
     assert gather not in needed(first, 0)
     assert gather in needed(first, 0, replace(JOB, sequence_parallel=True))
     layout = StyledLayout(2, {"layer1": "gathered"}, {}, traffic=gathered)
     assert gather in required_communicators(first, 0, JOB, lambda shards: replace(layout, shards=shards))
-    assert CommunicatorKey((2, 3), "all_gather", SHARDS + 1) in needed(last, 2), "the loss"
+    assert CommunicatorKey((2, 3), "all_gather", SHARD_CHANNELS + 1) in needed(last, 2), "the loss"
 
 
 def test_state_that_changes_hands_has_communicators_and_who_has_no_seat_has_no_others():

@@ -68,7 +68,7 @@ def after_a_step():
 
 def test_the_next_gradient_takes_the_place_of_the_last_one_once():
     linear, place = after_a_step()
-    linear.keep_gradient()
+    linear.keep_gradient_memory()
     linear.weight.grad = None
     first, second = product(linear, 2), product(linear, 3)
     assert first.data_ptr() == place != second.data_ptr()
@@ -89,7 +89,7 @@ def test_a_gradient_that_somebody_holds_is_left_as_it_is(holder):
     linear, place = after_a_step()
     kept = HOLDERS[holder](linear.weight.grad)
     before = linear.weight.grad.clone()
-    linear.keep_gradient()
+    linear.keep_gradient_memory()
     linear.weight.grad = None
     made = product(linear, 2)
     assert made.data_ptr() != place
@@ -133,11 +133,11 @@ def test_a_gradient_that_is_no_block_of_pytorchs_own_is_left_as_it_is(make):
 
 def test_a_gradient_of_another_type_is_allocated():
     linear, _ = after_a_step()
-    linear.keep_gradient()
+    linear.keep_gradient_memory()
     made = linear.weight_gradient(torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(3, 6, dtype=torch.bfloat16))
     assert made.dtype == torch.bfloat16
     linear = layer()
-    linear.keep_gradient()
+    linear.keep_gradient_memory()
     product(linear, 2)
 
 
@@ -151,7 +151,7 @@ class Kept:
         self.weight = nn.Parameter(torch.zeros(250))
         self.steps = 0
 
-    def keep_gradient(self):
+    def keep_gradient_memory(self):
         self.steps += 1
 
 
@@ -175,7 +175,7 @@ def test_gradients_are_kept_where_they_cost_nothing_or_activations_are_small(mon
     for _ in range(3):
         places.begin_step()
         for one in passes:
-            (places.forward if one == "F" else places.backward)()
+            (places.before_forward if one == "F" else places.before_backward)()
     assert linear.steps == (2 if kept else 0)
 
 

@@ -101,7 +101,7 @@ def of_split(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool) -> l
     made.backward(gradient)
     (deferred,) = stash
     with torch.no_grad():
-        return [made, deferred.weight(), *([] if linear.bias is None else [deferred.bias()]), *of_input]
+        return [made, deferred.weight_gradient(), *([] if linear.bias is None else [deferred.bias_gradient()]), *of_input]
 
 
 @pytest.mark.parametrize("inputs, weights, gradients", CASES, ids=lambda make: make.__name__)
@@ -139,7 +139,7 @@ def of_shard(kind: str, group, x: Tensor, gradient: Tensor, linear: nn.Linear, p
     made.backward(gradient)
     with torch.no_grad():
         for deferred in stash:
-            deferred.weight(), deferred.bias()
+            deferred.weight_gradient(), deferred.bias_gradient()
 
 
 @pytest.mark.parametrize("kind", ["column", "shared column", "row"])

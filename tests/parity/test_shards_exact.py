@@ -9,8 +9,8 @@ from helpers.same_shards import gpt_on_shards, gpt_slices, in_order
 from examples import gpt
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.materialise import materialise
-from raypar.model.tensor_parallel.build import materialise_shard, sharded_loss
 from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.materialise_shard import materialise_shard, sharded_loss
 from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 
 SHARDS = (2, 3, 4)
@@ -120,7 +120,7 @@ def test_partial_gradients_are_completed_in_one_message_a_step():
         modules = materialise_shard(graph, 0, DEPTH + 2, layout=layout, group=group, seed=1, dtype=torch.float64)
         run = train_once(graph, modules, sharded_loss(gpt.loss, group), x, y)
         partial = {name for name in run.gradients if "norm" in name}
-        assert {id(p) for p in group.partial.values()} == {
+        assert {id(p) for p in group.partially_used_parameters.values()} == {
             id(p) for m in modules.values() for name, p in m.named_parameters() if "norm" in name
         }
         before = group.transport.ledger.as_dict()["all_reduce"]

@@ -20,12 +20,12 @@ from raypar.errors import ModelError, PlanError
 from raypar.model.layer_skeletons import canonical_names, outline_graph, parameter_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
-from raypar.model.tensor_parallel.build import materialise_shard, shard_slice_of
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
-from raypar.model.tensor_parallel.meta_check import check_by_shape
+from raypar.model.tensor_parallel.materialise_shard import materialise_shard, shard_slice_of
+from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.model.tensor_parallel.slice_elements import read_elements, write_elements
 from raypar.model.tensor_parallel.styles.registry import parse_style
@@ -369,7 +369,7 @@ def test_what_needs_other_shards_parts_is_refused_by_name(call, words):
         sharded(graph, layout, lambda o, t: o.sum(), numbers(2, 3, 6), numbers(1))
     assert "plan.styles" in error.value.cure
     with pytest.raises(ModelError, match=words):  # before anything is started
-        assert check_by_shape(graph, layout, lambda o, t: o.sum(), {"x": numbers(2, 3, 6), "y": numbers(1)}, "y") is False
+        assert check_shards_on_meta(graph, layout, lambda o, t: o.sum(), {"x": numbers(2, 3, 6), "y": numbers(1)}, "y") is False
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -385,7 +385,7 @@ def test_models_that_run_pass_the_check_by_shape(make, sequence):
         return models.next_token(output, target)
 
     layout = compute_shard_layout(graph, 3)
-    assert check_by_shape(graph, layout, loss, {"x": x, "y": x}, "y", sequence=sequence)
+    assert check_shards_on_meta(graph, layout, loss, {"x": x, "y": x}, "y", sequence=sequence)
     kinds = {tuple(count_indices(cut.indices_by_shard[t]) for cut in layout.cuts.values()) for t in range(3)}
     assert len(ran) in (len(kinds), len(kinds) + 1) and ran[0][:2] == (2, 7), "to the end, on every kind of shard and the first"
 
@@ -393,7 +393,7 @@ def test_models_that_run_pass_the_check_by_shape(make, sequence):
 def test_code_that_reads_numbers_is_left_to_the_first_step():
     graph = graph_of(lambda: [("a", Column(lambda h: h * h.local.sum().item()))])
     layout = compute_shard_layout(graph, 2, {"a.up": "column"})
-    assert not check_by_shape(graph, layout, lambda o, t: o.sum(), {"x": numbers(2, 3, 6), "y": numbers(1)}, "y")
+    assert not check_shards_on_meta(graph, layout, lambda o, t: o.sum(), {"x": numbers(2, 3, 6), "y": numbers(1)}, "y")
 
 
 def test_a_part_of_the_sequence_does_not_meet_a_part_of_the_features():
@@ -445,7 +445,7 @@ def test_a_loss_that_cannot_work_on_a_part_of_the_vocabulary():
             sharded(graph, layout, loss, x, y)
         assert "gathered" in error.value.cure
         with pytest.raises(ModelError, match=words):
-            check_by_shape(graph, layout, loss, {"x": x, "y": y}, "y")
+            check_shards_on_meta(graph, layout, loss, {"x": x, "y": y}, "y")
 
 
 class Doubled(torch.autograd.Function):
@@ -515,7 +515,7 @@ def test_a_slice_that_is_read_apart_from_its_layer_is_refused(name):
     assert layout.styles.keys() == {"a.up", "a.down"}
     with pytest.raises(ModelError, match=f"layer 'a' computes {name} with a.up.weight itself") as error:
         batch = {"x": numbers(2, 3, 6), "y": numbers(1)}
-        check_by_shape(graph, layout, lambda o, t: o.sum(), batch, "y", dtype=torch.float64)
+        check_shards_on_meta(graph, layout, lambda o, t: o.sum(), batch, "y", dtype=torch.float64)
     assert "give a.up the style whole" in error.value.cure
 
 
@@ -546,7 +546,7 @@ def test_what_asks_a_slice_for_its_dtype_or_place_is_not():
 
     graph = graph_of(lambda: [("a", Pair(asks))])
     batch = {"x": numbers(2, 3, 6), "y": numbers(1)}
-    assert check_by_shape(graph, compute_shard_layout(graph, 2), lambda o, t: o.sum(), batch, "y", dtype=torch.float64)
+    assert check_shards_on_meta(graph, compute_shard_layout(graph, 2), lambda o, t: o.sum(), batch, "y", dtype=torch.float64)
 
 
 def test_a_layer_that_shares_a_slice_without_being_cut_is_refused():
@@ -561,9 +561,9 @@ def test_a_layer_that_shares_a_slice_without_being_cut_is_refused():
 
     graph, batch = graph_of(lambda: [("a", Model())]), dict.fromkeys("xy", torch.arange(6).view(2, 3))
     with pytest.raises(ModelError, match=r"layer 'a' computes linear with a\.token.weight itself"):
-        check_by_shape(graph, compute_shard_layout(graph, 2), gpt.loss, batch, "y")
+        check_shards_on_meta(graph, compute_shard_layout(graph, 2), gpt.loss, batch, "y")
     both = compute_shard_layout(graph, 2, {"a.readout": "vocabulary"})
-    assert check_by_shape(graph, both, gpt.loss, batch, "y")
+    assert check_shards_on_meta(graph, both, gpt.loss, batch, "y")
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -571,7 +571,7 @@ def test_a_parameter_that_meets_parts_and_whole_values_is_refused(sequence):
     def checked(call):
         graph, batch = graph_of(lambda: [("a", Pair(call))]), {"x": numbers(2, 3, 6), "y": numbers(1)}
         layout, dtype = compute_shard_layout(graph, 2), torch.float64
-        return check_by_shape(graph, layout, lambda o, t: o.sum(), batch, "y", sequence=sequence, dtype=dtype)
+        return check_shards_on_meta(graph, layout, lambda o, t: o.sum(), batch, "y", sequence=sequence, dtype=dtype)
 
     with pytest.raises(ModelError, match=r"a\.scale meets whole values and values of which every shard has a part"):
         checked(lambda m, x: m.down(m.up(x) * m.scale) + torch.exp(m.scale))
@@ -673,7 +673,9 @@ def test_an_operation_on_a_part_is_the_part_of_the_operation(call, spans):
         return
     want = call(full)
     assert found.shape == want.shape
-    assert torch.allclose(found.local, select_ranges(want, found.part.dim, found.part.ranges), rtol=1e-14, atol=1e-14)
+    assert torch.allclose(
+        found.local, select_ranges(want, found.part_layout.dim, found.part_layout.ranges), rtol=1e-14, atol=1e-14
+    )
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
@@ -695,7 +697,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_weight_gradient_is_computed_while_the_inputs_gradient_travels(sequence):
     log = []
-    group = ShardGroup(Fake(log), (0, 1), sequence=sequence)
+    group = ShardGroup(Fake(log), (0, 1), sequence_parallel=sequence)
     held = even_ranges_by_shard(8, 2)[0]
 
     def value():
@@ -735,7 +737,7 @@ def test_a_graph_of_several_layers_that_read_one_value_may_be_gone_back_twice():
 @pytest.mark.parametrize("sequence", [False, True])
 def test_activations_are_freed_without_pythons_collector(sequence):
     graph = graph_of(lambda: [("b", models.LlamaBlock(12, 4, 2, "gqa", True, False))])
-    group = ShardGroup(Fake([]), (0, 1), sequence=sequence)
+    group = ShardGroup(Fake([]), (0, 1), sequence_parallel=sequence)
     layout = compute_shard_layout(graph, 2)
     block = materialise_shard(graph, 0, 1, layout=layout, group=group, seed=1, dtype=torch.float64)["b"]
     seen = []
@@ -782,9 +784,9 @@ def test_weight_gradients_may_be_put_off(sequence):
             gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
             names = {id(p): name for name, p in parameters.items()}
             for deferred in stash:
-                gradients[names[id(deferred.linear.weight)]] = deferred.weight()
+                gradients[names[id(deferred.linear.weight)]] = deferred.weight_gradient()
                 if deferred.linear.bias is not None:
-                    gradients[names[id(deferred.linear.bias)]] = deferred.bias()
+                    gradients[names[id(deferred.linear.bias)]] = deferred.bias_gradient()
             found.append(gradients)
         return found
 

@@ -19,9 +19,9 @@ from raypar.errors import GroupAborted, ModelError
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import canonical_names
 from raypar.model.materialise import materialise
-from raypar.model.tensor_parallel.build import materialise_shard, shard_slice_of, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.materialise_shard import materialise_shard, shard_slice_of, sharded_loss
 from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 
 X = torch.arange(14).view(2, 7) % 23
@@ -31,7 +31,7 @@ def two_stages(graph, layout, cut, loss, *, sequence):
     """Both stages of every shard in one routine; values and gradients between them as they would be sent."""
 
     def work(group):
-        groups = [ShardGroup(group.transport, group.ranks, channel=c, sequence=sequence) for c in (5, 6)]
+        groups = [ShardGroup(group.transport, group.ranks, channel=c, sequence_parallel=sequence) for c in (5, 6)]
         bounds = [(0, cut), (cut, len(graph.layers))]
         stages = [
             materialise_shard(graph, *b, layout=layout, group=g, seed=SEED, dtype=torch.float64)
@@ -193,7 +193,7 @@ def test_sockets_give_the_bits_of_the_local_transport(sequence):
 
     try:
         in_threads(connect)
-        groups = [ShardGroup(t, range(3), sequence=sequence, timeout_s=60.0) for t in ends]
+        groups = [ShardGroup(t, range(3), sequence_parallel=sequence, timeout_s=60.0) for t in ends]
         for shard, group in enumerate(groups):  # one after the other: initialisation seeds torch's generator
             stages[shard] = materialise_shard(graph, 0, 4, layout=layout, group=group, seed=SEED, dtype=torch.float64)
         in_threads(train)
@@ -216,7 +216,7 @@ def test_an_abort_frees_a_shard_that_waits_inside_a_layer(sequence, when):
     """Also from inside autograd, with the error of the transport."""
     graph = graph_of(lambda: models.llama())
     mesh = LocalMesh(2)
-    groups = [ShardGroup(t, range(2), sequence=sequence, timeout_s=60.0) for t in mesh.transports]
+    groups = [ShardGroup(t, range(2), sequence_parallel=sequence, timeout_s=60.0) for t in mesh.transports]
     layout = compute_shard_layout(graph, 2)
     stages = [materialise_shard(graph, 0, 4, layout=layout, group=g, seed=SEED, dtype=torch.float64) for g in groups]
     caught: list[Any] = []

@@ -9,7 +9,7 @@ from helpers import same_shards
 from helpers.shard_grid import HEADS, Cell, graph, held, initial, layout_for, steps_of
 
 from raypar.model.layer_skeletons import parameter_shapes
-from raypar.model.tensor_parallel.build import shard_slice_of
+from raypar.model.tensor_parallel.materialise_shard import shard_slice_of
 from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER

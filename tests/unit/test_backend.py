@@ -24,23 +24,29 @@ def test_a_worker_on_processors_needs_nothing_but_sockets():
     backend = make_backend("cpu")
     assert (backend.gpus_per_worker, dict(backend.environment), dict(backend.deadlines), backend.plan_notes) == (0, {}, {}, ())
     assert backend.open_device(exact=True) == CPU
-    mesh = backend.listen("127.0.0.1", RunCredential.fresh("a run"))
+    endpoint = backend.listen("127.0.0.1", RunCredential.fresh("a run"))
     try:
-        assert isinstance(mesh, TcpEndpoint) and mesh.address.startswith("127.0.0.1:") and mesh.stuck == ()
+        assert (
+            isinstance(endpoint, TcpEndpoint)
+            and endpoint.address.startswith("127.0.0.1:")
+            and endpoint.unended_communicators == ()
+        )
         assert backend.communicators(AdoptOrder(None, {}, 0), 0, None, None) == frozenset()
-        alone = mesh.connect(rank=0, size=1, addresses=[mesh.address], generation=1, deadline_s=5.0, communicators=frozenset())
+        alone = endpoint.connect(
+            rank=0, size=1, addresses=[endpoint.address], generation=1, deadline_s=5.0, communicators=frozenset()
+        )
         assert (alone.rank, alone.size, alone.generation) == (0, 1, 1)
         alone.close()
     finally:
-        mesh.close()
+        endpoint.close()
 
 
-@pytest.mark.parametrize("mesh", [TcpEndpoint, NcclEndpoint])
-def test_every_mesh_is_called_as_the_protocol_says(mesh):
+@pytest.mark.parametrize("endpoint", [TcpEndpoint, NcclEndpoint])
+def test_every_endpoint_is_called_as_the_protocol_says(endpoint):
     for name in ("connect", "abort_connect", "close"):
-        wanted, found = (inspect.signature(getattr(one, name)).parameters for one in (WorkerEndpoint, mesh))
+        wanted, found = (inspect.signature(getattr(one, name)).parameters for one in (WorkerEndpoint, endpoint))
         assert list(found.values()) == list(wanted.values()), name
-    assert all(hasattr(mesh, name) for name in ("address", "stuck"))
+    assert all(hasattr(endpoint, name) for name in ("address", "unended_communicators"))
 
 
 def test_a_gpu_run_reserves_gpus_and_waits_longer_for_communicators():
@@ -71,7 +77,7 @@ def test_no_other_file_asks_which_kind_of_device_a_job_has():
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_mesh_is_listened_on_only_once_its_device_is_open(name):
+def test_an_endpoint_is_listened_on_only_once_its_device_is_open(name):
     backend = make_backend(name)
     if backend.gpus_per_worker:
         with pytest.raises(AssertionError, match="open_device comes first"):

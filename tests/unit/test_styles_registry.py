@@ -17,11 +17,11 @@ from torch import nn
 
 from raypar.errors import ModelError, PlanError
 from raypar.model.layer_skeletons import parameter_shapes
-from raypar.model.tensor_parallel.build import materialise_shard, shard_slice_of
 from raypar.model.tensor_parallel.layout import compute_shard_layout, held_elements_by_layer, outline_graph_with_layouts
 from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout, sequence_part_layout
-from raypar.model.tensor_parallel.meta_check import check_by_shape
+from raypar.model.tensor_parallel.materialise_shard import materialise_shard, shard_slice_of
+from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.tensor_parallel.sharded_module import ShardedModule
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.model.tensor_parallel.styles.registry import STYLES, parse_style
@@ -239,7 +239,7 @@ def test_a_new_style_is_a_class_and_its_name(monkeypatch, shards):
     layout = compute_shard_layout(graph, shards, {"*.scale": "scale"})
     assert layout.styles == {f"{m}.{n}": s for m in "ab" for n, s in {"up": "column", "scale": "scale", "down": "row"}.items()}
     x, y = (torch.randn(2, 3, WIDTH, dtype=torch.float64) for _ in range(2))
-    assert check_by_shape(graph, layout, F.mse_loss, {"x": x, "y": y}, "y", dtype=torch.float64)
+    assert check_shards_on_meta(graph, layout, F.mse_loss, {"x": x, "y": y}, "y", dtype=torch.float64)
 
     whole = on_shards.whole(graph, F.mse_loss, x, y)
     runs, _ = on_shards.sharded(graph, layout, F.mse_loss, x, y)
@@ -315,9 +315,9 @@ def test_a_part_is_by_sequence_because_it_was_made_so_not_because_it_looks_like_
         heads = ShardedValue(local, LocalPartLayout(1, 4, ((2 * group.shard, 2 * group.shard + 2),), "heads"), group)
         sequence = ShardedValue(local, sequence_part_layout(4, group.shard, group.size), group)
         moved = sequence.transpose(0, 1)
-        assert heads.part.ranges == sequence.part.ranges and heads.shape == sequence.shape
+        assert heads.part_layout.ranges == sequence.part_layout.ranges and heads.shape == sequence.shape
         back = moved.transpose(0, 1)
-        return [heads.by_sequence, sequence.by_sequence, moved.by_sequence, back.by_sequence, moved.part.axis]
+        return [heads.by_sequence, sequence.by_sequence, moved.by_sequence, back.by_sequence, moved.part_layout.axis]
 
     found, _ = on_shards.on_shards(2, work, sequence=True)
     assert found == [[False, True, False, True, "sequence"]] * 2
@@ -334,7 +334,7 @@ def test_a_column_layer_gathers_a_part_of_the_sequence_and_refuses_one_of_heads_
         with pytest.raises(ModelError, match=r"a\.up needs all of its input, which is cut along dim 1") as error:
             layer(ShardedValue(local, LocalPartLayout(1, 4, (mine,), "heads"), group))
         assert "gathered" in error.value.cure
-        return list(made.shape), list(made.local.shape), made.part.axis
+        return list(made.shape), list(made.local.shape), made.part_layout.axis
 
     found, _ = on_shards.on_shards(2, work, sequence=True)
     assert found == [([3, 4, 6], [3, 4, 3], "features")] * 2

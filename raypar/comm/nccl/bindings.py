@@ -22,7 +22,7 @@ from raypar.errors import ClusterError, CommError
 
 log = logging.getLogger("raypar")
 
-OLDEST = 21800
+OLDEST_NCCL = 21800
 """NCCL 2.18, as `ncclGetVersion` codes it: the first with all calls that CuPy 14 makes."""
 
 OLDEST_CUPY = 14
@@ -33,7 +33,7 @@ BYTE = 1
 SUM = 0
 """ncclSum."""
 
-NUMBERS = {
+NCCL_DTYPES = {
     torch.int8: 0,
     torch.uint8: 1,
     torch.int32: 2,
@@ -50,15 +50,15 @@ NUMBERS = {
 class NcclInstallation:
     """The NCCL of this process, and the CuPy and PyTorch that use it."""
 
-    cupy: str
+    cupy_version: str
     """Version of CuPy."""
     cupy_cuda: int
     """CUDA major version that CuPy was built for."""
     torch_cuda: int | None
     """CUDA major version that PyTorch was built for; None for a CPU build."""
-    built_for: int
+    cupy_nccl_version: int
     """Version of NCCL that CuPy was built with: 22907 is 2.29.7."""
-    version: int
+    nccl_version: int
     """Version of NCCL that is loaded."""
     paths: tuple[str, ...]
     """Files of the loaded library."""
@@ -67,8 +67,8 @@ class NcclInstallation:
         where = ", ".join(self.paths) or "a place that is not known"
         torch_cuda = "no CUDA" if self.torch_cuda is None else f"CUDA {self.torch_cuda}"
         return (
-            f"NCCL {format_nccl_version(self.version)} from {where}; CuPy {self.cupy} for CUDA {self.cupy_cuda}, built with "
-            f"NCCL {format_nccl_version(self.built_for)}; PyTorch for {torch_cuda}"
+            f"NCCL {format_nccl_version(self.nccl_version)} from {where}; CuPy {self.cupy_version} for CUDA {self.cupy_cuda}, "
+            f"built with NCCL {format_nccl_version(self.cupy_nccl_version)}; PyTorch for {torch_cuda}"
         )
 
 
@@ -138,11 +138,11 @@ def find_nccl_installation() -> NcclInstallation:
     import cupy
 
     found = NcclInstallation(
-        cupy=str(cupy.__version__),
+        cupy_version=str(cupy.__version__),
         cupy_cuda=cuda_of_cupy(),
         torch_cuda=cuda_of_torch(),
-        built_for=int(nccl.get_build_version()),
-        version=nccl_version(),
+        cupy_nccl_version=int(nccl.get_build_version()),
+        nccl_version=nccl_version(),
         paths=loaded_library_paths("libnccl"),
     )
     log.info("%s", found)
@@ -164,14 +164,15 @@ def check_nccl_installation(found: NcclInstallation, environment: Mapping[str, s
             f"{' and '.join(there)} are installed side by side, and overwrite each other's files",
             cure=f"pip uninstall -y {' '.join(there)} && {cupy_install_command(found.torch_cuda)}",
         )
-    if int(found.cupy.partition(".")[0]) < OLDEST_CUPY:
+    if int(found.cupy_version.partition(".")[0]) < OLDEST_CUPY:
         raise ClusterError(
-            f"CuPy {found.cupy} is too old, {OLDEST_CUPY} is the oldest that works", cure=cupy_install_command(found.torch_cuda)
+            f"CuPy {found.cupy_version} is too old, {OLDEST_CUPY} is the oldest that works",
+            cure=cupy_install_command(found.torch_cuda),
         )
-    if found.version < OLDEST:
+    if found.nccl_version < OLDEST_NCCL:
         raise ClusterError(
-            f"NCCL {format_nccl_version(found.version)} ({', '.join(found.paths)}) is too old, "
-            f"{format_nccl_version(OLDEST)} is the oldest that works",
+            f"NCCL {format_nccl_version(found.nccl_version)} ({', '.join(found.paths)}) is too old, "
+            f"{format_nccl_version(OLDEST_NCCL)} is the oldest that works",
             cure="install a newer PyTorch, which brings its own, or `pip install -U nvidia-nccl-cu13` (-cu12 for CUDA 12)",
         )
     if environment.get("NCCL_COMM_BLOCKING") == "0":
@@ -194,7 +195,7 @@ def check_cuda_versions(found: NcclInstallation) -> None:
             f"PyTorch {torch.__version__} was built without CUDA, so that it has no tensors for NCCL",
             cure="install a CUDA build of PyTorch (pip install torch), or plan for CPU workers",
         )
-    check_same_cuda_version(found.torch_cuda, found.cupy_cuda, found.cupy)
+    check_same_cuda_version(found.torch_cuda, found.cupy_cuda, found.cupy_version)
 
 
 def check_same_cuda_version(torch_cuda: int | None, cupy_cuda: int, cupy: str) -> None:
@@ -252,7 +253,7 @@ class NcclCommunicator:
             ) from error
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def group_calls(self) -> Iterator[None]:
         """Enqueue the calls made inside as one: they make progress together, and cannot deadlock with each other."""
         with self._translated("a group of operations"):
             self._nccl.groupStart()
@@ -274,12 +275,12 @@ class NcclCommunicator:
     def all_reduce(self, pointer: int, count: int, dtype: torch.dtype, stream: int) -> None:
         """Sum in place, in an order of NCCL's own."""
         with self._translated("an all-reduce"):
-            self._comm.allReduce(pointer, pointer, count, NUMBERS[dtype], SUM, stream)
+            self._comm.allReduce(pointer, pointer, count, NCCL_DTYPES[dtype], SUM, stream)
 
     def reduce_scatter(self, source: int, out: int, count: int, dtype: torch.dtype, stream: int) -> None:
         """`out` [count] = the sum of all ranks' parts for this rank in `source` [size * count], in an order of NCCL's own."""
         with self._translated("a reduce-scatter"):
-            self._comm.reduceScatter(source, out, count, NUMBERS[dtype], SUM, stream)
+            self._comm.reduceScatter(source, out, count, NCCL_DTYPES[dtype], SUM, stream)
 
     def all_gather(self, mine: int, out: int, nbytes: int, stream: int) -> None:
         """`out` [size * nbytes] = all ranks' `mine` [nbytes]."""
@@ -287,11 +288,11 @@ class NcclCommunicator:
             self._comm.allGather(mine, out, nbytes, BYTE, stream)
 
     def broadcast(self, pointer: int, nbytes: int, root: int, stream: int) -> None:
-        """The bytes of rank `root` of this communicator, in place."""
+        """Copy the bytes of rank `root` of this communicator to all ranks, in place."""
         with self._translated("a broadcast"):
             self._comm.broadcast(pointer, pointer, nbytes, BYTE, root, stream)
 
-    def check(self) -> None:
+    def raise_background_error(self) -> None:
         """Raise an error that NCCL has found in the background."""
         with self._translated("work in the background"):
             self._comm.check_async_error()

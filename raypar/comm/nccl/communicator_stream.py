@@ -1,4 +1,4 @@
-"""One NCCL communicator with a stream of its own, for operations that its ranks post in one order.
+"""One NCCL communicator with a stream of its own: carries operations that all its ranks post in the same order.
 
 Each directed pair of ranks has a communicator for its messages, each (operation, group, channel) one for its collectives: the
 units of which the transport protocol says that they match in order. So no call waits for the order of another communicator,
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raypar.comm.collectives import ONE_PHASE_BYTES, add_in_order, even_slices
 from raypar.comm.communicator_key import CommunicatorKey
-from raypar.comm.nccl.bindings import NUMBERS, NcclCommunicator
+from raypar.comm.nccl.bindings import NCCL_DTYPES, NcclCommunicator
 from raypar.comm.nccl.device import Device, Stream
 
 
@@ -25,41 +25,41 @@ class CommunicatorStream:
 
     def __init__(self, key: CommunicatorKey, me: int, communicator: NcclCommunicator, device: Device) -> None:
         self.key = key
-        """The operations that it is for."""
+        """Names the operations that the communicator carries."""
         self.name = str(key)
-        self.me = me
+        self.own_index = me
         """This rank's index among the members."""
         self.size = len(key.members)
         self.communicator = communicator
         self.device = device
         self.device_stream: Stream = device.stream()
         self.lock = threading.Lock()
-        """Held by a thread that enqueues."""
-        self.calls = 0
+        """Held by the thread that enqueues."""
+        self.operation_count = 0
         """Operations enqueued so far."""
         self._token = device.empty((self.size,), torch.int32, self.device_stream)
-        """What `warm_up_process` moves."""
+        """The tensor that `warm_up` sends around."""
 
     @property
     def others(self) -> list[int]:
         """Indices of the other ranks."""
-        return [i for i in range(self.size) if i != self.me]
+        return [i for i in range(self.size) if i != self.own_index]
 
     def warm_up(self) -> None:
         """Make all connections now; NCCL would make them at first use, inside the first step."""
         self.device_stream.run(self._token.zero_)
         if self.key.operation == "message":
-            self.message(self._token[:1])
+            self.send_or_receive(self._token[:1])
             return
         token = [self._token[i : i + 1] for i in range(self.size)]
-        self.exchange([token[self.me]] * self.size, token)
+        self.exchange([token[self.own_index]] * self.size, token)
         self.communicator.all_reduce(self._token.data_ptr(), 1, self._token.dtype, self.device_stream.cuda_stream)
 
-    def message(self, tensor: Tensor) -> list[Tensor]:
+    def send_or_receive(self, tensor: Tensor) -> list[Tensor]:
         """Send the tensor (index 0 of the pair) or receive it (index 1)."""
         if not tensor.nbytes:
             return []
-        if self.me == 0:
+        if self.own_index == 0:
             self.communicator.send(tensor.data_ptr(), tensor.nbytes, 1, self.device_stream.cuda_stream)
         else:
             self.communicator.recv(tensor.data_ptr(), tensor.nbytes, 0, self.device_stream.cuda_stream)
@@ -67,7 +67,7 @@ class CommunicatorStream:
 
     def exchange(self, pieces: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Send `pieces[i]` to the i-th rank and receive `outs[i]` from it, as one group; this rank's own are not touched."""
-        with self.communicator.together():
+        with self.communicator.group_calls():
             for i in self.others:
                 if pieces[i].nbytes:
                     self.communicator.send(pieces[i].data_ptr(), pieces[i].nbytes, i, self.device_stream.cuda_stream)
@@ -78,32 +78,32 @@ class CommunicatorStream:
 
     def all_reduce(self, flat: Tensor) -> list[Tensor]:
         """Sum in place, in rank order. NCCL sums two ranks in that order; more than two in the order of a ring."""
-        if self.size == 2 and flat.dtype in NUMBERS:
+        if self.size == 2 and flat.dtype in NCCL_DTYPES:
             self.communicator.all_reduce(flat.data_ptr(), flat.numel(), flat.dtype, self.device_stream.cuda_stream)
             return []
         if flat.nbytes <= ONE_PHASE_BYTES:
             parts = self._scratch(flat)
             self.exchange([flat] * self.size, parts)
-            self.device_stream.run(partial(add_in_order, parts, self.me, flat))
+            self.device_stream.run(partial(add_in_order, parts, self.own_index, flat))
             return parts
         cut = [flat.view(-1)[a:b] for a, b in even_slices(flat.numel(), self.size)]
-        parts = self._scratch(cut[self.me])
+        parts = self._scratch(cut[self.own_index])
         self.exchange(cut, parts)
-        self.device_stream.run(partial(add_in_order, parts, self.me, cut[self.me]))
-        self.exchange([cut[self.me]] * self.size, cut)
+        self.device_stream.run(partial(add_in_order, parts, self.own_index, cut[self.own_index]))
+        self.exchange([cut[self.own_index]] * self.size, cut)
         return parts
 
     def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
         """`out` = the sum over all ranks of their `pieces[me]`, in rank order."""
         # All ranks must choose the same call, so the choice depends on what all know: the pieces' sizes, not their addresses.
-        if self.size == 2 and out.dtype in NUMBERS and pieces[0].numel() == pieces[1].numel():
+        if self.size == 2 and out.dtype in NCCL_DTYPES and pieces[0].numel() == pieces[1].numel():
             whole, held = self._whole(pieces, filled=True)
             self.communicator.reduce_scatter(whole, out.data_ptr(), out.numel(), out.dtype, self.device_stream.cuda_stream)
             return held
         parts = self._scratch(out)
-        parts[self.me] = pieces[self.me]
+        parts[self.own_index] = pieces[self.own_index]
         self.exchange(pieces, parts)
-        self.device_stream.run(partial(add_in_order, parts, self.me, out))
+        self.device_stream.run(partial(add_in_order, parts, self.own_index, out))
         return parts
 
     def all_gather(self, pieces: Sequence[Tensor], mine: Tensor) -> list[Tensor]:
@@ -115,13 +115,13 @@ class CommunicatorStream:
                 for i, piece in enumerate(pieces):
                     self._copy(held[0][i].view(piece.shape), piece)
             return held
-        self._copy(mine, pieces[self.me])
+        self._copy(mine, pieces[self.own_index])
         self.exchange([mine] * self.size, pieces)
         return []
 
     def all_to_all(self, outs: Sequence[Tensor], pieces: Sequence[Tensor]) -> list[Tensor]:
         """`outs[i]` = `pieces[me]` of the i-th rank."""
-        self._copy(pieces[self.me], outs[self.me])
+        self._copy(pieces[self.own_index], outs[self.own_index])
         self.exchange(pieces, outs)
         return []
 
@@ -138,7 +138,8 @@ class CommunicatorStream:
     def _scratch(self, like: Tensor) -> list[Tensor]:
         """A buffer for each other rank's part, and `like` itself for this rank's."""
         return [
-            like if i == self.me else self.device.empty(like.shape, like.dtype, self.device_stream) for i in range(self.size)
+            like if i == self.own_index else self.device.empty(like.shape, like.dtype, self.device_stream)
+            for i in range(self.size)
         ]
 
     def _whole(self, pieces: Sequence[Tensor], *, filled: bool) -> tuple[int, list[Tensor]]:

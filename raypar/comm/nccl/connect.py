@@ -1,4 +1,4 @@
-"""How the ranks of one generation make their NCCL communicators, over a TCP transport that is connected already.
+"""Makes the NCCL communicators of one generation, over a TCP transport that is connected already.
 
 Every rank sends all others a hello: its library, its device, its communicators, and a fresh unique id for each communicator
 whose first rank it is. All ranks refuse what cannot work before NCCL is asked.
@@ -42,6 +42,7 @@ CHECK_S = 0.002
 EVENT_CHECK_S = 0.0002
 """Pause between two looks whether a communicator's first work is done."""
 GAVE_UP = "gave up connecting"
+"""In the error of a rank that gives up, and of those that pass it on: it names the rank already."""
 SLICE_S = 0.05
 """How long to wait for one rank's message before looking at the others'."""
 
@@ -55,13 +56,13 @@ def connect_nccl(
     device: Device,
     communicators: Iterable[CommunicatorKey],
     deadline_s: float,
-    report_stuck: Callable[[Sequence[str]], None] = lambda names: None,
+    report_unended: Callable[[Sequence[str]], None] = lambda names: None,
 ) -> NcclTransport:
     """An `nccl` transport with those of `communicators` that name this rank; it owns `control` from here on.
 
     All members of a communicator name it; groups of one need none. Raises `ClusterError` for what the ranks' libraries or
     devices cannot do, `CommTimeout` at the deadline, `CommError` when a rank is lost meanwhile. `control` is closed then, and a
-    thread may be left behind that waits for other ranks inside NCCL. `report_stuck`: see `NcclTransport`.
+    thread may be left behind that waits for other ranks inside NCCL. `report_unended`: see `NcclTransport`.
     """
     deadline = time.monotonic() + deadline_s
     try:
@@ -84,15 +85,15 @@ def connect_nccl(
         if isinstance(error, CommError) and not isinstance(error, GroupAborted):
             with contextlib.suppress(CommError):
                 send_document_to_all(control, {"what": error.what, "cure": error.cure})
-        transport = NcclTransport(control, device, making.give_up(), report_stuck)
+        transport = NcclTransport(control, device, making.give_up(), report_unended)
         transport.abort(f"rank {control.rank} gave up connecting: {error}")
         transport.close()
         raise
-    return NcclTransport(control, device, making.streams, report_stuck)
+    return NcclTransport(control, device, making.streams, report_unended)
 
 
 def check_communicator_keys(keys: Sequence[CommunicatorKey], rank: int, size: int, device: Device) -> None:
-    """Raise for keys that name no communicator, or more of them than the device can serve beside each other."""
+    """Raise an error for a key that names no possible communicator, and for more keys than the device can serve at once."""
     for key in keys:
         ascending = list(key.members) == sorted(set(key.members) & set(range(size)))
         pair = len(set(key.members) & set(range(size))) == len(key.members) == 2
@@ -130,7 +131,10 @@ def exchange_hellos(
 
 
 def check_ranks_compatible(hellos: Sequence[Mapping[str, Any]], keys: Sequence[CommunicatorKey], rank: int) -> None:
-    """Raise for what the ranks cannot do together. All ranks find the same, except about communicators."""
+    """Raise an error if versions of NCCL, devices or communicators of the ranks do not fit together.
+
+    All ranks raise alike, except about communicators.
+    """
     versions: dict[int, list[int]] = {}
     devices: dict[str, list[int]] = {}
     for other, hello in enumerate(hellos):
@@ -209,7 +213,7 @@ class CommunicatorSetup(threading.Thread):
                 while not event.query() and not self._given_up:
                     with stream.lock:
                         if not self._given_up:
-                            communicator.check()
+                            communicator.raise_background_error()
                     time.sleep(EVENT_CHECK_S)
         except CommError as error:
             self._error = CommError(f"{self._under_way}: {error.what}", error.cure)

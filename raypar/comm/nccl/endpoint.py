@@ -1,4 +1,4 @@
-"""A GPU worker's address, for all its generations: transports of a `TcpEndpoint`, over which NCCL's communicators are made."""
+"""One GPU worker's endpoint: connects through a `TcpEndpoint`, and makes NCCL's communicators over these connections."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MAKING_S = 60.0
 class NcclEndpoint:
     """See `comm.worker_endpoint.WorkerEndpoint`: NCCL for tensors on `device`, TCP for those in host memory and for control."""
 
-    def __init__(self, mesh: TcpEndpoint, device: Device) -> None:
-        self._mesh = mesh
+    def __init__(self, endpoint: TcpEndpoint, device: Device) -> None:
+        self._tcp = endpoint
         self._device = device
         self._lock = threading.Lock()
         """Guards all attributes below."""
@@ -33,24 +33,24 @@ class NcclEndpoint:
         """Of the last of them."""
         self._control: TcpTransport | None = None
         """The connected sockets, while NCCL's communicators are being made over them."""
-        self._stuck: tuple[str, ...] = ()
+        self._unended: tuple[str, ...] = ()
         """Communicators that NCCL has not ended, of all generations."""
 
     @classmethod
-    def listen(cls, host: str, device: Device, *, credential: RunCredential, near: bool = True) -> NcclEndpoint:
+    def listen(cls, host: str, device: Device, *, credential: RunCredential, unix_sockets: bool = True) -> NcclEndpoint:
         """See `TcpEndpoint.listen`."""
-        return cls(TcpEndpoint.listen(host, credential=credential, near=near), device)
+        return cls(TcpEndpoint.listen(host, credential=credential, unix_sockets=unix_sockets), device)
 
     @property
     def address(self) -> str:
         """See `WorkerEndpoint.address`."""
-        return self._mesh.address
+        return self._tcp.address
 
     @property
-    def stuck(self) -> tuple[str, ...]:
-        """See `WorkerEndpoint.stuck`: of transports, and of a `connect` that failed."""
+    def unended_communicators(self) -> tuple[str, ...]:
+        """See `WorkerEndpoint.unended_communicators`: of transports, and of a `connect` that failed."""
         with self._lock:
-            return self._stuck
+            return self._unended
 
     def connect(
         self,
@@ -66,7 +66,7 @@ class NcclEndpoint:
         deadline = time.monotonic() + deadline_s
         with self._lock:
             aborts = self._aborts
-        control = self._mesh.connect(rank=rank, size=size, addresses=addresses, generation=generation, deadline_s=deadline_s)
+        control = self._tcp.connect(rank=rank, size=size, addresses=addresses, generation=generation, deadline_s=deadline_s)
         with self._lock:
             aborted = self._aborts != aborts
             self._control = None if aborted else control
@@ -80,15 +80,15 @@ class NcclEndpoint:
                 device=self._device,
                 communicators=communicators,
                 deadline_s=min(left_s, MAKING_S),
-                report_stuck=self._add_stuck,
+                report_unended=self._add_unended,
             )
         finally:
             with self._lock:
                 self._control = None
 
-    def _add_stuck(self, names: Sequence[str]) -> None:
+    def _add_unended(self, names: Sequence[str]) -> None:
         with self._lock:
-            self._stuck = (*self._stuck, *names)
+            self._unended = (*self._unended, *names)
 
     def abort_connect(self, reason: str) -> None:
         """See `WorkerEndpoint.abort_connect`; also ends a `connect` that waits inside NCCL."""
@@ -96,10 +96,10 @@ class NcclEndpoint:
             self._aborts += 1
             self._reason = reason
             control = self._control
-        self._mesh.abort_connect(reason)
+        self._tcp.abort_connect(reason)
         if control is not None:
             control.abort(reason)
 
     def close(self) -> None:
         """See `WorkerEndpoint.close`."""
-        self._mesh.close()
+        self._tcp.close()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import Device, StreamEvent
+from raypar.comm.transport import describe_operation
 from raypar.errors import CommError, CommTimeout
 
 SHORTEST_PAUSE_S = 20e-6
@@ -19,7 +20,7 @@ LONGEST_PAUSE_S = 0.5e-3
 
 
 class HandleOwner(Protocol):
-    """What a handle needs of its transport (`comm.nccl.pending.PendingOperations`)."""
+    """What a handle needs of its transport (`comm.nccl.pending_operations.PendingOperations`)."""
 
     rank: int
     generation: int
@@ -109,8 +110,7 @@ class PolledHandle(ABC):
 
     def describe(self) -> str:
         """The operation and its ranks, for messages."""
-        peers = ", ".join(str(p) for p in self.peers)
-        return f"{self.name} of rank {self.owner.rank} with {peers or 'nobody'} (generation {self.owner.generation})"
+        return describe_operation(self.name, self.owner.rank, self.peers, self.owner.generation)
 
 
 class NcclHandle(PolledHandle):
@@ -130,14 +130,14 @@ class NcclHandle(PolledHandle):
         """Tensors that the device may still read or write, held until it no longer does."""
         self.out = out
         """The received tensor; None for other operations, and until a receive without one has got its message."""
-        self.start: StreamEvent | None = None
+        self.writable_event: StreamEvent | None = None
         """Of a posted receive: the point in the caller's stream after which its memory may be written."""
         self.stream_name = ""
         """Name of the communicator that carries the operation."""
-        self.number = 0
-        """Its place among the operations of that communicator on this rank, from 1."""
-        self.on_control = False
-        """Whether it is a message in host memory, on the control transport: that alone knows whether it arrived."""
+        self.sequence_number = 0
+        """Number of the operation in that communicator on this rank, from 1."""
+        self.via_control_transport = False
+        """Whether it is a message in host memory: only the control transport, which carries it, knows whether it arrived."""
         self._event: StreamEvent | None = None
         """Behind the operation in its stream; None until the device has it."""
         self._finished = False
@@ -145,7 +145,7 @@ class NcclHandle(PolledHandle):
 
     def done(self) -> bool:
         """See `Handle.done`."""
-        if self.update():
+        if self.release_if_done():
             return True
         if self._error is None:
             self.owner.poll()
@@ -170,7 +170,7 @@ class NcclHandle(PolledHandle):
             self.owner.device.record_stream(self.out)
         return [self.out]
 
-    def update(self) -> bool:
+    def release_if_done(self) -> bool:
         """Release the memory if the device is done with it. Returns whether the operation has succeeded."""
         event = self._event
         if not self._finished and event is not None and event.query():
@@ -180,35 +180,35 @@ class NcclHandle(PolledHandle):
 
     @property
     def in_flight(self) -> bool:
-        """The device has it, and is not done."""
+        """Whether the device has the operation and has not finished it."""
         return self._event is not None and not self._finished and not self._event.query()
 
     @property
-    def over(self) -> bool:
-        """Neither the device nor the transport has anything more to do with it."""
-        return self.update() or (not self.in_flight and self._error is not None)
+    def released(self) -> bool:
+        """Whether neither the device nor the transport has anything more to do with the operation."""
+        return self.release_if_done() or (not self.in_flight and self._error is not None)
 
     @property
     def failed(self) -> bool:
-        """It has failed."""
+        """Whether the operation has failed."""
         return self._error is not None
 
     @property
     def event(self) -> StreamEvent | None:
-        """Behind the operation in its stream, once the device has it."""
+        """The event behind the operation in its stream; None until the device has the operation."""
         return self._event
 
-    def number_in(self, stream: CommunicatorStream) -> None:
-        """Note that it is the next operation of `stream`, whose lock is held."""
-        self.stream_name, self.number = stream.name, stream.calls + 1
+    def assign_sequence_number(self, stream: CommunicatorStream) -> None:
+        """Set the communicator's name and the next sequence number in it; the caller holds the lock of `stream`."""
+        self.stream_name, self.sequence_number = stream.name, stream.operation_count + 1
 
-    def launch(self, event: StreamEvent) -> None:
-        """Note that the device has it, and is done with it at `event`."""
+    def mark_launched(self, event: StreamEvent) -> None:
+        """Note that the device has the operation, and has finished it once `event` has passed."""
         self._event = event
 
     def fail(self, error: CommError) -> None:
         """Settle with an error, unless it has succeeded or failed before."""
-        if not self.update() and self._error is None:
+        if not self.release_if_done() and self._error is None:
             self._error = error
 
     def _raise(self) -> None:

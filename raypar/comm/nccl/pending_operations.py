@@ -1,4 +1,4 @@
-"""Operations of one `nccl` transport that are under way: they are launched, remembered, and failed if they can never complete.
+"""The pending operations of one `nccl` transport: launches, remembers, and fails those that can never complete.
 
 The control transport notices a lost peer, whose connections are closed when its process dies; NCCL itself would wait for the
 peer forever. A rank that closes sends how many operations it has posted in each communicator; its peers then fail only
@@ -20,7 +20,8 @@ from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.device import Device
 from raypar.comm.nccl.handle import NcclHandle
 from raypar.comm.tcp.transport import TcpTransport
-from raypar.errors import CommError, GroupAborted
+from raypar.comm.transport import check_peer_rank, generation_over_error
+from raypar.errors import CommError
 
 LOCK_CHECK_S = 0.02
 """A thread that waits for another one's launch looks this often whether the transport has ended."""
@@ -30,7 +31,7 @@ ERROR_POLL_S = 0.01
 
 
 class PendingOperations:
-    """What messages, collectives and the end of an `nccl` transport share. Thread-safe."""
+    """Base of `NcclTransport`: launches and tracks operations, and fails those that can never complete. Thread-safe."""
 
     def __init__(self, control: TcpTransport, device: Device, streams: Mapping[CommunicatorKey, CommunicatorStream]) -> None:
         self.rank = control.rank
@@ -41,6 +42,7 @@ class PendingOperations:
         self.ledger = control.ledger = CommunicationLedger()
         self.device = device
         self._streams = dict(streams)
+        """The communicators of this transport, each with its stream."""
         self._changed = threading.Condition()
         """Notified when a waiting thread should look at its handle again."""
         self._handles: list[NcclHandle] = []
@@ -55,11 +57,12 @@ class PendingOperations:
         self._posted_by: dict[int, dict[str, int]] = {}
         """Rank -> communicator -> operations that it has posted, of peers that have closed."""
         self._next_poll_s = 0.0
+        """When NCCL may be asked for errors again (`time.monotonic`)."""
 
     # -- launching
 
     @contextmanager
-    def hold(self, lock: threading.Lock) -> Iterator[None]:
+    def hold_lock(self, lock: threading.Lock) -> Iterator[None]:
         """Hold a lock that another thread may keep while it hangs inside NCCL: an abort frees those that wait for it."""
         while not lock.acquire(timeout=LOCK_CHECK_S):
             self.check_alive()
@@ -80,18 +83,20 @@ class PendingOperations:
 
         The operation runs after what the caller's current stream has been given so far, or after `handle.start`.
         """
-        start = self.device.record_event() if after_current else handle.start
+        start = self.device.record_event() if after_current else handle.writable_event
         if start is not None:
             stream.device_stream.wait_event(start)
-        handle.number_in(stream)
-        stream.calls += 1
+        handle.assign_sequence_number(stream)
+        stream.operation_count += 1
         try:
             handle.kept = (*handle.kept, *work())
         except CommError as error:
             self._break(error)
-            handle.launch(stream.device_stream.record_event())  # part of it may be running: its memory is kept until it ends
+            handle.mark_launched(
+                stream.device_stream.record_event()
+            )  # part of it may be running: its memory is kept until it ends
             raise
-        handle.launch(stream.device_stream.record_event())
+        handle.mark_launched(stream.device_stream.record_event())
 
     def stream_of(self, key: CommunicatorKey) -> CommunicatorStream:
         """The communicator that was made for `key`. Raises `CommError` if there is none."""
@@ -103,14 +108,9 @@ class PendingOperations:
             )
         return stream
 
-    def check_rank(self, peer: int) -> None:
-        """Raise `CommError` for a rank outside of the mesh."""
-        if not 0 <= peer < self.size:
-            raise CommError(f"rank {peer} is not in a mesh of {self.size}", cure=f"use a rank from 0 to {self.size - 1}")
-
-    def checked(self, tensor: Tensor, peer: int) -> Tensor:
+    def check_and_detach(self, tensor: Tensor, peer: int) -> Tensor:
         """The tensor without its autograd history, if it can travel to or from `peer`; raises `CommError` if not."""
-        self.check_rank(peer)
+        check_peer_rank(peer, self.size)
         if not tensor.is_contiguous() or not (self.device.owns(tensor) or tensor.device.type == "cpu"):
             strides = tuple(tensor.stride())
             raise CommError(
@@ -124,14 +124,14 @@ class PendingOperations:
     def check_alive(self) -> None:
         """Raise what has ended this transport, if anything has."""
         if self._aborted is not None:
-            raise GroupAborted(self._aborted, cure="this generation is over; connect the next one")
+            raise generation_over_error(self._aborted)
         if self._broken is not None:
             raise CommError(*self._broken.args)
 
     def track(self, handle: NcclHandle) -> bool:
         """Remember an operation until it is over. Returns False if it has failed: then it must not be launched."""
         with self._handles_lock:
-            self._handles = [h for h in self._handles if not h.over]
+            self._handles = [h for h in self._handles if not h.released]
             if handle not in self._handles:
                 self._handles.append(handle)
         self._fail_if_hopeless(handle)
@@ -152,7 +152,7 @@ class PendingOperations:
 
     def _reason_to_fail(self, handle: NcclHandle) -> CommError | None:
         if self._aborted is not None:
-            return GroupAborted(self._aborted, cure="this generation is over; connect the next one")
+            return generation_over_error(self._aborted)
         cure = "abort this group; the ranks that are left form the next generation"
         if self._broken is not None:
             return CommError(f"{handle.describe()}: {self._broken.what}", cure=self._broken.cure or cure)
@@ -160,9 +160,9 @@ class PendingOperations:
             if peer not in self._gone:
                 continue
             posted = self._posted_by.get(peer)
-            if posted is not None and handle.on_control:
+            if posted is not None and handle.via_control_transport:
                 continue  # the closed peer may have received it; if it was lost, the control transport fails it
-            if posted is None or not handle.stream_name or handle.number > posted.get(handle.stream_name, 0):
+            if posted is None or not handle.stream_name or handle.sequence_number > posted.get(handle.stream_name, 0):
                 return CommError(f"{handle.describe()}: {self._gone[peer]}", cure=cure)
         return None
 
@@ -206,7 +206,7 @@ class PendingOperations:
                 continue  # it is being used, and the next poll comes soon
             try:
                 if self._aborted is None:
-                    stream.communicator.check()
+                    stream.communicator.raise_background_error()
             except CommError as error:
                 self._break(CommError(f"{stream.name}: {error.what}", error.cure))
                 return

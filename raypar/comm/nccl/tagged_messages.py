@@ -105,9 +105,11 @@ class Mailbox:
         self._matching = threading.Lock()
         """Guards `_posted` and `_arrived`."""
         self._posted: dict[SourceTag, deque[NcclHandle]] = {}
+        """Receives whose messages have not been announced."""
         self._arrived: dict[SourceTag, deque[NcclHandle]] = {}
+        """Announced messages whose receives are not posted."""
 
-    def listen(self) -> None:
+    def receive_announcements(self) -> None:
         """Take the announcements of all other ranks, from here on."""
         for peer in range(self._owner.size):
             if peer != self._owner.rank:
@@ -124,21 +126,21 @@ class Mailbox:
         self._owner.ledger.count("send", sent=tensor.nbytes)
         if to == self._owner.rank:
             self._send_to_self(tensor, tag)
-            handle.launch(self._owner.device.record_event())
+            handle.mark_launched(self._owner.device.record_event())
             return handle
         if not self._owner.device.owns(tensor):
             frame = pack_announcement(ON_HOST, tensor, tag)
-            with self._owner.hold(self._announcing[to]):
+            with self._owner.hold_lock(self._announcing[to]):
                 if self._owner.track(handle):
-                    handle.on_control = True
-                    handle.launch(HostMessageEvent(self._announce(to, frame, tensor, handle)))
+                    handle.via_control_transport = True
+                    handle.mark_launched(HostMessageEvent(self._announce(to, frame, tensor, handle)))
             return handle
         frame = pack_announcement(ON_DEVICE, tensor, tag)
         stream = self._owner.stream_of(CommunicatorKey((self._owner.rank, to), "message"))
-        with self._owner.hold(self._announcing[to]), self._owner.hold(stream.lock):
-            handle.number_in(stream)
+        with self._owner.hold_lock(self._announcing[to]), self._owner.hold_lock(stream.lock):
+            handle.assign_sequence_number(stream)
             if self._owner.track(handle):
-                self._owner.launch(stream, handle, lambda: stream.message(tensor))
+                self._owner.launch(stream, handle, lambda: stream.send_or_receive(tensor))
                 self._announce(to, frame)
         return handle
 
@@ -146,7 +148,7 @@ class Mailbox:
         with torch.no_grad():
             copy = tensor.clone()
         arrived = NcclHandle(self._owner, f"message tag {tag}", (self._owner.rank,), (copy,), out=copy)
-        arrived.launch(self._owner.device.record_event())
+        arrived.mark_launched(self._owner.device.record_event())
         with self._matching:
             handle = take_oldest(self._posted, (self._owner.rank, tag))
             if handle is None:
@@ -158,10 +160,12 @@ class Mailbox:
         """See `Transport.recv`. `given` is the caller's tensor, `out` the same memory without its history."""
         handle = NcclHandle(self._owner, f"recv tag {tag}", (source,), () if out is None else (out,), out=given)
         if out is not None:
-            handle.start = self._owner.device.record_event()
+            handle.writable_event = self._owner.device.record_event()
             if source != self._owner.rank and self._owner.device.owns(out):
                 self._owner.stream_of(CommunicatorKey((source, self._owner.rank), "message"))
-        with self._owner.hold(self._matching):  # a thread that launches an announced receive holds it, and may hang inside NCCL
+        with self._owner.hold_lock(
+            self._matching
+        ):  # a thread that launches an announced receive holds it, and may hang inside NCCL
             arrived = take_oldest(self._arrived, (source, tag))
             if arrived is not None:
                 self._give(handle, arrived)
@@ -173,7 +177,7 @@ class Mailbox:
         """Give a message that has arrived, or is on its way in its communicator, to its receive. `_matching` is held."""
         came, event = arrived.out, arrived.event
         assert came is not None and event is not None
-        handle.stream_name, handle.number = arrived.stream_name, arrived.number
+        handle.stream_name, handle.sequence_number = arrived.stream_name, arrived.sequence_number
         if handle.out is None:
             handle.out = came
             handle.kept = (came,)
@@ -183,20 +187,20 @@ class Mailbox:
         else:
             (out,) = handle.kept
             handle.kept = (out, came)
-            assert handle.start is not None
+            assert handle.writable_event is not None
             if handle.peers[0] == self._owner.rank or not self._owner.device.owns(came):
-                handle.start.wait(self._owner.check_alive)
+                handle.writable_event.wait(self._owner.check_alive)
                 event.wait(self._owner.check_alive)
                 with torch.no_grad():
                     out.copy_(came)
                 event = self._owner.device.record_event()
             else:
                 stream = self._owner.stream_of(CommunicatorKey((handle.peers[0], self._owner.rank), "message")).device_stream
-                stream.wait_event(handle.start)  # and `event` is in this stream already
+                stream.wait_event(handle.writable_event)  # and `event` is in this stream already
                 stream.run(lambda: out.copy_(came))
                 event = stream.record_event()
         self._owner.ledger.count("recv", received=came.nbytes)
-        handle.launch(event)
+        handle.mark_launched(event)
         self._owner.track(handle)
         self._owner.wake()
 
@@ -239,7 +243,7 @@ class Mailbox:
         """Launch the receive of the next message in the communicator from `source`. Runs in the thread that read it."""
         stream = self._owner.stream_of(CommunicatorKey((source, self._owner.rank), "message"))
         self._owner.device.bind()
-        with self._matching, self._owner.hold(stream.lock):
+        with self._matching, self._owner.hold_lock(stream.lock):
             self._owner.check_alive()
             handle, wanted = self._take_posted(source, tag, dtype, shape, on_device=True)
             posted = handle is not None
@@ -252,7 +256,7 @@ class Mailbox:
                 handle.out = self._owner.device.empty(shape, dtype, stream.device_stream)
                 handle.kept = (handle.out,)
             (into,) = handle.kept
-            self._owner.launch(stream, handle, lambda: stream.message(into), after_current=False)
+            self._owner.launch(stream, handle, lambda: stream.send_or_receive(into), after_current=False)
         if posted:
             self._owner.ledger.count("recv", received=into.nbytes)
         self._owner.wake()
@@ -264,7 +268,7 @@ class Mailbox:
         with self._matching:
             if handle is None:
                 arrived = NcclHandle(self._owner, f"message tag {tag}", (source,), (tensor,), out=tensor)
-                arrived.launch(ARRIVED)
+                arrived.mark_launched(ARRIVED)
                 posted = take_oldest(self._posted, (source, tag))
                 if posted is None:
                     self._arrived.setdefault((source, tag), deque()).append(arrived)
@@ -274,7 +278,7 @@ class Mailbox:
         self._owner.ledger.count("recv", received=tensor.nbytes)
         if handle.out is None:
             handle.out = tensor
-        handle.launch(ARRIVED)
+        handle.mark_launched(ARRIVED)
         self._owner.wake()
 
     def _fits(self, handle: NcclHandle, dtype: torch.dtype, shape: Sequence[int], on_device: bool) -> bool:
@@ -306,10 +310,10 @@ class Mailbox:
             messages.append((following, to, 1))
         sending = AnnouncementSend(self._owner.control, to, handle)
         sending.post(OperationPhase(messages, ()))
-        sending.posted()
+        sending.end_posting()
         return sending
 
-    def goodbye(self, streams: Collection[CommunicatorStream], patience_s: float) -> bool:
+    def send_goodbye(self, streams: Collection[CommunicatorStream], patience_s: float) -> bool:
         """Tell each rank how many operations this rank has posted in the communicators that both share.
 
         Returns False if some thread is still posting, and does not finish within `patience_s`.
@@ -322,7 +326,7 @@ class Mailbox:
                 stack.callback(lock.release)
             for peer in range(self._owner.size):
                 if peer != self._owner.rank:
-                    shared = {stream.name: stream.calls for stream in streams if peer in stream.key.members}
+                    shared = {stream.name: stream.operation_count for stream in streams if peer in stream.key.members}
                     text = torch.frombuffer(bytearray(json.dumps(shared).encode()), dtype=torch.uint8)
                     frame = ANNOUNCEMENT.pack(GOODBYE, 0, 0, text.numel(), 0, *[0] * MAX_ANNOUNCED_DIMS)
                     self._announce(peer, bytearray(frame), text)

@@ -1,8 +1,8 @@
 """The transport protocol over NCCL: device memory moves in streams, everything else over the sockets of a TCP transport.
 
 Each (operation, group, channel) has a communicator of its own (`communicator_stream`), in which collectives match in the order
-of the calls. Messages are announced over the control transport (`messages`). Collectives on host memory, and barriers, which
-move no memory, are the control transport's.
+of the calls. Messages are announced over the control transport (`tagged_messages`). Collectives on host memory, and
+barriers, which move no memory, are the control transport's.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from raypar.comm.nccl.handle import NcclBatchHandle, NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
 from raypar.comm.nccl.tagged_messages import Mailbox
 from raypar.comm.tcp.transport import TcpTransport
-from raypar.comm.transport import Handle
+from raypar.comm.transport import Handle, check_collective_group, check_one_tensor_per_rank, check_peer_rank
 from raypar.errors import CommError
 
 log = logging.getLogger("raypar")
 
 ABORT_S = 5.0
-"""How long `abort` and `close` wait for NCCL; after that the process has to be replaced (`stuck`)."""
+"""How long `abort` and `close` wait for NCCL; after that the process has to be replaced (`unended_communicators`)."""
 
 LAUNCH_S = 1.0
 """How long a thread that is just launching something may take before its communicator is aborted, which frees it."""
@@ -41,8 +41,8 @@ END_CHECK_S = 0.002
 class NcclTransport(PendingOperations):
     """One rank's end of a generation. Made by `connect_nccl`; owns `control`, and closes it.
 
-    Tensors lie on `device` or in host memory. `report_stuck` is called with the names of communicators that `abort` or `close`
-    could not end within `ABORT_S`.
+    Tensors lie on `device` or in host memory. `report_unended` is called with the names of communicators that `abort` or
+    `close` could not end within `ABORT_S`.
     """
 
     def __init__(
@@ -50,20 +50,21 @@ class NcclTransport(PendingOperations):
         control: TcpTransport,
         device: Device,
         streams: Mapping[CommunicatorKey, CommunicatorStream],
-        report_stuck: Callable[[Sequence[str]], None] = lambda names: None,
+        report_unended: Callable[[Sequence[str]], None] = lambda names: None,
     ) -> None:
         super().__init__(control, device, streams)
-        self.stuck: tuple[str, ...] = ()
+        self.unended_communicators: tuple[str, ...] = ()
         """Communicators that could not be ended. If there are any, this process has to be replaced."""
         self.mailbox = Mailbox(self)
-        self._report_stuck = report_stuck
+        """Sends and receives messages, matched by tag."""
+        self._report_unended = report_unended
         self._ending = threading.Lock()
         """Held by `abort` and `close`."""
         self._closed = False
-        self.mailbox.listen()
+        self.mailbox.receive_announcements()
 
-    def near(self, rank: int) -> bool:
-        """See `Transport.near`: the memory is a device's, nobody may read it without a message."""
+    def can_share_memory(self, rank: int) -> bool:
+        """See `Transport.can_share_memory`: the memory is a device's, nobody may read it without a message."""
         return False
 
     # -- messages
@@ -71,7 +72,7 @@ class NcclTransport(PendingOperations):
     def send(self, tensor: Tensor, *, to: int, tag: int) -> NcclHandle:
         """See `Transport.send`."""
         self.check_alive()
-        return self.mailbox.send(self.checked(tensor, to), to, tag)
+        return self.mailbox.send(self.check_and_detach(tensor, to), to, tag)
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> NcclHandle:
         """See `Transport.recv`."""
@@ -84,15 +85,15 @@ class NcclTransport(PendingOperations):
         """See `Transport.batch`: messages of different pairs have communicators of their own, and never wait for each other."""
         self.check_alive()
         outs = [(out, self._out(out, source), source, tag) for out, source, tag in recvs]
-        tensors = [(self.checked(tensor, to), to, tag) for tensor, to, tag in sends]
+        tensors = [(self.check_and_detach(tensor, to), to, tag) for tensor, to, tag in sends]
         handles = [self.mailbox.recv(*recv) for recv in outs] + [self.mailbox.send(*send) for send in tensors]
         tags = sorted({tag for _, _, tag in (*sends, *recvs)})
         peers = sorted({peer for _, peer, _ in (*sends, *recvs)})
         return NcclBatchHandle(self, f"batch tags {tags}", peers, handles)
 
     def _out(self, out: Tensor | None, source: int) -> Tensor | None:
-        self.check_rank(source)
-        return None if out is None else self.checked(out, source)
+        check_peer_rank(source, self.size)
+        return None if out is None else self.check_and_detach(out, source)
 
     # -- collectives
 
@@ -109,7 +110,7 @@ class NcclTransport(PendingOperations):
         if self._on_host(out):
             return self.control.reduce_scatter(out, pieces, group=group, channel=channel)
         key, me, (out, *parts) = self._enter("reduce_scatter", group, channel, out, *pieces)
-        check_one_tensor_per_rank(key, parts)
+        check_one_tensor_per_rank(key.operation, parts, key.members)
         check_own_tensors_match(key, out, parts[me])
         sent = sum(part.nbytes for part in parts) - parts[me].nbytes
         received = out.nbytes * (len(parts) - 1)
@@ -123,7 +124,7 @@ class NcclTransport(PendingOperations):
         if self._on_host(mine):
             return self.control.all_gather(pieces, mine, group=group, channel=channel)
         key, me, (mine, *outs) = self._enter("all_gather", group, channel, mine, *pieces)
-        check_one_tensor_per_rank(key, outs)
+        check_one_tensor_per_rank(key.operation, outs, key.members)
         check_own_tensors_match(key, mine, outs[me])
         sent = mine.nbytes * (len(outs) - 1)
         received = sum(out.nbytes for out in outs) - outs[me].nbytes
@@ -138,8 +139,8 @@ class NcclTransport(PendingOperations):
             return self.control.all_to_all(outs, pieces, group=group, channel=channel)
         key, me, both = self._enter("all_to_all", group, channel, *outs, *pieces)
         into, parts = both[: len(outs)], both[len(outs) :]
-        check_one_tensor_per_rank(key, into)
-        check_one_tensor_per_rank(key, parts)
+        check_one_tensor_per_rank(key.operation, into, key.members)
+        check_one_tensor_per_rank(key.operation, parts, key.members)
         check_own_tensors_match(key, into[me], parts[me])
         sent = sum(part.nbytes for part in parts) - parts[me].nbytes
         received = sum(out.nbytes for out in into) - into[me].nbytes
@@ -174,14 +175,9 @@ class NcclTransport(PendingOperations):
         """Check a collective call. Returns its key, this rank's index in the group, the tensors without autograd history."""
         self.check_alive()
         members = tuple(group)
-        ascending = list(members) == sorted(set(members) & set(range(self.size)))
-        if not ascending or self.rank not in members:
-            raise CommError(
-                f"{name} of rank {self.rank} (of {self.size}) over group {members}",
-                cure="a group is an ascending list of ranks that contains the caller",
-            )
+        check_collective_group(name, members, self.rank, self.size)
         key = CommunicatorKey(members, name, channel)
-        return key, members.index(self.rank), [self.checked(tensor, self.rank) for tensor in tensors]
+        return key, members.index(self.rank), [self.check_and_detach(tensor, self.rank) for tensor in tensors]
 
     def _run(
         self,
@@ -196,11 +192,11 @@ class NcclTransport(PendingOperations):
         handle = NcclHandle(self, key.operation, [r for r in key.members if r != self.rank], kept)
         if len(key.members) == 1:
             alone()
-            handle.launch(self.device.record_event())
+            handle.mark_launched(self.device.record_event())
         else:
             stream = self.stream_of(key)
-            with self.hold(stream.lock):
-                handle.number_in(stream)
+            with self.hold_lock(stream.lock):
+                handle.assign_sequence_number(stream)
                 if self.track(handle):
                     self.launch(stream, handle, lambda: together(stream))
         self.ledger.count(key.operation, sent=sent, received=received)
@@ -227,15 +223,15 @@ class NcclTransport(PendingOperations):
             if self._aborted is None:
                 lost = any(peer not in self._posted_by for peer in self._gone)
                 gently = self._broken is None and not lost and not any(f.in_flight for f in self._handles)
-                gently = gently and self.mailbox.goodbye(self._streams.values(), LAUNCH_S)
+                gently = gently and self.mailbox.send_goodbye(self._streams.values(), LAUNCH_S)
                 self._aborted = "the transport was closed"
                 self.fail_hopeless()
                 self._end_streams(gently=gently)
             for stream in self._streams.values():
-                if stream.name not in self.stuck:
+                if stream.name not in self.unended_communicators:
                     stream.device_stream.close()
             self.mailbox.clear()
-            if self.stuck:
+            if self.unended_communicators:
                 self.control.abort(self._aborted)  # its thread may be the one that is inside NCCL: it is not waited for
             else:
                 self.control.close()
@@ -253,12 +249,12 @@ class NcclTransport(PendingOperations):
             thread.start()
         for thread in ending:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self.stuck = tuple(stream.name for stream in self._streams.values() if stream.name not in ended)
-        if self.stuck:
-            self._report_stuck(self.stuck)
+        self.unended_communicators = tuple(stream.name for stream in self._streams.values() if stream.name not in ended)
+        if self.unended_communicators:
+            self._report_unended(self.unended_communicators)
             log.error(
                 "rank %d, generation %d: NCCL has not ended %s within %g s; this process has to be replaced",
-                self.rank, self.generation, ", ".join(self.stuck), ABORT_S,
+                self.rank, self.generation, ", ".join(self.unended_communicators), ABORT_S,
             )  # fmt: skip
 
     def _end_stream(self, stream: CommunicatorStream, gently: bool, deadline: float, ended: set[str]) -> None:
@@ -298,14 +294,6 @@ def copy_in_stream(source: Tensor, target: Tensor) -> None:
     if source.data_ptr() != target.data_ptr():
         with torch.no_grad():
             target.copy_(source)
-
-
-def check_one_tensor_per_rank(key: CommunicatorKey, tensors: Sequence[Tensor]) -> None:
-    """Raise `CommError` unless there is one tensor for each rank of the group."""
-    if len(tensors) != len(key.members):
-        raise CommError(
-            f"{key.operation} got {len(tensors)} tensors for a group of {len(key.members)}", cure="give one for each rank"
-        )
 
 
 def check_own_tensors_match(key: CommunicatorKey, one: Tensor, other: Tensor) -> None:

@@ -169,7 +169,7 @@ class Acceptor:
         """Read bytes of a handshake. Nothing that a stranger sends may end this thread."""
         sock, handshake = pending.socket, pending.handshake
         try:
-            data = sock.recv(handshake.wanted)
+            data = sock.recv(handshake.wanted_bytes)
             reply = handshake.feed(data) if data else b""
             if not data or (reply and sock.send(reply) < len(reply)):
                 self._drop(pending)

@@ -1,4 +1,4 @@
-"""A worker's address over TCP, for all its generations."""
+"""One worker's TCP endpoint: listens for the other workers and connects to them in each generation."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from raypar.errors import CommError
 class TcpEndpoint:
     """See `comm.worker_endpoint.WorkerEndpoint`: TCP between machines, Unix sockets inside one."""
 
-    stuck: tuple[str, ...] = ()
-    """See `WorkerEndpoint.stuck`: a socket can always be closed."""
+    unended_communicators: tuple[str, ...] = ()
+    """See `WorkerEndpoint.unended_communicators`: a socket can always be closed."""
 
-    def __init__(self, host: str, credential: RunCredential, near: bool) -> None:
-        self._listener = Listener(host, credential, near)
+    def __init__(self, host: str, credential: RunCredential, unix_sockets: bool) -> None:
+        self._listener = Listener(host, credential, unix_sockets)
 
     @classmethod
-    def listen(cls, host: str = "127.0.0.1", *, credential: RunCredential, near: bool = True) -> TcpEndpoint:
+    def listen(cls, host: str = "127.0.0.1", *, credential: RunCredential, unix_sockets: bool = True) -> TcpEndpoint:
         """Listen on a free port of `host` (an IP address or name of this machine that the other workers can reach).
 
-        `credential`: only workers that have the same one are let in. `near`: workers of this machine connect through a Unix
-        socket instead.
+        `credential`: only workers that have the same one are let in. `unix_sockets`: workers of this machine connect
+        through a Unix socket instead.
         """
         if not hasattr(select, "epoll"):
             raise CommError("the cpu transport needs Linux (epoll, eventfd)", cure="run the workers in a Linux container")
-        return cls(host, credential, near)
+        return cls(host, credential, unix_sockets)
 
     @property
     def address(self) -> str:

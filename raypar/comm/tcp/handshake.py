@@ -80,20 +80,23 @@ class RunCredential:
 
 @dataclass(frozen=True, slots=True)
 class RankClaim:
-    """What a dialer claims to be."""
+    """What a dialer claims in its HELLO: which rank of which generation it is, and which rank it dials."""
 
     generation: int
     rank: int
-    to: int
+    dialed_rank: int
     """The rank that it dials."""
     size: int
     """Number of ranks in the generation."""
 
 
 class AcceptorHandshake:
-    """The acceptor's side. Receive at most `wanted` bytes, `feed` those that came, send what `feed` returns; repeat."""
+    """The acceptor's side of one handshake.
 
-    __slots__ = ("_asked", "_credential", "_data", "_hello", "_nonce", "claim", "wanted")
+    Receive at most `wanted_bytes`, `feed` those that came, send what `feed` returns; repeat.
+    """
+
+    __slots__ = ("_asked", "_credential", "_data", "_hello", "_nonce", "claim", "wanted_bytes")
 
     def __init__(self, credential: RunCredential) -> None:
         self._credential = credential
@@ -105,7 +108,8 @@ class AcceptorHandshake:
         """The claim of the HELLO, not proven yet."""
         self.claim: RankClaim | None = None
         """None until the dialer has proven itself."""
-        self.wanted = HELLO.size
+        self.wanted_bytes = HELLO.size
+        """Bytes that are missing of the message that is being received."""
 
     @property
     def challenged(self) -> bool:
@@ -113,14 +117,14 @@ class AcceptorHandshake:
         return bool(self._hello)
 
     def feed(self, data: bytes) -> bytes:
-        """Take up to `wanted` bytes; returns what to send. Raises `CommError` if the peer does not belong to the run."""
+        """Take up to `wanted_bytes`; returns what to send. Raises `CommError` if the peer does not belong to the run."""
         self._data += data
-        self.wanted -= len(data)
+        self.wanted_bytes -= len(data)
         if not self._hello:
             magic_and_version = self._data[:8]
             if magic_and_version != struct.pack("<II", MAGIC, VERSION)[: len(magic_and_version)]:
                 raise CommError(f"a connection does not speak raypar version {VERSION}", cure="give workers ports of their own")
-        if self.wanted:
+        if self.wanted_bytes:
             return b""
         if self._hello:
             if not hmac.compare_digest(self._data, self._credential.proof(DIALER, self._hello, self._nonce)):
@@ -130,7 +134,7 @@ class AcceptorHandshake:
                 )
             self.claim = self._asked
             return b""
-        self._hello, self._data, self.wanted = self._data, b"", PROOF_BYTES
+        self._hello, self._data, self.wanted_bytes = self._data, b"", PROOF_BYTES
         _, _, generation, rank, to, size, _ = HELLO.unpack(self._hello)
         self._asked = RankClaim(generation, rank, to, size)
         self._nonce = os.urandom(NONCE_BYTES)
@@ -138,28 +142,31 @@ class AcceptorHandshake:
 
 
 class DialerHandshake:
-    """The dialer's side. Send `hello`; then receive at most `wanted` bytes, `feed` them, send what `feed` returns; repeat."""
+    """The dialer's side of one handshake.
 
-    __slots__ = ("_credential", "_data", "answer", "challenged", "hello", "wanted")
+    Send `hello`; then receive at most `wanted_bytes`, `feed` those that came, send what `feed` returns; repeat.
+    """
+
+    __slots__ = ("_credential", "_data", "answer", "challenged", "hello", "wanted_bytes")
 
     def __init__(self, credential: RunCredential, claim: RankClaim) -> None:
         self._credential = credential
         nonce = os.urandom(NONCE_BYTES)
-        self.hello = HELLO.pack(MAGIC, VERSION, claim.generation, claim.rank, claim.to, claim.size, nonce)
+        self.hello = HELLO.pack(MAGIC, VERSION, claim.generation, claim.rank, claim.dialed_rank, claim.size, nonce)
         self._data = b""
         """Bytes of the message that is being received."""
         self.challenged = False
         """Whether the acceptor has proven itself."""
         self.answer: str | None = None
         """None until it is complete, "" for welcome, else the reason of the refusal."""
-        self.wanted = CHALLENGE.size
-        """Never reaches beyond the ANSWER, because the peer's first message may follow it."""
+        self.wanted_bytes = CHALLENGE.size
+        """Bytes that are missing of the current message. Never more, because the peer's first tensor may follow the ANSWER."""
 
     def feed(self, data: bytes) -> bytes:
-        """Take up to `wanted` bytes; returns what to send. Raises `CommError` if the peer does not belong to the run."""
+        """Take up to `wanted_bytes`; returns what to send. Raises `CommError` if the peer does not belong to the run."""
         self._data += data
-        self.wanted -= len(data)
-        if self.wanted:
+        self.wanted_bytes -= len(data)
+        if self.wanted_bytes:
             return b""
         if not self.challenged:
             magic, version, nonce, proof = CHALLENGE.unpack(self._data)
@@ -170,15 +177,15 @@ class DialerHandshake:
                     cure="another program has the port of a worker that has died; form the next generation without it",
                 )
             self.challenged = True
-            self._data, self.wanted = b"", ANSWER.size
+            self._data, self.wanted_bytes = b"", ANSWER.size
             return self._credential.proof(DIALER, self.hello, nonce)
         magic, refused, length = ANSWER.unpack_from(self._data)
         if magic != MAGIC or refused not in (0, 1) or (length > 0) != (refused == 1) or length > MAX_REASON_BYTES:
             raise CommError(
                 f"its answer is damaged (code {refused}, {length} bytes)", cure="form the next generation without it"
             )
-        self.wanted = ANSWER.size + length - len(self._data)
-        if not self.wanted:
+        self.wanted_bytes = ANSWER.size + length - len(self._data)
+        if not self.wanted_bytes:
             self.answer = self._data[ANSWER.size :].decode(errors="replace")
         return b""
 

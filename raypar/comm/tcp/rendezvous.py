@@ -1,4 +1,4 @@
-"""How the ranks of one generation find each other over TCP: every worker listens once, higher ranks connect to lower ones.
+"""Connects the ranks of one generation over TCP: every worker listens all the time, higher ranks dial lower ones.
 
 Between two processes of one machine the connection is a Unix socket, which takes half the processor time of TCP for the same
 bytes. Its name is in Linux's abstract namespace: no file is left behind, and processes that share the name share the network
@@ -45,9 +45,9 @@ class GenerationRank:
 
 
 class Listener:
-    """One worker's listening socket, for all its generations."""
+    """One worker's listening sockets (TCP and Unix), open for all generations of a run."""
 
-    def __init__(self, host: str, credential: RunCredential, near: bool = True) -> None:
+    def __init__(self, host: str, credential: RunCredential, unix_sockets: bool = True) -> None:
         listening = socket.create_server((host, 0), family=address_family(host), backlog=1024)
         listening.setblocking(False)
         tune_socket(listening)  # accepted sockets inherit the buffers, in time for the window scale of the handshake
@@ -56,7 +56,7 @@ class Listener:
         """`host:port`"""
         self._credential = credential
         listeners = [listening]
-        if near:
+        if unix_sockets:
             unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 unix.bind(unix_socket_name(self.address, credential))
@@ -92,7 +92,7 @@ class Listener:
         try:
             return rendezvous.run(time.monotonic() + deadline_s, deadline_s)
         except BaseException:
-            rendezvous.drop()
+            rendezvous.close_connections()
             raise
 
     def close(self) -> None:
@@ -107,14 +107,14 @@ class Listener:
 class DialAttempt:
     """A connection to a lower rank that has not answered with a welcome yet."""
 
-    __slots__ = ("handshake", "rank", "since_s", "times")
+    __slots__ = ("attempt", "handshake", "rank", "started_s")
 
     def __init__(self, rank: int, handshake: DialerHandshake, since_s: float, times: int) -> None:
         self.rank = rank
         self.handshake = handshake
-        self.since_s = since_s
-        """When it began."""
-        self.times = times
+        self.started_s = since_s
+        """When this attempt began."""
+        self.attempt = times
         """Which attempt it is, from 1."""
 
 
@@ -124,13 +124,14 @@ class Rendezvous:
     def __init__(self, listener: Listener, me: GenerationRank, addresses: Sequence[str]) -> None:
         self.listener = listener
         self.me = me
+        """This worker's rank in the generation."""
         self.addresses = addresses
         """By rank."""
-        self.found: dict[int, socket.socket] = {}
+        self.connected: dict[int, socket.socket] = {}
         """Rank -> its connection, once both ends have proven themselves."""
         self.dialing: dict[socket.socket, DialAttempt] = {}
         """Connections to lower ranks that are in the handshake."""
-        self.again: list[tuple[float, int, int]] = []
+        self.redials: list[tuple[float, int, int]] = []
         """(time, rank, attempts so far) of peers that are to be dialed again, because they closed the connection."""
         self.selector = selectors.DefaultSelector()
 
@@ -141,49 +142,49 @@ class Rendezvous:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(listener._wake)  # an abort from before this call was meant for another generation
         listener._reason = None
-        self.judge_arrivals()
+        self.answer_arrivals()
         for rank in range(me.rank):
             self.dial(rank, 1)
-        while len(self.found) < me.size - 1:
+        while len(self.connected) < me.size - 1:
             now = time.monotonic()
             if now >= deadline:
-                missing = [r for r in range(me.size) if r != me.rank and r not in self.found]
+                missing = [r for r in range(me.size) if r != me.rank and r not in self.connected]
                 raise CommTimeout(
                     f"rank {me.rank} of generation {me.generation}: ranks {missing} did not connect within {deadline_s:.3g} s",
                     cure="probe those workers; form the next generation without them",
                 )
-            for due in [due for due in self.again if due[0] <= now]:
-                self.again.remove(due)
+            for due in [due for due in self.redials if due[0] <= now]:
+                self.redials.remove(due)
                 self.dial(due[1], due[2] + 1)
             for key, _ in self.selector.select(min(deadline, self.next_due(now)) - now):
                 if isinstance(key.fileobj, int):
-                    self.woken()
+                    self.handle_wake_up()
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self.dialing:
                     self.read(key.fileobj)
         self.selector.close()
-        return self.found
+        return self.connected
 
     def next_due(self, now: float) -> float:
-        """The time at which a peer is to be dialed again, or will have been silent for too long; `CommTimeout` if one has."""
-        due = min((when for when, _, _ in self.again), default=float("inf"))
+        """When a peer must be dialed again or its silence becomes an error. Raises `CommTimeout` if that time has passed."""
+        due = min((when for when, _, _ in self.redials), default=float("inf"))
         for dialing in self.dialing.values():
             if not dialing.handshake.challenged:
-                if dialing.since_s + CHALLENGE_S <= now:
+                if dialing.started_s + CHALLENGE_S <= now:
                     raise CommTimeout(
                         f"rank {dialing.rank} at {self.addresses[dialing.rank]} has not answered the greeting of rank "
                         f"{self.me.rank} within {CHALLENGE_S:.3g} s",
                         cure="its process is stopped, or another program has its port; form the next generation without it",
                     )
-                due = min(due, dialing.since_s + CHALLENGE_S)
+                due = min(due, dialing.started_s + CHALLENGE_S)
         return due
 
-    def woken(self) -> None:
+    def handle_wake_up(self) -> None:
         """Handle a wake-up: a peer has arrived, or `abort` was called."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.listener._wake)
         if self.listener._reason is not None:
             raise GroupAborted(self.listener._reason, cure="connect the next generation")
-        self.judge_arrivals()
+        self.answer_arrivals()
 
     def dial(self, rank: int, times: int) -> None:
         """Connect to a lower rank and send HELLO. `times`: which attempt this is, from 1."""
@@ -201,7 +202,7 @@ class Rendezvous:
             try:
                 sock.sendall(handshake.hello)
             except (BrokenPipeError, ConnectionResetError):
-                self.closed(sock)
+                self.redial_later(sock)
                 return
             sock.setblocking(False)
         except OSError as error:
@@ -216,7 +217,7 @@ class Rendezvous:
         dialing = self.dialing[sock]
         handshake = dialing.handshake
         try:
-            data = sock.recv(handshake.wanted)
+            data = sock.recv(handshake.wanted_bytes)
             reply = handshake.feed(data) if data else b""
             if reply and sock.send(reply) < len(reply):
                 data = b""  # treated as a connection that was closed
@@ -231,7 +232,7 @@ class Rendezvous:
             ) from None
         if not data:
             self.selector.unregister(sock)
-            self.closed(sock)
+            self.redial_later(sock)
             return
         if handshake.answer:
             raise GroupAborted(
@@ -241,35 +242,39 @@ class Rendezvous:
         if handshake.answer is not None:
             self.selector.unregister(sock)
             del self.dialing[sock]
-            self.found[dialing.rank] = sock
+            self.connected[dialing.rank] = sock
 
-    def closed(self, sock: socket.socket) -> None:
-        """Dial a peer again later that closed its connection. Raises `CommError` after `MAX_DIALS` attempts.
+    def redial_later(self, sock: socket.socket) -> None:
+        """Plan to dial again a peer that closed its connection. Raises `CommError` after `MAX_DIALS` attempts.
 
         It has dropped us in a flood of strangers, or its process has died: dialing again tells which.
         """
         dialing = self.dialing.pop(sock)
         sock.close()
-        if dialing.times >= MAX_DIALS:
+        if dialing.attempt >= MAX_DIALS:
             raise CommError(
                 f"rank {dialing.rank} closed the connection while rank {self.me.rank} was connecting, {MAX_DIALS} times",
                 cure="form the next generation without it",
             )
-        pause_s = min(MAX_REDIAL_S, REDIAL_S * 2 ** (dialing.times - 1))
-        self.again.append((time.monotonic() + pause_s, dialing.rank, dialing.times))
+        pause_s = min(MAX_REDIAL_S, REDIAL_S * 2 ** (dialing.attempt - 1))
+        self.redials.append((time.monotonic() + pause_s, dialing.rank, dialing.attempt))
 
-    def judge_arrivals(self) -> None:
+    def answer_arrivals(self) -> None:
         """Welcome or refuse peers that have proven that they belong to the run, of this generation or an older one."""
         for sock, claim in self.listener._acceptor.take(self.me.generation):
-            self.judge(sock, claim)
+            self.answer_peer(sock, claim)
 
-    def judge(self, sock: socket.socket, claim: RankClaim) -> None:
+    def answer_peer(self, sock: socket.socket, claim: RankClaim) -> None:
         """Welcome a proven peer that claims its rank of this generation; refuse another one, with the reason."""
         me = self.me
         refusal = ""
         if claim.generation < me.generation:
             refusal = f"generation {claim.generation} is over, this is {me.generation}"
-        elif (claim.size, claim.to) != (me.size, me.rank) or not me.rank < claim.rank < me.size or claim.rank in self.found:
+        elif (
+            (claim.size, claim.dialed_rank) != (me.size, me.rank)
+            or not me.rank < claim.rank < me.size
+            or claim.rank in self.connected
+        ):
             refusal = f"rank {claim.rank} of {claim.size} is not expected by rank {me.rank} of {me.size}"
         try:
             tune_socket(sock)
@@ -279,17 +284,17 @@ class Rendezvous:
         if refusal:
             sock.close()
         else:
-            self.found[claim.rank] = sock
+            self.connected[claim.rank] = sock
 
-    def drop(self) -> None:
-        """Close all connections: connecting has failed."""
+    def close_connections(self) -> None:
+        """Close all connections, because connecting has failed."""
         self.selector.close()
-        for sock in (*self.found.values(), *self.dialing):
+        for sock in (*self.connected.values(), *self.dialing):
             sock.close()
 
 
 def address_family(host: str) -> socket.AddressFamily:
-    """IPv6 for addresses with colons."""
+    """The address family of a host: IPv6 for addresses with colons, else IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

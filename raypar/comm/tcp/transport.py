@@ -3,7 +3,7 @@
 A send goes straight into the socket from the calling thread; bytes that do not fit are left to the I/O thread. A thread that
 waits for an operation takes over the sockets of the operation's peers and reads from them itself, so that a message needs no
 hand-over between threads. The I/O thread serves all other sockets: it receives while the owner computes, and carries
-collectives from phase to phase. Each connection has one reader and one writer at a time (`reading`, `writing`); no thread
+collectives from phase to phase. Each connection has one reader and one writer at a time (`read_lock`, `write_lock`); no thread
 blocks while it holds either.
 """
 
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from raypar.comm.collectives import MessageBasedTransport
-from raypar.comm.phased_operation import PhasedOperation, PostedMessage, take_oldest
+from raypar.comm.phased_operation import PhasedOperation, PostedMessage, take_oldest, tensor_mismatch_error
 from raypar.comm.tcp.message_header import MessageHeader, pack_header, tensor_memory, unpack_header
-from raypar.errors import CommError, GroupAborted
+from raypar.comm.transport import generation_over_error
+from raypar.errors import CommError
 
 STAGING_BYTES = 16 << 10
 """Headers, and messages up to about this size, are read through a buffer: one system call for several of them."""
@@ -48,75 +49,79 @@ class OutgoingMessage:
 class EarlyMessage:
     """A message that came before its receive was posted."""
 
-    __slots__ = ("complete", "message", "tensor")
+    __slots__ = ("complete", "receive", "tensor")
 
     def __init__(self, tensor: Tensor, complete: bool = False) -> None:
         self.tensor = tensor
         """Where it is received."""
         self.complete = complete
         """Whether all of it has arrived."""
-        self.message: PostedMessage | None = None
+        self.receive: PostedMessage | None = None
         """Its receive, if that was posted before all of it had arrived."""
 
 
 class PeerConnection:
-    """One peer's socket and what is half-way through it."""
+    """One peer's socket, and the messages that are partly sent or received through it."""
 
     __slots__ = (
-        "body",
+        "bytes_to_skip",
         "fd",
-        "filled",
-        "into",
-        "lost",
+        "lost_reason",
         "mask",
-        "masking",
+        "mask_lock",
+        "payload",
+        "payload_received",
         "queue",
         "rank",
-        "reading",
-        "skipping",
+        "read_by_waiter",
+        "read_lock",
+        "receiving",
         "socket",
-        "staged",
+        "socket_full",
+        "staged_bytes",
         "staging",
-        "taken",
-        "unsent",
-        "writing",
+        "write_lock",
     )
 
     def __init__(self, rank: int, sock: socket.socket) -> None:
         self.rank = rank
         self.socket = sock
         self.fd = sock.fileno()
-        self.lost: str | None = None
-        """Why the peer is lost, once it is."""
-        self.reading = threading.Lock()
-        """Held by the thread that reads; guards the attributes up to `skipping`."""
+        self.lost_reason: str | None = None
+        """Why the peer is lost; None while it is not."""
+        self.read_lock = threading.Lock()
+        """Held by the thread that reads; guards the attributes up to `bytes_to_skip`."""
         self.staging = memoryview(bytearray(STAGING_BYTES))
         """Headers and small messages are read into it."""
-        self.staged = 0
+        self.staged_bytes = 0
         """Bytes in `staging` that are not parsed."""
-        self.into: PostedMessage | EarlyMessage | None = None
+        self.receiving: PostedMessage | EarlyMessage | None = None
         """The message that is being received."""
-        self.body: memoryview | None = None
+        self.payload: memoryview | None = None
         """The memory of its tensor, if it did not come whole with its header."""
-        self.filled = 0
-        """Bytes of `body` received."""
-        self.skipping = 0
+        self.payload_received = 0
+        """Bytes of `payload` received."""
+        self.bytes_to_skip = 0
         """Bytes still to come of a message that does not fit its receive."""
-        self.writing = threading.Lock()
+        self.write_lock = threading.Lock()
         """Held by the thread that sends."""
         self.queue: deque[OutgoingMessage] = deque()
-        self.unsent = False
-        """The socket is full: the rest of the queue waits until it is writable."""
-        self.masking = threading.Lock()
+        """Messages that are not wholly in the socket, in order."""
+        self.socket_full = False
+        """Whether the rest of the queue has to wait until the socket is writable."""
+        self.mask_lock = threading.Lock()
         """Guards `mask` and `lost`."""
-        self.taken = False
-        """A waiting thread reads this socket itself."""
+        self.read_by_waiter = False
+        """Whether a waiting thread reads this socket itself."""
         self.mask = select.EPOLLIN
-        """What the I/O thread is woken for."""
+        """The epoll events that wake the I/O thread."""
 
 
 class TcpTransport(MessageBasedTransport):
-    """One rank's end of a TCP mesh. `close` it: the I/O thread keeps it alive."""
+    """One rank's connections to all other ranks of a generation over TCP or Unix sockets.
+
+    The I/O thread keeps it alive until `close`.
+    """
 
     def __init__(self, rank: int, size: int, generation: int, sockets: dict[int, socket.socket]) -> None:
         super().__init__(rank, size, generation)
@@ -135,14 +140,15 @@ class TcpTransport(MessageBasedTransport):
         self._waiter = threading.Lock()
         """Held by the waiting thread that does its own I/O; further ones wait for `_settled`."""
         self._waiter_thread = 0
-        """Its identity."""
+        """Identity of the thread that holds `_waiter`."""
         self._waited: PhasedOperation | None = None
-        """The operation that it waits for."""
+        """The operation that this thread waits for."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Wakes it when another thread has settled the operation."""
+        """Wakes this thread when another one has settled the operation."""
         self._settled = threading.Condition()
         """Notified of settled operations while `_others_waiting`."""
         self._others_waiting = 0
+        """Number of threads that wait for `_settled`."""
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Ends the I/O thread."""
         self._epoll = select.epoll()
@@ -152,8 +158,8 @@ class TcpTransport(MessageBasedTransport):
         self._thread = threading.Thread(target=self._serve, name=f"raypar-io-{generation}.{rank}", daemon=True)
         self._thread.start()
 
-    def near(self, rank: int) -> bool:
-        """See `Transport.near`: who came through a Unix socket."""
+    def can_share_memory(self, rank: int) -> bool:
+        """See `Transport.can_share_memory`: true for peers that are connected through a Unix socket."""
         return rank == self.rank or self._connections[rank].socket.family == socket.AF_UNIX
 
     # -- sending
@@ -169,13 +175,13 @@ class TcpTransport(MessageBasedTransport):
         header = pack_header(tensor, self.generation, message.channel, message.tag)
         nbytes = tensor.nbytes
         outgoing = OutgoingMessage(message, [header, tensor_memory(tensor, nbytes)] if nbytes else [header])
-        if self._aborted is None and connection.lost is None:
+        if self._aborted is None and connection.lost_reason is None:
             connection.queue.append(outgoing)
             self._flush(connection)
-        if self._aborted is not None or connection.lost is not None:
+        if self._aborted is not None or connection.lost_reason is not None:
             # Also if the peer got lost right after queueing: the thread that saw it may have emptied the queue before. Under
             # the lock, because the peer may have taken the message and left while its sender waits for the interpreter.
-            with connection.writing:
+            with connection.write_lock:
                 unsent = bool(outgoing.buffers)
             if unsent:
                 message.fail(self._gone(connection, message))
@@ -194,7 +200,7 @@ class TcpTransport(MessageBasedTransport):
     def _flush(self, connection: PeerConnection) -> None:
         """Send queued messages until the socket is full. Any thread; one at a time."""
         queue = connection.queue
-        while queue and not connection.unsent and connection.writing.acquire(False):
+        while queue and not connection.socket_full and connection.write_lock.acquire(False):
             sent: list[PostedMessage] = []
             reason = None
             try:
@@ -212,12 +218,12 @@ class TcpTransport(MessageBasedTransport):
                     outgoing.buffers = []
                     sent.append(outgoing.message)
             except BlockingIOError:
-                connection.unsent = True
+                connection.socket_full = True
                 self._watch(connection)
             except OSError as error:
                 reason = error.strerror or str(error)
             finally:
-                connection.writing.release()
+                connection.write_lock.release()
             for message in sent:
                 message.complete()
             if reason is not None:
@@ -225,10 +231,10 @@ class TcpTransport(MessageBasedTransport):
 
     def _watch(self, connection: PeerConnection) -> None:
         """Set what the I/O thread is woken for on this connection."""
-        with connection.masking:
-            if connection.lost is not None or self._closed:
+        with connection.mask_lock:
+            if connection.lost_reason is not None or self._closed:
                 return
-            mask = (0 if connection.taken else select.EPOLLIN) | (select.EPOLLOUT if connection.unsent else 0)
+            mask = (0 if connection.read_by_waiter else select.EPOLLIN) | (select.EPOLLOUT if connection.socket_full else 0)
             if mask != connection.mask:
                 connection.mask = mask
                 with contextlib.suppress(OSError):
@@ -244,12 +250,12 @@ class TcpTransport(MessageBasedTransport):
             if arrival is None:
                 self._posted.setdefault(key, deque()).append(message)
             elif not arrival.complete:
-                arrival.message = message
-        if arrival is not None and arrival.complete and arrival.message is None:
+                arrival.receive = message
+        if arrival is not None and arrival.complete and arrival.receive is None:
             self._hand_over(message, arrival.tensor)
         elif message.peer != self.rank:
             connection = self._connections[message.peer]
-            if self._aborted is not None or connection.lost is not None:
+            if self._aborted is not None or connection.lost_reason is not None:
                 message.fail(self._gone(connection, message))
 
     def _hand_over(self, message: PostedMessage, tensor: Tensor) -> None:
@@ -267,13 +273,7 @@ class TcpTransport(MessageBasedTransport):
         out = message.tensor
         if out is None or (out.dtype == dtype and out.shape == torch.Size(shape)):
             return True
-        message.fail(
-            CommError(
-                f"{message.operation.describe()} expects {out.dtype} {tuple(out.shape)}, "
-                f"rank {message.peer} sent {dtype} {tuple(shape)}",
-                cure="both ends must agree on dtype and shape; tags must be unique among pending messages of a pair",
-            )
-        )
+        message.fail(tensor_mismatch_error(message, dtype, shape))
         return False
 
     def _received(self, message: PostedMessage) -> None:
@@ -284,25 +284,26 @@ class TcpTransport(MessageBasedTransport):
 
     def _drain(self, connection: PeerConnection, until: PhasedOperation | None = None) -> None:
         """Read all that has arrived (or until the operation `until` is settled). Any thread; one at a time."""
-        with connection.reading:
+        with connection.read_lock:
             reason = None
             try:
-                while connection.lost is None and (until is None or not until.settled):
-                    body = connection.body
-                    if body is not None:
-                        count = connection.socket.recv_into(body[connection.filled :] if connection.filled else body)
-                        connection.filled += count
-                        if connection.filled == len(body):
-                            self._body_done(connection)
-                    elif connection.skipping:
-                        count = connection.socket.recv_into(connection.staging[: connection.skipping])
-                        connection.skipping -= count
+                while connection.lost_reason is None and (until is None or not until.settled):
+                    payload = connection.payload
+                    if payload is not None:
+                        received = connection.payload_received
+                        count = connection.socket.recv_into(payload[received:] if received else payload)
+                        connection.payload_received += count
+                        if connection.payload_received == len(payload):
+                            self._payload_done(connection)
+                    elif connection.bytes_to_skip:
+                        count = connection.socket.recv_into(connection.staging[: connection.bytes_to_skip])
+                        connection.bytes_to_skip -= count
                     else:
-                        room = STAGING_BYTES - connection.staged
-                        count = connection.socket.recv_into(connection.staging[connection.staged :])
-                        connection.staged += count
+                        room = STAGING_BYTES - connection.staged_bytes
+                        count = connection.socket.recv_into(connection.staging[connection.staged_bytes :])
+                        connection.staged_bytes += count
                         self._parse(connection)
-                        if 0 < count < room and connection.body is None:
+                        if 0 < count < room and connection.payload is None:
                             return  # a short read: there was no more
                     if count == 0:
                         reason = "it closed the connection"
@@ -318,7 +319,7 @@ class TcpTransport(MessageBasedTransport):
 
     def _parse(self, connection: PeerConnection) -> None:
         """Take whole messages, and the beginning of the last one, out of the staging buffer."""
-        staging, at, end = connection.staging, 0, connection.staged
+        staging, at, end = connection.staging, 0, connection.staged_bytes
         while at < end:
             found = unpack_header(staging[at:end])
             if found is None:
@@ -329,23 +330,23 @@ class TcpTransport(MessageBasedTransport):
             have = min(header.nbytes, end - at)
             if tensor is None:
                 at += have
-                connection.skipping = header.nbytes - have
+                connection.bytes_to_skip = header.nbytes - have
                 continue
             if header.nbytes:
-                body = tensor_memory(tensor, header.nbytes)
-                body[:have] = staging[at : at + have]
+                payload = tensor_memory(tensor, header.nbytes)
+                payload[:have] = staging[at : at + have]
                 at += have
             if have < header.nbytes:
-                connection.body = body
-                connection.filled = have
+                connection.payload = payload
+                connection.payload_received = have
             else:
-                self._body_done(connection)
+                self._payload_done(connection)
         if at < end and at:
             staging[: end - at] = bytes(staging[at:end])
-        connection.staged = end - at
+        connection.staged_bytes = end - at
 
     def _begin(self, connection: PeerConnection, header: MessageHeader) -> Tensor | None:
-        """Find the receive of a header that has come, or keep the message as an early one. Returns where the body goes.
+        """Find the receive of a header that has come, or keep the message as an early one. Returns the tensor for the payload.
 
         None for a message that does not fit its receive, which has failed: nothing is allocated for it.
         """
@@ -360,11 +361,11 @@ class TcpTransport(MessageBasedTransport):
             if message is None:
                 arrival = EarlyMessage(self._room_for(header))
                 self._arrived.setdefault(key, deque()).append(arrival)
-                connection.into = arrival
+                connection.receiving = arrival
                 return arrival.tensor
         if not self._fits(message, header.dtype, header.shape):
             return None
-        connection.into = message  # the receive fails with the connection if there is no room
+        connection.receiving = message  # the receive fails with the connection if there is no room
         if message.tensor is None:
             message.tensor = self._room_for(header)
         return message.tensor
@@ -379,17 +380,19 @@ class TcpTransport(MessageBasedTransport):
                 cure="use workers with more memory, or a model that is cut smaller",
             ) from error
 
-    def _body_done(self, connection: PeerConnection) -> None:
-        into, connection.into, connection.body, connection.filled = connection.into, None, None, 0
-        if isinstance(into, PostedMessage):
-            self._received(into)
+    def _payload_done(self, connection: PeerConnection) -> None:
+        """Finish the message that has been received whole."""
+        message = connection.receiving
+        connection.receiving, connection.payload, connection.payload_received = None, None, 0
+        if isinstance(message, PostedMessage):
+            self._received(message)
             return
-        assert into is not None
+        assert message is not None
         with self._match:
-            into.complete = True
-            message = into.message
-        if message is not None:
-            self._hand_over(message, into.tensor)
+            message.complete = True
+            receive = message.receive
+        if receive is not None:
+            self._hand_over(receive, message.tensor)
 
     # -- waiting
 
@@ -400,19 +403,19 @@ class TcpTransport(MessageBasedTransport):
             return self._wait_beside(operation, deadline)
         self._waiter_thread = threading.get_ident()
         self._waited = operation
-        mine = [c for r in operation.peers if (c := self._connections.get(r)) is not None and c.lost is None]
+        mine = [c for r in operation.peers if (c := self._connections.get(r)) is not None and c.lost_reason is None]
         try:
             poller = select.poll()
             poller.register(self._wake, select.POLLIN)
             for connection in mine:
-                connection.taken = True
+                connection.read_by_waiter = True
                 self._watch(connection)
                 poller.register(connection.fd, select.POLLIN)
             readable = mine
             while True:
                 for connection in readable:
                     self._drain(connection, operation)
-                    if connection.lost is not None:
+                    if connection.lost_reason is not None:
                         poller.unregister(connection.fd)
                 if operation.settled:
                     return True
@@ -428,7 +431,7 @@ class TcpTransport(MessageBasedTransport):
         finally:
             self._waited = None
             for connection in mine:
-                connection.taken = False
+                connection.read_by_waiter = False
                 self._watch(connection)
             self._waiter.release()
 
@@ -442,8 +445,8 @@ class TcpTransport(MessageBasedTransport):
             finally:
                 self._others_waiting -= 1
 
-    def settled(self, operation: PhasedOperation) -> None:
-        """See `MessageBasedTransport.settled`."""
+    def notify_settled(self, operation: PhasedOperation) -> None:
+        """See `MessageBasedTransport.notify_settled`."""
         if self._waited is operation and self._waiter_thread != threading.get_ident() and not self._closed:
             os.eventfd_write(self._wake, 1)
         if self._others_waiting:
@@ -464,8 +467,8 @@ class TcpTransport(MessageBasedTransport):
                 if fd == self._stop:
                     return
                 connection = self._by_fd[fd]
-                if event & select.EPOLLOUT and connection.unsent:
-                    connection.unsent = False
+                if event & select.EPOLLOUT and connection.socket_full:
+                    connection.socket_full = False
                     self._flush(connection)
                     self._watch(connection)
                 if event & ~select.EPOLLOUT:
@@ -475,29 +478,29 @@ class TcpTransport(MessageBasedTransport):
 
     def _gone(self, connection: PeerConnection, message: PostedMessage) -> CommError:
         if self._aborted is not None:
-            return GroupAborted(self._aborted, cure="this generation is over; connect the next one")
+            return generation_over_error(self._aborted)
         return CommError(
-            f"{message.operation.describe()}: lost rank {connection.rank}: {connection.lost}",
+            f"{message.operation.describe()}: lost rank {connection.rank}: {connection.lost_reason}",
             cure="abort this group; the ranks that are left form the next generation",
         )
 
     def _lose(self, connection: PeerConnection, reason: str) -> None:
         """Fail all that is pending with a lost peer; messages of others are not touched."""
-        with connection.masking:
-            if connection.lost is not None:
+        with connection.mask_lock:
+            if connection.lost_reason is not None:
                 return
-            connection.lost = reason
+            connection.lost_reason = reason
             if not self._closed:
                 with contextlib.suppress(OSError, ValueError):
                     self._epoll.unregister(connection.fd)
-        with connection.writing:  # see `post_send`
+        with connection.write_lock:  # see `post_send`
             pending = [outgoing.message for outgoing in connection.queue]
             connection.queue.clear()
-        into = connection.into
-        if isinstance(into, PostedMessage):
-            pending.append(into)
-        elif into is not None and into.message is not None:
-            pending.append(into.message)
+        partial = connection.receiving
+        if isinstance(partial, PostedMessage):
+            pending.append(partial)
+        elif partial is not None and partial.receive is not None:
+            pending.append(partial.receive)
         with self._match:
             for key in [k for k in self._posted if k[0] == connection.rank]:
                 pending += self._posted.pop(key)
@@ -517,7 +520,7 @@ class TcpTransport(MessageBasedTransport):
         with self._match:
             alone = [m for key in list(self._posted) for m in self._posted.pop(key)]
         for message in alone:  # receives from ourselves
-            message.fail(GroupAborted(reason, cure="this generation is over; connect the next one"))
+            message.fail(generation_over_error(reason))
 
     def close(self) -> None:
         """See `Transport.close`."""

@@ -54,14 +54,16 @@ class _Copy(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is None:
             return None, None
-        return ctx.group.sum(gradient.clone(memory_format=torch.contiguous_format), "the sum of a value's gradients"), None
+        return ctx.group.all_reduce(
+            gradient.clone(memory_format=torch.contiguous_format), "the sum of a value's gradients"
+        ), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ShardGroup) -> Tensor:
         ctx.set_materialize_grads(False)
-        return group.sum(x.clone(memory_format=torch.contiguous_format), "the sum of a value")
+        return group.all_reduce(x.clone(memory_format=torch.contiguous_format), "the sum of a value")
 
     @staticmethod
     @first_derivative_only
@@ -74,7 +76,7 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, held: Sequence[IndexRanges], group: ShardGroup) -> Tensor:
         ctx.dim, ctx.mine = dim, held[group.shard]
         ctx.set_materialize_grads(False)
-        return group.join(x, dim, held, "a value's parts")
+        return group.gather_and_concat(x, dim, held, "a value's parts")
 
     @staticmethod
     @first_derivative_only
@@ -96,7 +98,7 @@ class _Split(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is None:
             return None, None, None
-        return ctx.group.join(gradient, ctx.dim, ctx.held, "the parts of a value's gradient"), None, None
+        return ctx.group.gather_and_concat(gradient, ctx.dim, ctx.held, "the parts of a value's gradient"), None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -104,7 +106,7 @@ class _Scatter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
         ctx.dim, ctx.held, ctx.group = dim, even_ranges_by_shard(x.shape[dim], group.size), group
         ctx.set_materialize_grads(False)
-        return group.scatter(x, dim, "the sum of a value")
+        return group.reduce_scatter(x, dim, "the sum of a value")
 
     @staticmethod
     @first_derivative_only
@@ -112,7 +114,7 @@ class _Scatter(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is None:
             return None, None, None
-        return ctx.group.join(gradient, ctx.dim, ctx.held, "the parts of a value's gradient"), None, None
+        return ctx.group.gather_and_concat(gradient, ctx.dim, ctx.held, "the parts of a value's gradient"), None, None
 
 
 def select_ranges(x: Tensor, dim: int, ranges: IndexRanges) -> Tensor:

@@ -35,7 +35,7 @@ class _CrossEntropy(torch.autograd.Function):
         packed = [top, powers.sum(1), logits[rows, place].masked_fill(~mine, 0.0)]
         if smoothing:
             packed.append(logits.sum(1))
-        everybody = group.gather(torch.stack(packed), "the parts of a cross-entropy")
+        everybody = group.all_gather(torch.stack(packed), "the parts of a cross-entropy")
         highest = torch.stack([part[0] for part in everybody]).max(0).values
         normaliser = torch.zeros_like(highest)
         chosen = torch.zeros_like(highest)
@@ -79,7 +79,7 @@ def _cross_entropy(
 ) -> Tensor:
     """As `F.cross_entropy` with class ids as targets. Raises `ModelError` for class weights and probabilities."""
     classes = 1 if logits.dim() > 1 else 0
-    if logits.part.dim != classes:
+    if logits.part_layout.dim != classes:
         raise unsupported_on_part_error("cross_entropy", logits, "needs logits that are cut by classes")
     if weight is not None or target.is_floating_point() or size_average is not None or reduce is not None:
         raise ModelError(
@@ -88,7 +88,7 @@ def _cross_entropy(
         )
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    total = logits.part.size
+    total = logits.part_layout.size
     wrong = (target != ignore_index) & ((target < 0) | (target >= total))
     if wrong.device.type != "cpu":  # nothing waits for the device
         torch._assert_async(~wrong.any(), "a target is out of bounds")
@@ -98,7 +98,7 @@ def _cross_entropy(
     if rows.dtype in (torch.float16, torch.bfloat16):
         rows = rows.float()
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, target.reshape(-1), logits.part.ranges[0][0], total, label_smoothing, ignore_index, logits.group
+        rows, target.reshape(-1), logits.part_layout.ranges[0][0], total, label_smoothing, ignore_index, logits.group
     )
     if reduction == "none":
         return losses.view(target.shape).to(logits.local.dtype)

@@ -49,7 +49,7 @@ class VocabularyEmbedding(ShardedModule):
         absent = (ids < self.start) | (ids >= self.stop)
         rows = F.embedding((ids - self.start).masked_fill(absent, 0), self.weight, self.padding_idx)
         part = rows.masked_fill(absent.unsqueeze(-1), 0.0)
-        if not self.group.sequence:
+        if not self.group.sequence_parallel:
             return autograd_collectives.reduce_from_shards(part, self.group)
         if ids.dim() != 2:
             raise ModelError(

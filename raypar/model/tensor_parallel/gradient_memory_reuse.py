@@ -77,14 +77,14 @@ class KeepsGradientMemory(Protocol):
 
     weight: Tensor
 
-    def keep_gradient(self) -> None:
-        """The gradient of the last step is no longer needed."""
+    def keep_gradient_memory(self) -> None:
+        """Keep the memory of the last step's gradient, which is no longer needed, for the next gradient."""
 
 
 class GradientReusePolicy:
-    """Decides for a stage, in its first step, whether gradients are kept.
+    """Decides for a stage, in its first step, whether the memory of gradients is kept from step to step.
 
-    They are if it costs nothing: some microbatch goes forward after another has gone backward, so that gradients and
+    It is kept if that costs nothing: some microbatch goes forward after another has gone backward, so that gradients and
     activations exist at the same time anyway. Where all microbatches go forward first, the memory of freed gradients could
     hold activations: then gradients are kept only if the activations are small.
     """
@@ -107,10 +107,10 @@ class GradientReusePolicy:
             self._worth = _SMALL * self._activations <= gradients
         if self._worth:
             for linear in self._linears:
-                linear.keep_gradient()
+                linear.keep_gradient_memory()
         self._back = False
 
-    def forward(self) -> None:
+    def before_forward(self) -> None:
         """Call before a microbatch goes forward."""
         if self._worth is not None:
             return
@@ -119,7 +119,7 @@ class GradientReusePolicy:
         elif self._before is None:
             self._before = _allocated()
 
-    def backward(self) -> None:
+    def before_backward(self) -> None:
         """Call before a microbatch goes backward."""
         if self._worth is None and not self._back:
             self._back = True

@@ -1,4 +1,4 @@
-"""The shards of one replica of a stage, as its layers see them."""
+"""The shards of one replica of a stage: their collectives, as sharded layers call them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
 
 class ShardGroup:
-    """This shard's view of the shards that compute one replica of a stage together: their collectives, and what layers note.
+    """The shards that compute one replica of a stage together, seen by one of them: collectives, and notes of running layers.
 
     `timeout_s`: how long a collective may wait for the other shards.
     """
@@ -27,7 +27,7 @@ class ShardGroup:
         ranks: Sequence[int],
         *,
         channel: int = 0,
-        sequence: bool = False,
+        sequence_parallel: bool = False,
         timeout_s: float | None = None,
     ) -> None:
         self.transport = transport
@@ -37,20 +37,20 @@ class ShardGroup:
         """The number of this shard."""
         self.channel = channel
         """Sets the collectives of this group apart from all others."""
-        self.sequence = sequence and self.size > 1
+        self.sequence_parallel = sequence_parallel and self.size > 1
         """Whether values between the layers of the stage are cut along dim 1 (sequence parallelism)."""
         self.timeout_s = timeout_s
-        self.partial: dict[int, nn.Parameter] = {}
+        self.partially_used_parameters: dict[int, nn.Parameter] = {}
         """Id -> parameter that every shard holds whole but computes with a part of a value only.
 
         What a backward pass adds to its gradient is a part of a sum over shards (`sum_partial_gradients`). All of
         them are known after the step's last forward pass. One layer must not compute with such a parameter on parts and on
         whole values: its gradient would be of both kinds."""
-        self.shared: Any = None
+        self.shared_input: Any = None
         """(`linear.SharedInput`, the tensor they read) of the value that column layers of the running layer read last."""
-        self.recording = False
+        self.grad_enabled = False
         """Whether the running layer was called with gradients."""
-        self.output: LocalPartLayout | None = None
+        self.output_layout: LocalPartLayout | None = None
         """How the last forward pass left the model's output cut; None: it is whole."""
         self.waited_ns = 0
         """Time that layers have waited for other shards since somebody set it to 0."""
@@ -67,24 +67,24 @@ class ShardGroup:
             blocking_code_as_routine.wait_for(handle, f"{what} of shard {self.shard}", self.timeout_s)
             self.waited_ns += time.perf_counter_ns() - start
 
-    def post_sum(self, tensor: Tensor) -> Handle:
+    def post_all_reduce(self, tensor: Tensor) -> Handle:
         """Start to sum a contiguous tensor over the shards, in place, in shard order."""
         return self.transport.all_reduce(tensor, group=self.ranks, channel=self.channel)
 
-    def sum(self, tensor: Tensor, what: str) -> Tensor:
+    def all_reduce(self, tensor: Tensor, what: str) -> Tensor:
         """Sum over the shards, in place where `tensor` is contiguous."""
         tensor = tensor.contiguous()
-        self.wait(self.post_sum(tensor), what)
+        self.wait(self.post_all_reduce(tensor), what)
         return tensor
 
-    def gather(self, tensor: Tensor, what: str) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
         """The tensors of all shards, which have one shape, in shard order."""
         tensor = tensor.contiguous()
         pieces = [tensor if i == self.shard else torch.empty_like(tensor) for i in range(self.size)]
         self.wait(self.transport.all_gather(pieces, tensor, group=self.ranks, channel=self.channel), what)
         return pieces
 
-    def join(self, tensor: Tensor, dim: int, held: Sequence[IndexRanges], what: str) -> Tensor:
+    def gather_and_concat(self, tensor: Tensor, dim: int, held: Sequence[IndexRanges], what: str) -> Tensor:
         """The whole value, of which each shard holds one run of indices along `dim`, in shard order (maybe an empty one)."""
         tensor = tensor.contiguous()
         pieces = []
@@ -95,7 +95,7 @@ class ShardGroup:
         self.wait(self.transport.all_gather(pieces, tensor, group=self.ranks, channel=self.channel), what)
         return torch.cat(pieces, dim)
 
-    def post_scatter(self, tensor: Tensor, dim: int) -> tuple[Tensor, Handle, list[Tensor]]:
+    def post_reduce_scatter(self, tensor: Tensor, dim: int) -> tuple[Tensor, Handle, list[Tensor]]:
         """Start to sum over the shards and keep this shard's even part of `dim`.
 
         Returns (where the part will be, handle, tensors that must stay alive until it is done).
@@ -107,8 +107,8 @@ class ShardGroup:
         out = torch.empty_like(pieces[self.shard])
         return out, self.transport.reduce_scatter(out, pieces, group=self.ranks, channel=self.channel), pieces
 
-    def scatter(self, tensor: Tensor, dim: int, what: str) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, dim: int, what: str) -> Tensor:
         """This shard's even part, along `dim`, of the sum over the shards."""
-        out, handle, _pieces = self.post_scatter(tensor, dim)
+        out, handle, _pieces = self.post_reduce_scatter(tensor, dim)
         self.wait(handle, what)
         return out

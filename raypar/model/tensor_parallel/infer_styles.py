@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from raypar.model.graph import Graph
-from raypar.model.layer_skeletons import skeleton
+from raypar.model.layer_skeletons import shared_skeleton
 from raypar.model.tensor_parallel.styles.column import ColumnStyle
 from raypar.model.tensor_parallel.styles.heads import HeadsStyle
 from raypar.model.tensor_parallel.styles.heads_base import HeadStyle, find_head_counts
@@ -43,7 +43,7 @@ def infer_styles(graph: Graph) -> dict[str, ShardingStyle]:
     found: dict[str, ShardingStyle] = {}
     vocabularies: set[int] = set()
     for layer in graph.layers:
-        root = skeleton(layer)
+        root = shared_skeleton(layer)
         for path, parent in root.named_modules():
             prefix = f"{layer.name}.{path}." if path else f"{layer.name}."
             children = dict(parent.named_children())
@@ -59,7 +59,7 @@ def infer_styles(graph: Graph) -> dict[str, ShardingStyle]:
                     found[prefix + name] = VocabularyStyle()
                     vocabularies.add(child.num_embeddings)
     layer = graph.layers[-1]
-    for path, module in skeleton(layer).named_modules():
+    for path, module in shared_skeleton(layer).named_modules():
         name = f"{layer.name}.{path}" if path else layer.name
         if name.rpartition(".")[2] in _LOGITS and is_plain_linear(module) and module.out_features in vocabularies:
             found[name] = VocabularyStyle()

@@ -13,7 +13,7 @@ from torch import nn
 
 from raypar.errors import PlanError
 from raypar.model.graph import Graph
-from raypar.model.layer_skeletons import outline_graph, parameter_shapes, skeleton
+from raypar.model.layer_skeletons import outline_graph, parameter_shapes, shared_skeleton
 from raypar.model.tensor_parallel.infer_styles import infer_styles
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
@@ -94,7 +94,7 @@ def held_elements_by_layer(graph: Graph, layout: TensorParallelLayout, shard: in
 def _modules_with_parameters(graph: Graph) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
     """(qualified name, module that owns parameters, the modules it is in, innermost first)."""
     for layer in graph.layers:
-        root = skeleton(layer)
+        root = shared_skeleton(layer)
         for path, module in root.named_modules():
             if any(p is not None for p in module._parameters.values()):
                 steps = path.split(".") if path else []

@@ -22,8 +22,8 @@ from raypar.model.split_linear_backward import (
     accumulates_weight_gradient,
     as_matrix,
     bias_gradient,
+    cast_for_autocast,
     find_deferrable_modules,
-    in_compute_dtype,
     input_gradient,
     is_autocast_enabled,
 )
@@ -37,7 +37,7 @@ from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
 
 class ShardedLinear(ShardedModule):
-    """What column and row layers have in common. `linear`: its parameters are this shard's slices."""
+    """Base of the column and row layers of one shard. `linear`: its parameters are this shard's slices."""
 
     def __init__(self, linear: nn.Linear, name: str, group: ShardGroup) -> None:
         super().__init__(name, group)
@@ -49,7 +49,7 @@ class ShardedLinear(ShardedModule):
         self.register_parameter("bias", linear._parameters["bias"])
         self.stash: Callable[[], Stash] | None = None
         """Where a zero-bubble schedule wants what the weight gradient needs. None: autograd computes that gradient."""
-        self._buffer = KeptGradientMemory()
+        self._gradient_memory = KeptGradientMemory()
         """The memory that the weight's gradient had in the last step."""
 
     def _stash(self) -> Stash | None:
@@ -58,16 +58,16 @@ class ShardedLinear(ShardedModule):
             return CastMarkingStash(stash, object())  # a new object: on shards each call casts for itself
         return stash
 
-    def keep_gradient(self) -> None:
-        """The gradient of the last step is no longer needed; the next one is written into its memory."""
-        self._buffer.keep(self.weight)
+    def keep_gradient_memory(self) -> None:
+        """Keep the memory of the last step's gradient, which is no longer needed, for the next gradient."""
+        self._gradient_memory.keep(self.weight)
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
         """grad^T x [out, in] of grad [rows, out] and x [rows, in], in the memory of the last step's gradient where possible.
 
-        Same call and bits as `split_linear.weight_gradient`.
+        Same call and bits as `split_linear_backward.weight_gradient`.
         """
-        memory = self._buffer.take(gradient, x)
+        memory = self._gradient_memory.take(gradient, x)
         if memory is None or not split_linear_backward.is_row_major(self.weight):
             return split_linear_backward.weight_gradient(gradient, x, self.weight)
         # `.data` has a version count of its own, which this first writing does not raise.
@@ -75,7 +75,7 @@ class ShardedLinear(ShardedModule):
 
 
 def defer_sharded_weight_gradients(module: nn.Module, stash: Callable[[], Stash]) -> list[nn.Module]:
-    """As `split_linear.defer_weight_gradients`, for the linear layers that are cut over shards."""
+    """As `split_linear_backward.defer_weight_gradients`, for the linear layers that are cut over shards."""
     chosen: list[nn.Module] = []
     for part in find_deferrable_modules(module, ShardedLinear):
         assert isinstance(part, ShardedLinear)
@@ -100,7 +100,7 @@ class ColumnLinear(ShardedLinear):
         *,
         axis: str = "features",
         shares_input: bool = False,
-        gather: bool = False,
+        gather_output: bool = False,
     ) -> None:
         super().__init__(linear, name, group)
         self.held = held
@@ -110,19 +110,19 @@ class ColumnLinear(ShardedLinear):
         self.shares_input = shares_input
         """Whether other layers read the same x (q, k and v). Their gradients of x are summed before they are communicated, so
         one value costs one collective however many layers read it."""
-        self.gather = gather
+        self.gather_output = gather_output
         """Whether the output is made whole again."""
 
     def forward(self, x: Tensor | ShardedValue) -> Tensor | ShardedValue:
-        """y, whole if `gather`, else this shard's part."""
+        """y, whole if `gather_output`, else this shard's part."""
         local, seq = _input_of(self, x)
         made: Tensor
         if self.shares_input and local.requires_grad and torch.is_grad_enabled():
             made = _apply_to_shared_input(self, local, seq)
         else:
-            operands = in_compute_dtype(local, self.weight, self.bias)
+            operands = cast_for_autocast(local, self.weight, self.bias)
             made = _Column.apply(*operands, seq, self.group, self, self._stash())  # type: ignore[no-untyped-call]
-        if self.gather:
+        if self.gather_output:
             even = even_ranges_by_shard(self.out_features, self.group.size)
             return autograd_collectives.gather_from_shards(made, made.dim() - 1, even, self.group)
         return ShardedValue(made, LocalPartLayout(made.dim() - 1, self.out_features, self.held, self.axis), self.group)
@@ -144,20 +144,20 @@ class RowLinear(ShardedLinear):
         """y. Raises `ModelError` where x is cut otherwise than the weight."""
         if isinstance(x, ShardedValue):
             x.check_recorded()
-            if x.part.dim != x.dim() - 1 or x.part.ranges != self.held:
+            if x.part_layout.dim != x.dim() - 1 or x.part_layout.ranges != self.held:
                 raise ModelError(
                     f"{self.name} has the features {self.held} of its weight on shard {self.group.shard}, its input comes with "
-                    f"{x.part.ranges} of dim {x.part.dim}",
+                    f"{x.part_layout.ranges} of dim {x.part_layout.dim}",
                     cure="styles of layers that follow each other must cut alike: heads with heads-row, column with row",
                 )
             local = x.local
         else:
             local = take_part(x, x.dim() - 1, self.held, self.group)
-        if self.group.sequence:
+        if self.group.sequence_parallel:
             _check_sequence(self.name, local.dim())
-        operands = in_compute_dtype(local, self.weight, self.bias)
+        operands = cast_for_autocast(local, self.weight, self.bias)
         made: Tensor = _Row.apply(*operands, self.group, self, self._stash())  # type: ignore[no-untyped-call]
-        if not self.group.sequence:
+        if not self.group.sequence_parallel:
             return made
         return ShardedValue(made, sequence_part_layout(local.shape[1], self.group.shard, self.group.size), self.group)
 
@@ -177,9 +177,9 @@ def _input_of(layer: ColumnLinear, x: Tensor | ShardedValue) -> tuple[Tensor, in
         return x, None
     x.check_recorded()
     if x.by_sequence:
-        return x.local, x.part.size
+        return x.local, x.part_layout.size
     raise ModelError(
-        f"{layer.name} needs all of its input, which is cut along dim {x.part.dim} of {list(x.shape)}",
+        f"{layer.name} needs all of its input, which is cut along dim {x.part_layout.dim} of {list(x.shape)}",
         cure=f"give {layer.name} the style row, or the layer before it the style gathered or whole",
     )
 
@@ -216,7 +216,7 @@ class _Column(torch.autograd.Function):
         ctx.seq, ctx.group, ctx.layer, ctx.stash = seq, group, layer, stash
         ctx.set_materialize_grads(False)
         if seq is not None:
-            x = group.join(x, 1, even_ranges_by_shard(seq, group.size), "the sequence's parts")
+            x = group.gather_and_concat(x, 1, even_ranges_by_shard(seq, group.size), "the sequence's parts")
         ctx.save_for_backward(x, weight)
         return split_linear_backward.linear_forward(x, weight, bias)
 
@@ -247,9 +247,9 @@ class _Pending:
         self._kept: list[Tensor] = []
         gradient = gradient.contiguous()
         if seq is None:
-            self.out, self._handle = gradient, group.post_sum(gradient)
+            self.out, self._handle = gradient, group.post_all_reduce(gradient)
         else:
-            self.out, self._handle, self._kept = group.post_scatter(gradient, 1)
+            self.out, self._handle, self._kept = group.post_reduce_scatter(gradient, 1)
 
     def take(self) -> Tensor:
         """The sum (or this shard's part of it), once it is there."""
@@ -298,7 +298,7 @@ class _Depart(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if shared.seq is None:
             return x.view_as(x)
-        return shared.group.join(x, 1, even_ranges_by_shard(shared.seq, shared.group.size), "the sequence's parts")
+        return shared.group.gather_and_concat(x, 1, even_ranges_by_shard(shared.seq, shared.group.size), "the sequence's parts")
 
     @staticmethod
     @autograd_collectives.first_derivative_only
@@ -369,15 +369,15 @@ def _apply_to_shared_input(layer: ColumnLinear, x: Tensor, seq: int | None) -> T
     group, stash = layer.group, layer._stash()
     left: list[Tensor] | None = None
     weight: Tensor = layer.weight
-    if group.shared is None or group.shared[0].source() is not x or group.shared[0].version != x._version:
+    if group.shared_input is None or group.shared_input[0].source() is not x or group.shared_input[0].version != x._version:
         shared = SharedInput(x, seq, group)
         arrived = _Arrive.apply(x, shared)  # type: ignore[no-untyped-call]
         if stash is None and weight.requires_grad:
             left = []
             weight = _Late.apply(weight, layer, left)  # type: ignore[no-untyped-call]
         # Not kept in `shared`, which the graph refers to: the cycle would hold the activations until Python's collector comes.
-        group.shared = shared, _Depart.apply(arrived, shared)  # type: ignore[no-untyped-call]
-    operands = in_compute_dtype(group.shared[1], weight, layer.bias)
+        group.shared_input = shared, _Depart.apply(arrived, shared)  # type: ignore[no-untyped-call]
+    operands = cast_for_autocast(group.shared_input[1], weight, layer.bias)
     made: Tensor = _Reader.apply(*operands, layer, stash, left)  # type: ignore[no-untyped-call]
     return made
 
@@ -387,12 +387,12 @@ class _Row(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ShardGroup, layer: ShardedLinear, stash: Stash | None
     ) -> Tensor:
-        ctx.group, ctx.layer, ctx.stash, ctx.seq = group, layer, stash, x.shape[1] if group.sequence else None
+        ctx.group, ctx.layer, ctx.stash, ctx.seq = group, layer, stash, x.shape[1] if group.sequence_parallel else None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         made = split_linear_backward.linear_forward(x, weight, None)
         what = "the sum of a layer's outputs"
-        made = group.scatter(made, 1, what) if group.sequence else group.sum(made, what)
+        made = group.reduce_scatter(made, 1, what) if group.sequence_parallel else group.all_reduce(made, what)
         return made if bias is None else made.add_(bias)
 
     @staticmethod
@@ -403,7 +403,9 @@ class _Row(torch.autograd.Function):
             return (None,) * 6
         x, weight = ctx.saved_tensors
         if ctx.seq is not None:
-            gradient = ctx.group.join(gradient, 1, even_ranges_by_shard(ctx.seq, ctx.group.size), "the parts of a gradient")
+            gradient = ctx.group.gather_and_concat(
+                gradient, 1, even_ranges_by_shard(ctx.seq, ctx.group.size), "the parts of a gradient"
+            )
         rows = as_matrix(gradient)
         dx = input_gradient(rows, weight, as_matrix(x)).reshape(x.shape) if ctx.needs_input_grad[0] else None
         return (dx, *_weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash, added_apart=True), None, None, None)

@@ -1,4 +1,4 @@
-"""Which part of a value one shard has, and what the cut dim means."""
+"""Describes which part of a value one shard has, and what the cut dim counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LocalPartLayout:
     axis: str
     """What the cut dim counts. Operations move and reshape the dim; its meaning stays the one it was made with."""
 
-    def at(self, dim: int) -> LocalPartLayout:
+    def moved_to(self, dim: int) -> LocalPartLayout:
         """The same part after an operation that has moved the cut dim to `dim`."""
         return LocalPartLayout(dim, self.size, self.ranges, self.axis)
 

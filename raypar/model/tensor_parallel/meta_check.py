@@ -1,4 +1,4 @@
-"""Checks, before anything is started, that the layers of a model can run on shards: by a pass on the meta device."""
+"""Checks, before a run starts, that the layers of a model can run on shards: by a pass on the meta device."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.errors import CommError, RayparError
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype
-from raypar.model.tensor_parallel.build import build_shard_modules, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.materialise_shard import build_shard_modules, sharded_loss
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
 from raypar.plan.shard_ranges import count_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.user_code import USER_CODE_ERRORS, reraise_ctrl_c
 
 
-def check_by_shape(
+def check_shards_on_meta(
     graph: Graph,
     layout: TensorParallelLayout,
     loss: Callable[..., Any],
@@ -43,7 +43,7 @@ def check_by_shape(
         for t in range(layout.shards)
     }
     for shard in sorted({0, layout.shards - 1, *kinds.values()}):
-        group = ShardGroup(_NoTransport(shard, layout.shards), range(layout.shards), sequence=sequence)
+        group = ShardGroup(_NoTransport(shard, layout.shards), range(layout.shards), sequence_parallel=sequence)
         values = {name: tensor.to("meta") for name, tensor in batch.items()}
         with torch.enable_grad(), torch.device("meta"):
             modules = build_shard_modules(
@@ -62,7 +62,7 @@ def check_by_shape(
                         access.layer, place = layer.name, f"layer {layer.name!r}"
                         made = modules[layer.name](*(values[name] for name in layer.inputs))
                         values.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
-                    access.check()
+                    access.refuse_mixed_use()
                     place = "the loss"
                 sharded_loss(loss, group)(values[graph.output], values[target])
             except RayparError as error:
@@ -108,7 +108,7 @@ class _NoTransport:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.generation, self.ledger = rank, size, 0, CommunicationLedger()
 
-    def near(self, rank: int) -> bool:
+    def can_share_memory(self, rank: int) -> bool:
         return True
 
     def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> _Done:

@@ -80,12 +80,14 @@ class ParameterMisuseDetector(TorchFunctionMode):
                 f"layer {self.layer!r} computes {_name(func)} with {name} itself, of which every shard has a slice",
                 cure=f"call the module that it belongs to, or give {name.rpartition('.')[0]} the style whole (plan.styles)",
             )
-        if not with_part and not (id(parameter) in self._group.partial and _name(func) == "narrow"):  # as `take_part` does it
+        if not with_part and not (
+            id(parameter) in self._group.partially_used_parameters and _name(func) == "narrow"
+        ):  # as `take_part` does it
             self._whole.add(id(parameter))
 
-    def check(self) -> None:
-        """Raises `ModelError`, after the pass, for a parameter whose gradient would be both whole and a part of a sum."""
-        for both in self._whole & self._group.partial.keys():
+    def refuse_mixed_use(self) -> None:
+        """Raise `ModelError`, after the pass, for a parameter whose gradient would be both whole and a part of a sum."""
+        for both in self._whole & self._group.partially_used_parameters.keys():
             name = self._names.get(both, "a parameter")
             raise ModelError(
                 f"{name} meets whole values and values of which every shard has a part: its gradient would be neither",

@@ -1,9 +1,9 @@
 """Sums over shards of gradients that each shard has a part of, made once a step.
 
-There are two kinds. A parameter that all shards hold whole may have been used on parts of values (`ShardGroup.partial`: norms
-under sequence parallelism, norms of single heads). And several shards may hold the same indices of a parameter that is cut (a
-key head that serves query heads of more than one shard). The parameters are equal on all shards that hold them, before and
-after.
+There are two kinds. A parameter that all shards hold whole may have been used on parts of values: norms under sequence
+parallelism, norms of single heads (`ShardGroup.partially_used_parameters`). And several shards may hold the same indices of a
+parameter that is cut: a key head that serves query heads of more than one shard. The parameters are equal on all shards that
+hold them, before and after.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def sum_partial_gradients(
 ) -> Routine[None]:
     """Sum over the shards, in place, the gradients `name -> tensor` (names in the same order on every shard).
 
-    `partial`: names of parameters that are in `group.partial` on some replica. Costs one all-reduce of the summed elements for
-    each dtype. A gradient that is undefined on one shard is undefined on all.
+    `partial`: names of parameters that are in `group.partially_used_parameters` on some replica. Costs one all-reduce of the
+    summed elements for each dtype. A gradient that is undefined on one shard is undefined on all.
     """
     if group.size == 1:
         return
@@ -45,7 +45,7 @@ def sum_partial_gradients(
             jobs.setdefault(gradient.dtype, []).append((gradient, gradient.new_zeros(gradient.shape), []))
     for parts in jobs.values():
         flat = torch.cat([_spread(g, room, pairs).reshape(-1) for g, room, pairs in parts])
-        yield RoutineWait(group.post_sum(flat), f"the partial gradients of shard {group.shard}")
+        yield RoutineWait(group.post_all_reduce(flat), f"the partial gradients of shard {group.shard}")
         at = 0
         for gradient, room, pairs in parts:
             total = flat[at : at + room.numel()].view(room.shape)

@@ -87,7 +87,7 @@ _add_operators()
 @implements("detach")
 def _detach(func: Callable[..., Any], x: ShardedValue) -> ShardedValue:
     """Also where no gradients are recorded."""
-    return ShardedValue(x.local.detach(), x.part, x.group)
+    return ShardedValue(x.local.detach(), x.part_layout, x.group)
 
 
 @implements("dropout")
@@ -108,7 +108,7 @@ def dropout_mask(x: ShardedValue, p: float) -> Tensor:
     """This shard's part of the mask, scaled, by which `F.dropout` multiplies the whole value."""
     with torch.no_grad():
         drawn = F.dropout(torch.ones(x.shape, dtype=x.local.dtype, device=x.local.device), p, True)
-        return select_ranges(drawn, x.part.dim, x.part.ranges)
+        return select_ranges(drawn, x.part_layout.dim, x.part_layout.ranges)
 
 
 # -- shape -------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _unflatten(func: Callable[..., Any], x: ShardedValue, dim: int, sizes: Seque
 
 
 def _moved(x: ShardedValue, order: Sequence[int]) -> ShardedValue:
-    return ShardedValue(x.local.permute(*order), x.part.at(list(order).index(x.part.dim)), x.group)
+    return ShardedValue(x.local.permute(*order), x.part_layout.moved_to(list(order).index(x.part_layout.dim)), x.group)
 
 
 @implements("permute")
@@ -178,7 +178,7 @@ def _movedim(func: Callable[..., Any], x: ShardedValue, source: int, destination
 def _unsqueeze(func: Callable[..., Any], x: ShardedValue, dim: int) -> ShardedValue:
     """A new dim of size 1."""
     at = dim % (x.dim() + 1)
-    return ShardedValue(x.local.unsqueeze(at), x.part.at(x.part.dim + (at <= x.part.dim)), x.group)
+    return ShardedValue(x.local.unsqueeze(at), x.part_layout.moved_to(x.part_layout.dim + (at <= x.part_layout.dim)), x.group)
 
 
 @implements("squeeze")
@@ -189,9 +189,9 @@ def _squeeze(func: Callable[..., Any], x: ShardedValue, dim: int | None = None) 
     at = dim % x.dim()
     if x.shape[at] != 1:
         return x
-    if at == x.part.dim:
+    if at == x.part_layout.dim:
         raise unsupported_on_part_error("squeeze", x)
-    return ShardedValue(x.local.squeeze(at), x.part.at(x.part.dim - (at < x.part.dim)), x.group)
+    return ShardedValue(x.local.squeeze(at), x.part_layout.moved_to(x.part_layout.dim - (at < x.part_layout.dim)), x.group)
 
 
 @implements("expand")
@@ -199,11 +199,11 @@ def _expand(func: Callable[..., Any], x: ShardedValue, *sizes: Any) -> ShardedVa
     """Repeats dims of size 1, but not the cut dim."""
     shape = list(_sizes(sizes))
     new = len(shape) - x.dim()
-    at = x.part.dim + new
-    if shape[at] not in (-1, x.part.size):
+    at = x.part_layout.dim + new
+    if shape[at] not in (-1, x.part_layout.size):
         raise unsupported_on_part_error("expand", x, "repeats the cut dim")
-    shape[at] = x.local.shape[x.part.dim]
-    return ShardedValue(x.local.expand(*shape), x.part.at(at), x.group)
+    shape[at] = x.local.shape[x.part_layout.dim]
+    return ShardedValue(x.local.expand(*shape), x.part_layout.moved_to(at), x.group)
 
 
 @implements("repeat_interleave")
@@ -213,7 +213,7 @@ def _repeat_interleave(
     """Each index of a dim several times over: a key head for each of its query heads."""
     if dim is None or not isinstance(repeats, int):
         raise unsupported_on_part_error("repeat_interleave", x)
-    at, part = dim % x.dim(), x.part
+    at, part = dim % x.dim(), x.part_layout
     if at == part.dim:
         part = LocalPartLayout(at, part.size * repeats, scale_ranges(part.ranges, repeats), part.axis)
     return ShardedValue(x.local.repeat_interleave(repeats, at), part, x.group)
@@ -223,9 +223,9 @@ def _repeat_interleave(
 def _unbind(func: Callable[..., Any], x: ShardedValue, dim: int = 0) -> tuple[ShardedValue, ...]:
     """Slices along a dim that is not cut."""
     at = dim % x.dim()
-    if at == x.part.dim:
+    if at == x.part_layout.dim:
         raise unsupported_on_part_error("unbind", x)
-    part = x.part.at(x.part.dim - (at < x.part.dim))
+    part = x.part_layout.moved_to(x.part_layout.dim - (at < x.part_layout.dim))
     return tuple(ShardedValue(local, part, x.group) for local in x.local.unbind(at))
 
 
@@ -237,15 +237,15 @@ def _split(
     if sizes is None:
         (sizes,) = kwargs.values()  # split_size, split_size_or_sections, chunks
     at = dim % x.dim()
-    if at != x.part.dim:
+    if at != x.part_layout.dim:
         return tuple(x.like(part) for part in getattr(torch, func.__name__)(x.local, sizes, at))
     if isinstance(sizes, int):
-        step = -(-x.part.size // sizes) if func.__name__ == "chunk" else sizes
-        sizes = [min(step, x.part.size - start) for start in range(0, x.part.size, step)]
+        step = -(-x.part_layout.size // sizes) if func.__name__ == "chunk" else sizes
+        sizes = [min(step, x.part_layout.size - start) for start in range(0, x.part_layout.size, step)]
     pieces, start, local = [], 0, 0
     for size in sizes:
-        ranges = ranges_within(x.part.ranges, start, start + size)
-        part = LocalPartLayout(at, size, ranges, x.part.axis)
+        ranges = ranges_within(x.part_layout.ranges, start, start + size)
+        part = LocalPartLayout(at, size, ranges, x.part_layout.axis)
         pieces.append(ShardedValue(x.local.narrow(at, local, count_indices(ranges)), part, x.group))
         start, local = start + size, local + count_indices(ranges)
     return tuple(pieces)
@@ -255,11 +255,11 @@ def _split(
 def _getitem(func: Callable[..., Any] | None, x: ShardedValue, *index: Any) -> ShardedValue:
     """Slices, numbers, None and Ellipsis that leave the cut dim whole."""
     if func is not None and func.__name__ != "__getitem__":
-        if index[0] % x.dim() == x.part.dim:
+        if index[0] % x.dim() == x.part_layout.dim:
             raise unsupported_on_part_error(func.__name__, x)
         if func.__name__ == "narrow":
             return x.like(x.local.narrow(*index))
-        part = x.part.at(x.part.dim - (index[0] % x.dim() < x.part.dim))
+        part = x.part_layout.moved_to(x.part_layout.dim - (index[0] % x.dim() < x.part_layout.dim))
         return ShardedValue(x.local.select(*index), part, x.group)
     entries = list(index[0]) if isinstance(index[0], tuple) else [index[0]]
     if not all(e is None or e is Ellipsis or isinstance(e, (int, slice)) for e in entries):
@@ -273,16 +273,16 @@ def _getitem(func: Callable[..., Any] | None, x: ShardedValue, *index: Any) -> S
         if entry is None:
             place += 1
             continue
-        if dim == x.part.dim:
+        if dim == x.part_layout.dim:
             break
         place += not isinstance(entry, int)
         dim += 1
     own = entry
-    if not isinstance(own, slice) or own.indices(x.part.size) != (0, x.part.size, 1):
+    if not isinstance(own, slice) or own.indices(x.part_layout.size) != (0, x.part_layout.size, 1):
         raise unsupported_on_part_error("indexing", x, "along that dim needs the parts of other shards")
     # A slice to the whole's end is one to the part's end.
     entries = [slice(None) if e is own and isinstance(e, slice) else e for e in entries]
-    return ShardedValue(x.local[tuple(entries)], x.part.at(place), x.group)
+    return ShardedValue(x.local[tuple(entries)], x.part_layout.moved_to(place), x.group)
 
 
 @implements("cat", "concat", "stack", any_place=True)
@@ -291,8 +291,12 @@ def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Shar
     parts, model = cut_operands_alike(func.__name__, tensors)
     if func.__name__ == "stack":
         at = dim % (model.dim() + 1)
-        return ShardedValue(torch.stack(parts, at), model.part.at(model.part.dim + (at <= model.part.dim)), model.group)
-    if dim % model.dim() == model.part.dim:
+        return ShardedValue(
+            torch.stack(parts, at),
+            model.part_layout.moved_to(model.part_layout.dim + (at <= model.part_layout.dim)),
+            model.group,
+        )
+    if dim % model.dim() == model.part_layout.dim:
         raise unsupported_on_part_error(func.__name__, model)
     return model.like(torch.cat(parts, dim))
 
@@ -304,18 +308,18 @@ def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> Shar
 def _reduce(func: Callable[..., Any], x: ShardedValue, dim: Any = None, *args: Any, **kwargs: Any) -> ShardedValue:
     """Over dims that are not cut. Other arguments are passed on."""
     dims = [dim] if type(dim) is int else dim
-    if not isinstance(dims, (list, tuple)) or not dims or any(d % x.dim() == x.part.dim for d in dims):
+    if not isinstance(dims, (list, tuple)) or not dims or any(d % x.dim() == x.part_layout.dim for d in dims):
         raise unsupported_on_part_error(func.__name__, x)
     x.check_recorded()
     made = func(x.local, dim, *args, **kwargs)
-    before = 0 if made.dim() == x.dim() else sum(d % x.dim() < x.part.dim for d in dims)
-    return ShardedValue(made, x.part.at(x.part.dim - before), x.group)
+    before = 0 if made.dim() == x.dim() else sum(d % x.dim() < x.part_layout.dim for d in dims)
+    return ShardedValue(made, x.part_layout.moved_to(x.part_layout.dim - before), x.group)
 
 
 @implements("softmax", "log_softmax", "cumsum")
 def _along(func: Callable[..., Any], x: ShardedValue, dim: int, *args: Any, **kwargs: Any) -> ShardedValue:
     """Along a dim that is not cut."""
-    if dim % x.dim() == x.part.dim:
+    if dim % x.dim() == x.part_layout.dim:
         raise unsupported_on_part_error(func.__name__, x)
     return x.like(func(x.local, dim, *args, **kwargs))
 
@@ -325,7 +329,7 @@ def _norm(
     func: Callable[..., Any], x: ShardedValue, normalized_shape: Sequence[int], *args: Any, **kwargs: Any
 ) -> ShardedValue:
     """Over last dims that are not cut. The gradients of weight and bias are sums over shards."""
-    if x.part.dim >= x.dim() - len(normalized_shape):
+    if x.part_layout.dim >= x.dim() - len(normalized_shape):
         raise unsupported_on_part_error(func.__name__, x)
     return x.like(func(x.local, normalized_shape, *_seen(x, args), **dict(zip(kwargs, _seen(x, kwargs.values()), strict=True))))
 
@@ -338,7 +342,7 @@ def _seen(x: ShardedValue, values: Any) -> list[Any]:
 @implements("linear")
 def _linear(func: Callable[..., Any], x: ShardedValue, weight: Tensor, bias: Tensor | None = None) -> ShardedValue:
     """A whole linear layer on a part of the rows."""
-    if x.part.dim == x.dim() - 1:
+    if x.part_layout.dim == x.dim() - 1:
         raise unsupported_on_part_error("linear", x)
     return x.like(F.linear(x.local, *_seen(x, (weight, bias))))
 
@@ -347,12 +351,12 @@ def _linear(func: Callable[..., Any], x: ShardedValue, weight: Tensor, bias: Ten
 def matmul_parts(func: Callable[..., Any], left: Any, right: Any) -> ShardedValue:
     """Two parts that are cut along the same batch dim; or a part and a whole matrix that does not sum over what is cut."""
     cut: ShardedValue = left if isinstance(left, ShardedValue) else right
-    back, ranges = cut.dim() - cut.part.dim, cut.part.ranges
+    back, ranges = cut.dim() - cut.part_layout.dim, cut.part_layout.ranges
     summed = 1 if cut is left else 2
     if left.dim() < 2 or right.dim() < 2 or back == summed:
         raise unsupported_on_part_error("matmul", cut)
     if isinstance(left, ShardedValue) and isinstance(right, ShardedValue):
-        if back < 3 or right.dim() - right.part.dim != back:
+        if back < 3 or right.dim() - right.part_layout.dim != back:
             raise unsupported_on_part_error("matmul", left, "needs both to be cut along the same batch dim")
         ranges = common_ranges("matmul", ranges, right)
         parts = [narrow_part(left, ranges).local, narrow_part(right, ranges).local]
@@ -360,7 +364,7 @@ def matmul_parts(func: Callable[..., Any], left: Any, right: Any) -> ShardedValu
         parts = [_beside(cut, x, back) for x in (left, right)]
     cut.check_recorded()
     made = torch.matmul(*parts)
-    return ShardedValue(made, LocalPartLayout(made.dim() - back, cut.part.size, ranges, cut.part.axis), cut.group)
+    return ShardedValue(made, LocalPartLayout(made.dim() - back, cut.part_layout.size, ranges, cut.part_layout.axis), cut.group)
 
 
 def _beside(cut: ShardedValue, x: Any, back: int) -> Tensor:
@@ -368,7 +372,7 @@ def _beside(cut: ShardedValue, x: Any, back: int) -> Tensor:
     if isinstance(x, ShardedValue):
         return x.local
     if back > 2 and x.dim() >= back and x.shape[-back] != 1:
-        return take_part(x, x.dim() - back, cut.part.ranges, cut.group)
+        return take_part(x, x.dim() - back, cut.part_layout.ranges, cut.group)
     return take_part(x, 0, ((0, x.shape[0]),), cut.group)
 
 
@@ -389,7 +393,7 @@ def _attention(
 ) -> ShardedValue:
     """Attention by heads: q [..., heads, seq, width] is cut along heads; k and v have at least the heads that these need."""
     at = query.dim() - 3
-    if not isinstance(query, ShardedValue) or query.part.dim != at:
+    if not isinstance(query, ShardedValue) or query.part_layout.dim != at:
         cut = query if isinstance(query, ShardedValue) else key if isinstance(key, ShardedValue) else value
         raise unsupported_on_part_error(
             "scaled_dot_product_attention", cut, "is possible where heads (the third dim from the right) are cut"
@@ -397,17 +401,17 @@ def _attention(
     gqa = False
     pair = []
     for x in (key, value):
-        if isinstance(x, ShardedValue) and x.part.dim != at:
+        if isinstance(x, ShardedValue) and x.part_layout.dim != at:
             raise unsupported_on_part_error("scaled_dot_product_attention", x, "needs keys and values that are cut by heads")
-        spans = x.part.ranges if isinstance(x, ShardedValue) else ((0, x.shape[at]),)
+        spans = x.part_layout.ranges if isinstance(x, ShardedValue) else ((0, x.shape[at]),)
         heads = x.shape[at]
         local = x.local if isinstance(x, ShardedValue) else take_part(x, at, spans, query.group)
-        if heads not in (1, query.part.size) and (not enable_gqa or query.part.size % heads):
+        if heads not in (1, query.part_layout.size) and (not enable_gqa or query.part_layout.size % heads):
             raise ModelError(
-                f"{query.part.size} query heads and {heads} key heads in scaled_dot_product_attention",
+                f"{query.part_layout.size} query heads and {heads} key heads in scaled_dot_product_attention",
                 cure="give enable_gqa=True and a multiple of the key heads as query heads",
             )
-        each, needed = _needed(query.part.ranges, query.part.size // heads, spans)
+        each, needed = _needed(query.part_layout.ranges, query.part_layout.size // heads, spans)
         if each == 0:
             local = local.index_select(at, torch.tensor(needed, device=local.device))
         elif each > 1:
@@ -418,13 +422,13 @@ def _attention(
     if pair[0].shape[at] != pair[1].shape[at]:
         raise unsupported_on_part_error("scaled_dot_product_attention", query, "has keys and values of different heads")
     if isinstance(attn_mask, ShardedValue):
-        if attn_mask.dim() - attn_mask.part.dim != 3 or attn_mask.part.ranges != query.part.ranges:
+        if attn_mask.dim() - attn_mask.part_layout.dim != 3 or attn_mask.part_layout.ranges != query.part_layout.ranges:
             raise unsupported_on_part_error(
                 "scaled_dot_product_attention", attn_mask, "needs a mask that is whole or cut by heads as the queries are"
             )
         mask: Tensor | None = attn_mask.local
     elif attn_mask is not None and attn_mask.dim() >= 3 and attn_mask.shape[-3] != 1:
-        mask = take_part(attn_mask, attn_mask.dim() - 3, query.part.ranges, query.group)
+        mask = take_part(attn_mask, attn_mask.dim() - 3, query.part_layout.ranges, query.group)
     else:
         (mask,) = _seen(query, (attn_mask,))
     if dropout_p == 0.0:

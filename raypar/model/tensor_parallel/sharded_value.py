@@ -1,6 +1,6 @@
 """A value of which each shard holds a part: what users' own forward functions compute with between sharded layers.
 
-A `ShardedValue` value stands in for the whole tensor. It has the whole shape, so code written for one process
+A `ShardedValue` stands in for the whole tensor. It has the whole shape, so code written for one process
 (`view(b, s, heads, -1)`, `width // heads`) runs unchanged, and computes on this shard's part. Like `torch.fx.Proxy` it is
 no tensor, but takes part in torch's functions through `__torch_function__`. An operation that needs the parts of other
 shards is refused by name; none gives a wrong result.
@@ -50,8 +50,8 @@ def implements(*names: str, any_place: bool = False) -> Callable[[Implementation
 
 def unsupported_on_part_error(name: str, x: ShardedValue, why: str = "needs the parts of other shards") -> ModelError:
     """The error for an operation that cannot be computed on a part alone; `name`: of the operation."""
-    of = f"{name} of a value {list(x.shape)} that is cut along dim {x.part.dim}"
-    if x.part.axis == SEQUENCE:
+    of = f"{name} of a value {list(x.shape)} that is cut along dim {x.part_layout.dim}"
+    if x.part_layout.axis == SEQUENCE:
         return ModelError(
             f"{of} (the sequence: plan.sequence_parallel) over {x.group.size} shards {why}",
             cure="give the layers that make what it needs a style (attention: heads, kv-heads and heads-row, or qkv; "
@@ -65,15 +65,15 @@ def unsupported_on_part_error(name: str, x: ShardedValue, why: str = "needs the 
 
 
 class ShardedValue:
-    """A value that is cut over the shards of a group.
+    """A value of which each shard of a group holds a part; stands in for the whole tensor.
 
-    `local`: this shard's part, as a tensor; `part`: which part it is; `group`: the shards that have the others.
+    `local`: this shard's part, as a tensor; `part_layout`: which part it is; `group`: the shards that have the other parts.
     """
 
-    __slots__ = ("group", "local", "part")
+    __slots__ = ("group", "local", "part_layout")
 
-    def __init__(self, local: Tensor, part: LocalPartLayout, group: ShardGroup) -> None:
-        self.local, self.part, self.group = local, part, group
+    def __init__(self, local: Tensor, part_layout: LocalPartLayout, group: ShardGroup) -> None:
+        self.local, self.part_layout, self.group = local, part_layout, group
 
     @classmethod
     def __torch_function__(
@@ -100,9 +100,9 @@ class ShardedValue:
         raise AttributeError(name)
 
     def like(self, local: Tensor) -> ShardedValue:
-        """What was computed from this value: cut as it is, other dims may have other sizes."""
+        """`local`, computed from this value's part, as a value that is cut alike; its other dims may have other sizes."""
         self.check_recorded()
-        return ShardedValue(local, self.part, self.group)
+        return ShardedValue(local, self.part_layout, self.group)
 
     def check_recorded(self) -> None:
         """Raises `ModelError` where gradients are recorded but switched off for the code that uses this value.
@@ -110,7 +110,7 @@ class ShardedValue:
         Such code (reentrant checkpoints, autograd functions of the user's own) looks for tensors that need gradients among its
         arguments and does not see that a part needs one.
         """
-        if self.group.recording and self.local.requires_grad and not torch.is_grad_enabled():
+        if self.group.grad_enabled and self.local.requires_grad and not torch.is_grad_enabled():
             raise ModelError(
                 f"a value {list(self.shape)} of which shards have parts is used without gradients inside a layer that has some",
                 cure="call torch.utils.checkpoint with use_reentrant=False, write no torch.autograd.Function of such values, "
@@ -119,9 +119,9 @@ class ShardedValue:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole value."""
+        """Shape of the whole value."""
         shape = list(self.local.shape)
-        shape[self.part.dim] = self.part.size
+        shape[self.part_layout.dim] = self.part_layout.size
         return torch.Size(shape)
 
     @property
@@ -130,11 +130,11 @@ class ShardedValue:
 
         A value that is cut along its sequence may have been moved or reshaped; then it is not.
         """
-        part, group = self.part, self.group
+        part, group = self.part_layout, self.group
         return part.axis == SEQUENCE and self.dim() > 2 and part == sequence_part_layout(part.size, group.shard, group.size)
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """As `Tensor.size`, of the whole value."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
@@ -166,7 +166,7 @@ class ShardedValue:
         raise unsupported_on_part_error("a condition", self)
 
     def __repr__(self) -> str:
-        return f"Sharded({list(self.shape)}, dim {self.part.dim} cut, {list(self.part.ranges)} here)"
+        return f"Sharded({list(self.shape)}, dim {self.part_layout.dim} cut, {list(self.part_layout.ranges)} here)"
 
     def reshaped(self, shape: Sequence[int]) -> ShardedValue:
         """As `Tensor.reshape`. Raises `ModelError` when the part here is no block of the new shape."""
@@ -177,7 +177,7 @@ class ShardedValue:
             shape[shape.index(-1)] = prod(now) // known if known else 0
         if prod(shape) != prod(now):
             raise ModelError(f"a value of shape {list(now)} cannot be viewed as {list(shape)}", cure="check the sizes")
-        found = _viewed(tuple(now), tuple(shape), self.part)
+        found = _viewed(tuple(now), tuple(shape), self.part_layout)
         if found is None:
             raise unsupported_on_part_error(f"view({', '.join(map(str, shape))})", self, self._unviewable(shape))
         local, part = found
@@ -185,7 +185,7 @@ class ShardedValue:
 
     def _unviewable(self, shape: Sequence[int]) -> str:
         """Why the part here is no block of that shape."""
-        part = self.part
+        part = self.part_layout
         here = f"({list(part.ranges)} of {part.size} here)"
         *_, heads, size = 1, *shape
         ragged = any(bound % max(1, size) for span in part.ranges for bound in span)
@@ -260,11 +260,11 @@ def take_part(x: Tensor, dim: int, ranges: IndexRanges, group: ShardGroup) -> Te
     """This shard's part of a value that all shards hold whole.
 
     The gradient of the whole value is a sum over shards. For a parameter it is completed once a step: the parameter is noted
-    in `group.partial`. For any other value it is summed as soon as it is there.
+    in `group.partially_used_parameters`. For any other value it is summed as soon as it is there.
     """
     if x.requires_grad and torch.is_grad_enabled():
         if isinstance(x, nn.Parameter):
-            group.partial[id(x)] = x
+            group.partially_used_parameters[id(x)] = x
         else:
             x = copy_to_shards(x, group)
     return select_ranges(x, dim, ranges)
@@ -272,10 +272,10 @@ def take_part(x: Tensor, dim: int, ranges: IndexRanges, group: ShardGroup) -> Te
 
 def narrow_part(x: ShardedValue, ranges: IndexRanges) -> ShardedValue:
     """The value with fewer indices of the cut dim: `ranges`, of which this shard has all."""
-    if ranges == x.part.ranges:
+    if ranges == x.part_layout.ranges:
         return x
-    local = select_ranges(x.local, x.part.dim, positions_of_indices(x.part.ranges, ranges))
-    return ShardedValue(local, x.part.narrowed_to(ranges), x.group)
+    local = select_ranges(x.local, x.part_layout.dim, positions_of_indices(x.part_layout.ranges, ranges))
+    return ShardedValue(local, x.part_layout.narrowed_to(ranges), x.group)
 
 
 def common_ranges(name: str, ranges: IndexRanges, other: ShardedValue) -> IndexRanges:
@@ -284,29 +284,29 @@ def common_ranges(name: str, ranges: IndexRanges, other: ShardedValue) -> IndexR
     Only so does some shard compute every element. The parts may differ because a key head serves queries of several shards.
     Raises `ModelError` when neither contains the other.
     """
-    both = intersect_ranges(ranges, other.part.ranges)
-    if both not in (ranges, other.part.ranges):
+    both = intersect_ranges(ranges, other.part_layout.ranges)
+    if both not in (ranges, other.part_layout.ranges):
         raise unsupported_on_part_error(
-            name, other, f"meets one of which {list(ranges)} are here, not {list(other.part.ranges)}"
+            name, other, f"meets one of which {list(ranges)} are here, not {list(other.part_layout.ranges)}"
         )
     return both
 
 
 def cut_operands_alike(name: str, values: Sequence[Any]) -> tuple[list[Any], ShardedValue]:
-    """(values that are broadcast together, each as the tensor of this shard's part; one `ShardedValue` value that is cut so).
+    """(values that are broadcast together, each as the tensor of this shard's part; one `ShardedValue` that is cut so).
 
     Whole tensors are cut where they have the cut dim. Raises `ModelError` when the parts are not of the same dim.
     """
     sharded = [v for v in values if isinstance(v, ShardedValue)]
     first = max(sharded, key=lambda v: v.dim())
-    back = first.dim() - first.part.dim
-    ranges = first.part.ranges
+    back = first.dim() - first.part_layout.dim
+    ranges = first.part_layout.ranges
     for other in sharded:
-        if other.dim() - other.part.dim != back or other.part.size != first.part.size:
+        if other.dim() - other.part_layout.dim != back or other.part_layout.size != first.part_layout.size:
             raise unsupported_on_part_error(
-                name, other, f"meets one {list(first.shape)} that is cut along dim {first.part.dim}"
+                name, other, f"meets one {list(first.shape)} that is cut along dim {first.part_layout.dim}"
             )
-        if other.part.ranges != ranges:
+        if other.part_layout.ranges != ranges:
             ranges = common_ranges(name, ranges, other)
     dims = max(v.dim() for v in values if isinstance(v, (Tensor, ShardedValue)))
     found: list[Any] = []
@@ -318,7 +318,9 @@ def cut_operands_alike(name: str, values: Sequence[Any]) -> tuple[list[Any], Sha
             found.append(take_part(value, value.dim() - back, ranges, first.group) if cut else _take_all(value, first.group))
         else:
             found.append(value)
-    return found, ShardedValue(first.local, LocalPartLayout(dims - back, first.part.size, ranges, first.part.axis), first.group)
+    return found, ShardedValue(
+        first.local, LocalPartLayout(dims - back, first.part_layout.size, ranges, first.part_layout.axis), first.group
+    )
 
 
 def _take_all(x: Tensor, group: ShardGroup) -> Tensor:

@@ -35,11 +35,11 @@ def sum_deferred_gradients(stash: Stash, weights: StageWeights) -> dict[int, Ten
     sums: dict[int, Tensor] = {}
     with torch.no_grad():
         for deferred in stash:
-            pairs = [(deferred.linear.weight, deferred.weight)]
+            pairs = [(deferred.linear.weight, deferred.weight_gradient)]
             if deferred.linear.bias is not None:
-                pairs.append((deferred.linear.bias, deferred.bias))
+                pairs.append((deferred.linear.bias, deferred.bias_gradient))
             for parameter, compute in pairs:
-                use = weights.use_of(parameter), deferred.cast
+                use = weights.use_of(parameter), deferred.cast_token
                 by_cast[use] = by_cast[use] + compute() if use in by_cast else compute()
         for (index, _), total in by_cast.items():
             total = total.to(weights.uses[index].dtype)

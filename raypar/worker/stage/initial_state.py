@@ -11,7 +11,7 @@ from torch import Tensor
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_of
 from raypar.model.layer_skeletons import state_on_meta, state_shapes
-from raypar.model.tensor_parallel.build import shard_slice_of
+from raypar.model.tensor_parallel.materialise_shard import shard_slice_of
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.stage.stage_shard import StageShard

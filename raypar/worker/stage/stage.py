@@ -123,7 +123,7 @@ class Stage:
     """Called when a backward pass reaches the inputs of a layer."""
     deferred: DeferredGradients
     """Weight gradients that split Linears put off."""
-    gradient_buffers: GradientReusePolicy
+    gradient_reuse_policy: GradientReusePolicy
     """Memory in which weight gradients of cut Linears lie, from step to step."""
 
     step: int = -1
@@ -190,7 +190,7 @@ class Stage:
     def partial_uses(self) -> tuple[int, ...]:
         """Indices of uses whose gradient is only a part of a sum: of parameters that every shard has whole but that met parts
         of values."""
-        return () if self.shard is None else self.weights.uses_of(tuple(self.shard.group.partial))
+        return () if self.shard is None else self.weights.uses_of(tuple(self.shard.group.partially_used_parameters))
 
     # -- life of a stage -----------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Stage:
         self._live.clear()
         if self.shard is not None:
             self.shard.group.waited_ns = 0
-        self.gradient_buffers.begin_step()
+        self.gradient_reuse_policy.begin_step()
         self.gradients.begin()
         self._train(True)
 
@@ -231,7 +231,7 @@ class Stage:
 
         `received`: values from other stages; `batch`: fields of this microbatch.
         """
-        self.gradient_buffers.forward()
+        self.gradient_reuse_policy.before_forward()
         live = self._live[microbatch] = _Microbatch()
         self.deferred.stash = live.stash
         values: dict[str, Tensor] = {**received, **batch}
@@ -289,7 +289,7 @@ class Stage:
         self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]], *, halves: int
     ) -> dict[str, tuple[Tensor | None, ...]]:
         """`halves`: 2 for the whole backward pass, 1 for its input half."""
-        self.gradient_buffers.backward()
+        self.gradient_reuse_policy.before_backward()
         live = self._live[microbatch]
         self.deferred.stash = live.stash  # a layer that checkpoints runs its forward again in here
         block = self.routing.microbatches.block_of(microbatch)
@@ -338,7 +338,7 @@ class Stage:
         finally:
             self.hooks.end()
             if self.shard is not None:
-                self.shard.group.shared = None  # a layer that checkpoints has run its forward again in here
+                self.shard.group.shared_input = None  # a layer that checkpoints has run its forward again in here
         self.guard.check("the backward pass")
 
     def _gradients_of_received(self, live: _Microbatch) -> dict[str, tuple[Tensor | None, ...]]:

@@ -51,15 +51,15 @@ class InstructionSpan:
 class AnyGradientReduction(Protocol):
     """`comm.gradient_reduction.CanonicalReduction` or `FastReduction`."""
 
-    note: Callable[[], Collection[int]]
-    """Returns the uses that this replica notes for all replicas, those without microbatches too."""
-    noted: frozenset[int]
-    """The uses that any replica has noted; known after `finish`."""
+    parameters_to_mark: Callable[[], Collection[int]]
+    """Returns the uses that this replica marks for all replicas, those without microbatches too."""
+    marked_parameters: frozenset[int]
+    """The uses that any replica has marked; known after `finish`."""
 
     def start(self) -> None:
         """Begin a new step."""
 
-    def ready(self, uses: Sequence[int], rows: Mapping[TreeNode, Sequence[Tensor | None]]) -> None:
+    def submit_gradients(self, uses: Sequence[int], rows: Mapping[TreeNode, Sequence[Tensor | None]]) -> None:
         """Take the subtree sums of some uses of parameters, `rows[node][use]`, which are final."""
 
     def poll(self) -> None:
@@ -147,10 +147,10 @@ class StepCommit:
         self._exchange.received_gradients.clear()
         for index, stage in self.stages.items():
             self.reductions[index].start()
-            stage.on_ready = self.reductions[index].ready
-            self.reductions[index].note = stage.partial_uses
+            stage.on_ready = self.reductions[index].submit_gradients
+            self.reductions[index].parameters_to_mark = stage.partial_uses
             if stage.gradients.has_only_empty_blocks:
-                self.reductions[index].ready(range(len(stage.uses)), {})
+                self.reductions[index].submit_gradients(range(len(stage.uses)), {})
 
     def reduce(self, stage: int) -> None:
         """Make progress with the reduction of a stage, all of whose gradients on this worker are final and posted."""
@@ -165,7 +165,7 @@ class StepCommit:
                 shard = self.stages[index].shard
                 if shard is not None:
                     names = [use.name for use in self.stages[index].uses]
-                    yield from shard.complete(names, found[index], self.reductions[index].noted)
+                    yield from shard.complete(names, found[index], self.reductions[index].marked_parameters)
             self._reduced_uses = found
         return self._reduced_uses
 

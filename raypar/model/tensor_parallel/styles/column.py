@@ -11,7 +11,7 @@ from torch import nn
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.styles.style import (
-    COLUMN_TRAFFIC,
+    COLUMN_COLLECTIVES,
     LinearStyle,
     cut_linear_by_output,
     features_per_part,
@@ -62,4 +62,4 @@ class ColumnStyle(LinearStyle):
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""
-        return COLUMN_TRAFFIC
+        return COLUMN_COLLECTIVES

@@ -10,7 +10,7 @@ from torch import nn
 
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear
-from raypar.model.tensor_parallel.styles.style import COLUMN_TRAFFIC, LinearStyle, cut_linear_by_output, share_evenly
+from raypar.model.tensor_parallel.styles.style import COLUMN_COLLECTIVES, LinearStyle, cut_linear_by_output, share_evenly
 from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.tensor_parallel_layout import LayerCollective, LayerCollectives, TensorParallelLayout
 
@@ -33,9 +33,9 @@ class GatheredStyle(LinearStyle):
         assert isinstance(module, nn.Linear)
         held = layout.cuts[f"{name}.weight"].indices_by_shard[group.shard]
         shares = name in layout.shared_inputs
-        return ColumnLinear(module, name, group, held, axis="features", shares_input=shares, gather=True)
+        return ColumnLinear(module, name, group, held, axis="features", shares_input=shares, gather_output=True)
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""
         gather = LayerCollective("all_gather", "forward", "output")
-        return LayerCollectives((gather, *COLUMN_TRAFFIC.plain), (gather, *COLUMN_TRAFFIC.sequence))
+        return LayerCollectives((gather, *COLUMN_COLLECTIVES.plain), (gather, *COLUMN_COLLECTIVES.sequence))

@@ -1,4 +1,4 @@
-"""What styles that cut by attention heads have in common: how many heads there are, and which of them each shard has."""
+"""Base of the styles that cut by attention heads: how many heads there are, and which of them each shard has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from raypar.errors import PlanError
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear
-from raypar.model.tensor_parallel.styles.style import COLUMN_TRAFFIC, LinearStyle, ShardingStyle, share_evenly
+from raypar.model.tensor_parallel.styles.style import COLUMN_COLLECTIVES, LinearStyle, ShardingStyle, share_evenly
 from raypar.plan.shard_ranges import IndexRanges, merge_ranges
 from raypar.plan.tensor_parallel_layout import LayerCollectives, TensorParallelLayout
 
@@ -88,7 +88,7 @@ class HeadColumnStyle(HeadStyle):
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""
-        return COLUMN_TRAFFIC
+        return COLUMN_COLLECTIVES
 
 
 def find_head_counts(modules: Sequence[nn.Module]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch import nn
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import RowLinear
 from raypar.model.tensor_parallel.styles.heads_base import HeadStyle
-from raypar.model.tensor_parallel.styles.style import ROW_TRAFFIC, features_per_part
+from raypar.model.tensor_parallel.styles.style import ROW_COLLECTIVES, features_per_part
 from raypar.plan.shard_ranges import TensorCut, scale_ranges
 from raypar.plan.tensor_parallel_layout import LayerCollectives, TensorParallelLayout
 
@@ -37,4 +37,4 @@ class HeadsRowStyle(HeadStyle):
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""
-        return ROW_TRAFFIC
+        return ROW_COLLECTIVES

@@ -10,7 +10,7 @@ from torch import nn
 
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import RowLinear
-from raypar.model.tensor_parallel.styles.style import ROW_TRAFFIC, LinearStyle, share_evenly
+from raypar.model.tensor_parallel.styles.style import ROW_COLLECTIVES, LinearStyle, share_evenly
 from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.tensor_parallel_layout import LayerCollectives, TensorParallelLayout
 
@@ -34,4 +34,4 @@ class RowStyle(LinearStyle):
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""
-        return ROW_TRAFFIC
+        return ROW_COLLECTIVES

@@ -1,4 +1,4 @@
-"""What every sharding style answers about a layer, and what styles of linear layers have in common."""
+"""The base class of sharding styles, and what the styles of linear layers have in common."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ class LinearStyle(ShardingStyle):
             raise style_misfit_error(self, name, module)
 
 
-COLUMN_TRAFFIC = LayerCollectives(
+COLUMN_COLLECTIVES = LayerCollectives(
     plain=(LayerCollective("all_reduce", "backward", "input"),),
     sequence=(LayerCollective("all_gather", "forward", "input"), LayerCollective("reduce_scatter", "backward", "input")),
 )
 """A layer that needs all of its input and makes a part of its output (Megatron's f)."""
 
-ROW_TRAFFIC = LayerCollectives(
+ROW_COLLECTIVES = LayerCollectives(
     plain=(LayerCollective("all_reduce", "forward", "output"),),
     sequence=(LayerCollective("reduce_scatter", "forward", "output"), LayerCollective("all_gather", "backward", "output")),
 )

@@ -16,8 +16,8 @@ from raypar.model.tensor_parallel.embedding import VocabularyEmbedding
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.styles.style import (
-    COLUMN_TRAFFIC,
-    ROW_TRAFFIC,
+    COLUMN_COLLECTIVES,
+    ROW_COLLECTIVES,
     ShardingStyle,
     cut_linear_by_output,
     is_plain_embedding,
@@ -64,7 +64,7 @@ class VocabularyStyle(ShardingStyle):
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`. The cross-entropy of logits that are cut gathers three numbers a token besides."""
-        return ROW_TRAFFIC if isinstance(module, nn.Embedding) else COLUMN_TRAFFIC
+        return ROW_COLLECTIVES if isinstance(module, nn.Embedding) else COLUMN_COLLECTIVES
 
     def cost(self, name: str, module: nn.Module, shards: int) -> tuple[ShardWorkShare, ...]:
         """See `ShardingStyle`. Every shard of an embedding looks up a row for each id of the batch, and masks the others'."""

@@ -25,7 +25,7 @@ class WholeStyle(ShardingStyle):
         """Any module fits."""
 
     def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
-        """None: a layer without slices is left out of the layout."""
+        """No slices: the layout leaves such a layer out."""
         return {}
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
@@ -33,5 +33,5 @@ class WholeStyle(ShardingStyle):
         return module
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
-        """None."""
+        """No collectives."""
         return LayerCollectives()

@@ -41,7 +41,7 @@ def materialise_shard(
     dtype: torch.dtype,
     values: Mapping[str, Tensor] | None = None,
 ) -> dict[str, nn.Module]:
-    """Layer name -> this shard's module, for layers [first, last). The counterpart of `model.layer_skeletons.materialise`.
+    """Layer name -> this shard's module, for layers [first, last). The counterpart of `model.materialise.materialise`.
 
     `values`: slices of parameters and whole buffers by name, used as they are. None: the initial values, each tensor made whole
     and cut before the next one is made. The layers read and return this shard's tensors (see `_LayerBoundary`). With one shard
@@ -71,7 +71,7 @@ def build_shard_modules(
 ) -> dict[str, nn.Module]:
     """Layer name -> the module that this shard runs in the place of the one that `make(index)` gives.
 
-    `whole`: whether the parameters of those are whole; else they are this shard's slices.
+    `whole`: whether the modules of `make` have whole parameters, which are then cut; else they have this shard's slices.
     """
     canonical = canonical_names(graph)
     edges = _StageEdges(graph, first, last)
@@ -154,9 +154,9 @@ class _LayerBoundary:
 
     def __call__(self, *inputs: Tensor) -> Any:
         group = self._group
-        group.recording = torch.is_grad_enabled()
+        group.grad_enabled = torch.is_grad_enabled()
         made = self._forward(*(self._enter(n, x) for n, x in zip(self._layer.inputs, inputs, strict=True)))
-        group.shared = None
+        group.shared_input = None
         if not isinstance(made, tuple):
             return self._leave(self._layer.outputs[0], made)
         return tuple(self._leave(name, value) for name, value in zip(self._layer.outputs, made, strict=True))
@@ -165,7 +165,7 @@ class _LayerBoundary:
         group, part = self._group, self._parts.get(name)
         if part is not None:
             return ShardedValue(x, part, group)
-        if group.sequence and x.is_floating_point() and x.dim() == 3:
+        if group.sequence_parallel and x.is_floating_point() and x.dim() == 3:
             return ShardedValue(
                 autograd_collectives.scatter_to_shards(x, 1, group),
                 sequence_part_layout(x.shape[1], group.shard, group.size),
@@ -176,13 +176,13 @@ class _LayerBoundary:
     def _leave(self, name: str, made: Any) -> Any:
         self._parts.pop(name, None)
         if name == self._edges.output:
-            self._group.output = None
+            self._group.output_layout = None
         if not isinstance(made, ShardedValue):
             return made
-        group, part = self._group, made.part
+        group, part = self._group, made.part_layout
         by_sequence = made.by_sequence and made.dim() == 3
         if name == self._edges.output and not by_sequence and part.dim == made.dim() - 1:
-            group.output = part
+            group.output_layout = part
             return made.local
         if not by_sequence:
             raise ModelError(
@@ -201,7 +201,7 @@ def sharded_loss(loss: Callable[..., Any], group: ShardGroup) -> Callable[..., A
         return loss
 
     def run(output: Tensor, *others: Any) -> Any:
-        part = group.output
+        part = group.output_layout
         found = loss(output if part is None else ShardedValue(output, part, group), *others)
         for value in found if isinstance(found, tuple) else (found,):
             if isinstance(value, ShardedValue):
