@@ -62,7 +62,7 @@ class CountingDriver(DriverActor):
 
     def _set_up(self, request: Any, credential: Any) -> None:
         DriverActor._set_up(self, request, credential)
-        call_all, stepped, tell = self.calls.call_all, self.reports.stepped, self.feed.tell
+        call_all, stepped, tell = self.parts.calls.call_all, self.parts.reports.stepped, self.feed.tell
 
         def counting_calls(call: Any, event: Any) -> None:
             def counted(worker: Any) -> Any:
@@ -83,7 +83,7 @@ class CountingDriver(DriverActor):
                 (Path(request.folder) / COUNTS_FILE).write_text(json.dumps(found))
             tell(kind, **facts)
 
-        self.calls.call_all, self.reports.stepped, self.feed.tell = counting_calls, weighing, leaving_counts
+        self.parts.calls.call_all, self.parts.reports.stepped, self.feed.tell = counting_calls, weighing, leaving_counts
 
 
 def job(stages: int, microbatches: int) -> JobSpec:

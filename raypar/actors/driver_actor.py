@@ -1,7 +1,7 @@
 """The driver of one run: an event loop around `elastic.run_machine`, which makes all decisions.
 
 Every event goes to the run machine. The driver carries out what the machine decides, with the objects that `_set_up`
-makes; whatever comes of that is an event again.
+makes (`DriverParts`); what comes of that is an event again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import raypar.plan.vote_result  # noqa: F401
 from raypar.actors import membership_event_text
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.checkpoint_task import CheckpointTask
+from raypar.actors.driver_parts import DriverParts
 from raypar.actors.driver_shutdown import DriverShutdown
 from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.event_feed import EventFeed
@@ -76,14 +77,26 @@ class DriverActor:
         """Work beside the event loop."""
         self.starting = asyncio.Lock()
         """Held by `start`: a client and a restarted driver may call it at the same time."""
-        self.asked = False
+        self.begin_again_called = False
         """Whether `begin_again` has been called."""
         self.begun = False
         """Whether `start` has found or been given a request."""
-        self.finding = False
+        self.taking_over = False
         """Whether this driver is taking over and does not know the members yet."""
         self.step_calls = 0
         """Calls to workers for steps, for the report at the end."""
+        self.parts: DriverParts
+        """The objects of this driver; set, with the four that use them, once the request is known (`_set_up`)."""
+        self.members_text: MembersFileText
+        """The content of members.json."""
+        self.startup: DriverStartup
+        """Starts the workers, or takes over those of a former driver."""
+        self.generations: GenerationChange
+        """Changes from one generation of workers to the next."""
+        self.checkpoint_task: CheckpointTask
+        """Saves checkpoints while training continues."""
+        self.shutdown: DriverShutdown
+        """Ends the run and this actor."""
         context = ray.get_runtime_context()
         with warnings.catch_warnings():  # Ray asks itself by a name that it has deprecated
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -97,33 +110,41 @@ class DriverActor:
         Ray drops the actor's calls to itself ("The actor is restarting"), whatever the number of retries, until its own process
         knows that the actor is back.
         """
-        while not self.asked:
+        while not self.begin_again_called:
             with contextlib.suppress(Exception):  # not `ray.get`, which would warn: this is an actor with an event loop
                 itself.begin_again.remote().future().result(ASK_AGAIN_S)
 
     def _set_up(self, request: RunRequest, credential: RunCredential) -> None:
         """Make the run machine and the objects that carry out what it decides; the request is known now."""
         journal, feed, tasks = self.journal, self.feed, self.tasks
-        self.request = request
-        self.machine = machine = RunMachine(
-            request.policy, plan=request.plan, layout=lambda plan: Ownership(plan, request.outline).held
-        )
-        self.plans = plans = PlanCache(request)
-        self.pool = pool = WorkerPool(credential, request.gpus, request.environment)
-        self.recorder = recorder = RunRecorder(request, journal)
-        self.status = MembersFileText(request)
-        self.side_effects = side_effects = SideEffectThread(recorder, machine, feed, tasks)
-        self.registry = registry = WorkerRegistry(
+        machine = RunMachine(request.policy, plan=request.plan, layout=lambda plan: Ownership(plan, request.outline).held)
+        plans = PlanCache(request)
+        pool = WorkerPool(credential, request.gpus, request.environment)
+        recorder = RunRecorder(request, journal)
+        side_effects = SideEffectThread(recorder, machine, feed, tasks)
+        registry = WorkerRegistry(
             pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members
         )
         machine.membership.nodes = registry.where
-        self.reports = reports = StepReports(machine, plans)
-        self.calls = calls = WorkerCalls(machine, pool, plans, tasks, registry.hellos)
-        shared = request, machine, journal, plans, pool, registry, recorder, side_effects, reports, calls, tasks
-        self.beginning = DriverStartup(*shared, feed)
-        self.generations = GenerationChange(*shared)
-        self.saving = CheckpointTask(machine, pool, recorder, side_effects, calls, tasks.post)
-        self.ending = DriverShutdown(journal, pool, recorder, side_effects, feed, self._keep_status)
+        self.parts = parts = DriverParts(
+            request=request,
+            machine=machine,
+            journal=journal,
+            plans=plans,
+            pool=pool,
+            registry=registry,
+            recorder=recorder,
+            side_effects=side_effects,
+            reports=StepReports(machine, plans),
+            calls=WorkerCalls(machine, pool, plans, tasks, registry.hellos),
+            tasks=tasks,
+            feed=feed,
+        )
+        self.members_text = MembersFileText(request)
+        self.startup = DriverStartup(parts)
+        self.generations = GenerationChange(parts)
+        self.checkpoint_task = CheckpointTask(parts)
+        self.shutdown = DriverShutdown(parts, self._keep_status)
 
     # -- called by the client ----------------------------------------------------------------------------------------------
 
@@ -145,23 +166,23 @@ class DriverActor:
             self._set_up(request, await asyncio.to_thread(self.journal.credential))
             self.begun = True
         if end is not None:
-            self.machine.phase = Phase.OVER
-            self.tasks.spawn(self.ending.again(end))
+            self.parts.machine.phase = Phase.OVER
+            self.tasks.spawn(self.shutdown.again(end))
         elif record is not None:
-            self.finding = True
+            self.taking_over = True
             self.tasks.spawn(self._go_on(record))
         else:
             self.tasks.spawn(self._run())
-            self.tasks.spawn(self.tasks.guarded(self.beginning.start()))
+            self.tasks.spawn(self.tasks.guarded(self.startup.start()))
 
     async def begin_again(self) -> None:
         """Continue the run after Ray has restarted this driver.
 
         Nobody awaits this call, so it retries for `BEGIN_AGAIN_S` if Ray's store does not answer, and then tells the client.
         """
-        if self.asked:
+        if self.begin_again_called:
             return
-        self.asked = True
+        self.begin_again_called = True
         deadline = time.monotonic() + BEGIN_AGAIN_S
         while True:
             try:
@@ -185,8 +206,8 @@ class DriverActor:
 
     async def _take_over(self, record: MembershipRecord) -> on.RunEvent:
         """The event of the takeover."""
-        event = await self.beginning.take_over(record)
-        self.finding = False
+        event = await self.startup.take_over(record)
+        self.taking_over = False
         return event
 
     def _begin_journal(self, request: RunRequest) -> None:
@@ -212,44 +233,46 @@ class DriverActor:
 
     async def _run(self) -> None:
         """Handle events until the run is over. A bug in here must not leave actors behind either."""
+        parts = self.parts
         self.tasks.spawn(self._tick())
-        self.tasks.spawn(self.registry.watch(self.request.silent_s, lambda: self.machine.phase is Phase.OVER))
+        self.tasks.spawn(parts.registry.watch(parts.request.silent_s, lambda: parts.machine.phase is Phase.OVER))
         try:
-            while self.machine.phase is not Phase.OVER:
+            while parts.machine.phase is not Phase.OVER:
                 event = await self.queue.get()
                 if isinstance(event, on.CallFailed) and event.worker is not None and isinstance(event.error, OutOfMemory):
-                    event = replace(event, error=await asyncio.to_thread(self.calls.explained, event.worker, event.error))
+                    event = replace(event, error=await asyncio.to_thread(parts.calls.explained, event.worker, event.error))
                 if isinstance(event, on.CallFailed) and event.kind == "lost" and event.worker is not None:
-                    event = replace(event, preempted=self.registry.preempted(event.worker, event.error))
+                    event = replace(event, preempted=parts.registry.preempted(event.worker, event.error))
                     self._lost(event.worker, error_first_line(event.error), died_with_node(event.error))
-                for decision in self.machine.handle(event, time.monotonic()):
+                for decision in parts.machine.handle(event, time.monotonic()):
                     self._carry_out(decision)
                 self._keep_status()
         except Exception as error:
             wrong = RayparError(f"the driver failed:\n{traceback.format_exc()}", cure="please report it with the lines above")
             wrong.__cause__ = error
             self.tasks.spawn(
-                self.ending.end(do.Teardown("failed", str(error), self.machine.progress.emitted, wrong), self.step_calls)
+                self.shutdown.end(do.Teardown("failed", str(error), parts.machine.progress.emitted, wrong), self.step_calls)
             )
 
     async def _tick(self) -> None:
         """Post a `Tick` four times a second; stop the run after its maximal time, or when no client polls any more."""
+        parts = self.parts
         self.feed.heard_s = time.monotonic()
-        start = self.feed.heard_s - self.recorder.age_s
-        while self.machine.phase is not Phase.OVER:
+        start = self.feed.heard_s - parts.recorder.age_s
+        while parts.machine.phase is not Phase.OVER:
             before = time.monotonic()
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             late_s = now - before - TICK_S
-            crowding = self.registry.crowding
+            crowding = parts.registry.crowding
             crowding.report("driver", thread_cpu_wait_s(threading.get_native_id()), now)
             if late_s > TICK_S:
                 self.queue.put_nowait(on.Tick(stalled_s=late_s))
             else:
                 self.queue.put_nowait(
-                    on.Tick(crowding.uncounted_s(now, before), self.registry.unheard(), self.registry.ended())
+                    on.Tick(crowding.uncounted_s(now, before), parts.registry.unheard(), parts.registry.ended())
                 )
-            limit = self.request.max_time_s
+            limit = parts.request.max_time_s
             if limit is not None and now - start > limit:
                 start = float("inf")
                 self.queue.put_nowait(on.StopRequested(f"max_time of {limit:.0f} s is over"))
@@ -259,45 +282,46 @@ class DriverActor:
 
     def _carry_out(self, decision: do.ActionWithReason) -> None:
         """Begin what the machine has decided about steps, and what it wants to tell the user; outcomes become events."""
-        generation, seen = self.machine.membership.generation, self.side_effects.seen
+        parts = self.parts
+        generation, seen = parts.machine.membership.generation, parts.side_effects.seen
         match decision.action:
             case do.RunStep(step, cut):
-                trace = step in self.request.trace
-                self.step_calls += len(self.machine.membership.members)
-                self.calls.call_all(
+                trace = step in parts.request.trace
+                self.step_calls += len(parts.machine.membership.members)
+                parts.calls.call_all(
                     lambda w: w.step.remote(generation, step, trace, cut),
-                    lambda number, report: self.reports.stepped(number, generation, step, self._warn(number, report)),
+                    lambda number, report: parts.reports.stepped(number, generation, step, self._warn(number, report)),
                 )
             case do.WriteJournal(step):
-                self.reports.commit(step)
-                facts = {"time": time.time(), **self.reports.brief(step)}
-                self.side_effects.perform(lambda: self.journal.commit(step, facts), lambda _: on.StepJournalled(step))
+                parts.reports.commit(step)
+                facts = {"time": time.time(), **parts.reports.brief(step)}
+                parts.side_effects.perform(lambda: self.journal.commit(step, facts), lambda _: on.StepJournalled(step))
             case do.EmitStep(step):
-                reports, fresh = self.reports.emit(step), step == self.generations.resumed_at
-                self.side_effects.perform(
-                    lambda: self.recorder.step(step, reports, fresh=fresh), lambda stop: seen(on.StepEmitted(step, stop))
+                reports, fresh = parts.reports.emit(step), step == self.generations.resumed_at
+                parts.side_effects.perform(
+                    lambda: parts.recorder.step(step, reports, fresh=fresh), lambda stop: seen(on.StepEmitted(step, stop))
                 )
             case do.Validate(done):
-                self.reports.validations = {}
-                self.calls.call_all(
+                parts.reports.validations = {}
+                parts.calls.call_all(
                     lambda w: w.validate.remote(generation, done),
-                    lambda number, report: self.reports.validated(number, generation, done, self._warn(number, report)),
+                    lambda number, report: parts.reports.validated(number, generation, done, self._warn(number, report)),
                 )
             case do.EmitValidation(done):
-                found = list(self.reports.validations.values())
-                self.side_effects.perform(
-                    lambda: self.recorder.validation(done, found), lambda stop: seen(on.ValidationEmitted(done, stop))
+                found = list(parts.reports.validations.values())
+                parts.side_effects.perform(
+                    lambda: parts.recorder.validation(done, found), lambda stop: seen(on.ValidationEmitted(done, stop))
                 )
             case do.StartCheckpoint(done):
-                self.tasks.spawn(self.saving.save(done))
+                self.tasks.spawn(self.checkpoint_task.save(done))
             case do.AbortGroups(why):
-                self.tasks.spawn(self.calls.abort(why))
+                self.tasks.spawn(parts.calls.abort(why))
             case do.RequestStacks(ranks):
-                self.tasks.spawn(self.calls.probe(ranks))
+                self.tasks.spawn(parts.calls.probe(ranks))
             case do.WarnUser(text):
-                self.side_effects.note("waiting" if self.machine.waits else "warning", text=text)
+                parts.side_effects.note("waiting" if parts.machine.waits else "warning", text=text)
             case do.TellUser(text):
-                self.side_effects.note("note", text=text)
+                parts.side_effects.note("note", text=text)
             case do.ReportStraggler():
                 self._straggles(decision.action)
             case _:
@@ -305,13 +329,14 @@ class DriverActor:
 
     def _change_membership(self, decision: do.ActionWithReason) -> None:
         """Begin what the machine has decided about workers, the next generation, and the end of the run."""
+        parts = self.parts
         match decision.action:
             case do.StartWorker(worker):
                 self.tasks.spawn(self._hire(worker))
             case do.ReportFirstStepAfterRecovery():
                 self.generations.resumed(decision.action)
             case do.ClaimGeneration(number):
-                self.side_effects.note("recovering", text=decision.reason, generation=number)
+                parts.side_effects.note("recovering", text=decision.reason, generation=number)
                 self.tasks.spawn(self.generations.claim(number))
             case do.FenceWorkers(number, workers):
                 for worker in workers:
@@ -324,17 +349,17 @@ class DriverActor:
                 self.tasks.spawn(self.generations.adopt(decision.action, decision.reason))
             case do.CompareReplayedStep(step, doubted):
                 self._check_replay(step, doubted)
-                self.feed.tell("replay", step=step + 1, until=self.machine.progress.journalled)
+                self.feed.tell("replay", step=step + 1, until=parts.machine.progress.journalled)
             case do.KillWorker(worker, why):
                 if why == "drained":
                     text = f"worker {worker} has left: {decision.reason}"
-                    self.side_effects.note("left", text=text, **self.registry.who(worker))
-                    self.registry.dismiss(worker)
+                    parts.side_effects.note("left", text=text, **parts.registry.who(worker))
+                    parts.registry.dismiss(worker)
                 else:
-                    self.registry.suspect(worker)
+                    parts.registry.suspect(worker)
                     self._lost(worker, membership_event_text.describe_why_worker_given_up(why))
             case do.Teardown():
-                self.tasks.spawn(self.ending.end(decision.action, self.step_calls))
+                self.tasks.spawn(self.shutdown.end(decision.action, self.step_calls))
             case _:
                 raise TypeError(f"the driver cannot carry out {decision.action!r}")
 
@@ -342,51 +367,56 @@ class DriverActor:
 
     async def _hire(self, number: int) -> None:
         """Start one more worker, under a number that no other worker ever gets."""
-        request = self.request
+        parts = self.parts
+        request = parts.request
         await asyncio.to_thread(self.journal.hired, number)
         text = f"a worker is wanted: worker {number} starts as soon as there is room"
-        self.side_effects.note("hiring", text=text, worker=number)
-        await self.registry.hire(number, request.spec, request.host, request.orphan_timeout_s, request.start_deadline_s)
+        parts.side_effects.note("hiring", text=text, worker=number)
+        await parts.registry.hire(number, request.spec, request.host, request.orphan_timeout_s, request.start_deadline_s)
 
     def _lost(self, number: int, why: str, with_node: bool = False) -> None:
         """Report a lost worker, once, and its node if that is lost too; remove what is left of the worker."""
-        if number not in self.pool.workers:
+        parts = self.parts
+        if number not in parts.pool.workers:
             return
-        coordinate, who = self.calls.coordinate(number), self.registry.who(number)
-        self.side_effects.note("lost", **membership_event_text.worker_lost_event(coordinate, who, why))
-        self.registry.dismiss(number)
-        node = self.registry.fell(number, with_node)
+        coordinate, who = parts.calls.coordinate(number), parts.registry.who(number)
+        parts.side_effects.note("lost", **membership_event_text.worker_lost_event(coordinate, who, why))
+        parts.registry.dismiss(number)
+        node = parts.registry.fell(number, with_node)
         if node is not None:
-            self.side_effects.note("node", **node)
+            parts.side_effects.note("node", **node)
 
     def _straggles(self, found: do.ReportStraggler) -> None:
         """Report a straggler. If it has to leave, the worker in its place is started on another node."""
-        coordinate, who = self.calls.coordinate(found.worker), self.registry.who(found.worker)
+        parts = self.parts
+        coordinate, who = parts.calls.coordinate(found.worker), parts.registry.who(found.worker)
         if found.leaves and not found.over:
-            self.registry.slow(found.worker)
+            parts.registry.slow(found.worker)
         facts = {"times": round(found.times, 2), "steps": found.steps, "over": found.over, "leaves": found.leaves}
         text = membership_event_text.straggler_text(found, coordinate, who)
-        self.side_effects.note("straggler", text=text, coordinate=coordinate, **facts, **who)
+        parts.side_effects.note("straggler", text=text, coordinate=coordinate, **facts, **who)
 
     # -- what the user sees ----------------------------------------------------------------------------------------------------
 
     def _warn(self, number: int, report: Report) -> Report:
         """Show the warnings in a worker's report that no other worker has given; returns the report."""
-        for line in self.reports.warnings(report):
-            self.side_effects.note("warning", text=f"{self.calls.coordinate(number)}: {line}")
+        parts = self.parts
+        for line in parts.reports.warnings(report):
+            parts.side_effects.note("warning", text=f"{parts.calls.coordinate(number)}: {line}")
         return report
 
     def _check_replay(self, step: int, doubted: bool) -> None:
         """Compare a replayed step with its first execution; `doubted`: the first one may have been wrong, so only warn."""
-        changed = self.reports.changed(step)
+        parts = self.parts
+        changed = parts.reports.changed(step)
         if changed is None:
             return
         before, found = changed
         if doubted:
-            self.side_effects.note(
+            parts.side_effects.note(
                 "warning", text=f"step {step + 1}: (loss, norm) {before} was seen, {found} is right from now on"
             )
-            self.reports.outcomes[step] = found
+            parts.reports.outcomes[step] = found
         else:
             error = RayparError(
                 f"step {step + 1} was executed again and gave (loss, norm) {found} instead of {before}",
@@ -396,6 +426,7 @@ class DriverActor:
 
     def _keep_status(self) -> None:
         """Write members.json if anything in it has changed."""
-        text = None if self.finding else self.status.changed(self.machine, self.registry.who, self.plans.schedule)
+        parts = self.parts
+        text = None if self.taking_over else self.members_text.changed(parts.machine, parts.registry.who, parts.plans.schedule)
         if text is not None:
-            self.side_effects.aside(self.recorder.keep_status, text)
+            parts.side_effects.aside(parts.recorder.keep_status, text)

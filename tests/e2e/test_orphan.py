@@ -81,10 +81,13 @@ def test_who_has_started_is_kept_alive_while_another_loads_its_code():
     async def ask(number, ref):
         return await ref
 
-    begins = DriverStartup.__new__(DriverStartup)
-    begins.request = SimpleNamespace(policy=SimpleNamespace(elastic=True), start_deadline_s=10.0)
-    begins.pool = SimpleNamespace(workers={0: worker(0, 0.0), 1: worker(1, 2.5)})
-    begins.calls = SimpleNamespace(ask=ask)
-    begins.tasks = begins.machine = None
-    assert len(asyncio.run(begins._everybody(lambda number, worker: worker.hello(), "start"))) == 2
+    parts = SimpleNamespace(
+        request=SimpleNamespace(policy=SimpleNamespace(elastic=True), start_deadline_s=10.0),
+        pool=SimpleNamespace(workers={0: worker(0, 0.0), 1: worker(1, 2.5)}),
+        calls=SimpleNamespace(ask=ask),
+        tasks=None,
+        machine=None,
+    )
+    startup = DriverStartup(parts)
+    assert len(asyncio.run(startup._everybody(lambda number, worker: worker.hello(), "start"))) == 2
     assert pinged.count(0) >= 2
