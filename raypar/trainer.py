@@ -152,9 +152,9 @@ class Trainer:
         make_importable(Path.cwd())
         tell: EventHandler = EventPrinter(steps=self.spec.steps) if verbose else lambda event: None
         options = ResultNeutralOptions(
-            folder=self._create_folder,
+            make_folder=self._create_folder,
             save_every=self.save_every,
-            keep=self.keep,
+            keep_checkpoints=self.keep,
             stop_at_step=self.stop_at_step,
             max_time_s=self.max_time_s,
             callbacks=self.callbacks,
@@ -163,7 +163,7 @@ class Trainer:
             wait_for_workers_s=self.wait_for_workers_s,
             elastic=self.elastic,
         )
-        plan, schedule, orders = self._plan()
+        plan, schedule, make_schedule = self._plan()
         spec = self._with_styles()
         workers = self.workers or os.cpu_count() or 1
 
@@ -174,7 +174,7 @@ class Trainer:
                     f"the plan has {fixed.world} workers = {fixed.describe()}, but workers is {self.workers}",
                     cure='give a smaller plan, plan="auto", or leave workers out',
                 )
-            return choose_plan(spec, checked, plan, schedule, workers, orders)
+            return choose_plan(spec, checked, plan, schedule, workers, make_schedule)
 
         choose: PlanChooser = check_and_choose
         if self.resume_from_checkpoint is not None:

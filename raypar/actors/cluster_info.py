@@ -27,22 +27,22 @@ class ClusterCapacity:
 
     nodes: int
     """Nodes that are alive."""
-    total: int
+    cpus: int
     """CPUs of these nodes."""
-    free: int
+    free_cpus: int
     """CPUs that nothing uses."""
-    ever: int | None
+    max_cpus: int | None
     """CPUs to which an autoscaler may grow the cluster; None if it does not say."""
     gpus: int = 0
     """GPUs of the nodes that are alive."""
-    gpus_ever: int | None = None
+    max_gpus: int | None = None
     """GPUs to which an autoscaler may grow the cluster; None if it does not say."""
-    grows: bool = False
+    may_add_nodes: bool = False
     """Whether there is an autoscaler that may add nodes."""
 
 
 def cluster_capacity() -> ClusterCapacity:
-    """The capacity that Ray reports. `free` lags a little behind."""
+    """The capacity that Ray reports. `free_cpus` lags a little behind."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     total = sum(node["Resources"].get("CPU", 0.0) for node in alive)
     gpus = sum(node["Resources"].get("GPU", 0.0) for node in alive)
@@ -115,18 +115,18 @@ def require_capacity(workers: int, cluster: ClusterCapacity, gpus: int = 0, plan
     `plan`: the plan in words, for the message. Nothing is raised where an autoscaler runs that does not say how far it goes:
     the run then waits for workers.
     """
-    if cluster.grows and cluster.ever is None:
+    if cluster.may_add_nodes and cluster.max_cpus is None:
         return
     if gpus:
         from raypar.comm.nccl.bindings import check_gpu_count
 
-        check_gpu_count(workers, max(cluster.gpus, cluster.gpus_ever or 0))
-    most = cluster.total if cluster.ever is None else max(cluster.total, cluster.ever)
+        check_gpu_count(workers, max(cluster.gpus, cluster.max_gpus or 0))
+    most = cluster.cpus if cluster.max_cpus is None else max(cluster.cpus, cluster.max_cpus)
     if workers > most:
-        scaler = "no autoscaler adds any" if cluster.ever is None else f"its autoscaler stops at {cluster.ever}"
+        scaler = "no autoscaler adds any" if cluster.max_cpus is None else f"its autoscaler stops at {cluster.max_cpus}"
         raise ClusterError(
             f"the plan needs {workers} workers of 1 CPU each{f' ({plan})' if plan else ''}, but the cluster has "
-            f"{cluster.total} CPUs on {cluster.nodes} node(s) and {scaler}",
+            f"{cluster.cpus} CPUs on {cluster.nodes} node(s) and {scaler}",
             cure=f"set plan.stages x plan.replicas x plan.shards <= {most}, add nodes, or leave the address out to run on "
             "this machine",
         )

@@ -79,7 +79,7 @@ class DriverActor:
         """Held by `start`: a client and a restarted driver may call it at the same time."""
         self.begin_again_called = False
         """Whether `begin_again` has been called."""
-        self.begun = False
+        self.has_request = False
         """Whether `start` has found or been given a request."""
         self.taking_over = False
         """Whether this driver is taking over and does not know the members yet."""
@@ -125,7 +125,7 @@ class DriverActor:
         registry = WorkerRegistry(
             pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members
         )
-        machine.membership.nodes = registry.where
+        machine.membership.nodes = registry.node_of_worker
         self.parts = parts = DriverParts(
             request=request,
             machine=machine,
@@ -144,7 +144,7 @@ class DriverActor:
         self.startup = DriverStartup(parts)
         self.generations = GenerationChange(parts)
         self.checkpoint_task = CheckpointTask(parts)
-        self.shutdown = DriverShutdown(parts, self._keep_status)
+        self.shutdown = DriverShutdown(parts, self._write_members_file)
 
     # -- called by the client ----------------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class DriverActor:
         request, and the client sends it again.
         """
         async with self.starting:
-            if self.begun:
+            if self.has_request:
                 return
             if request is not None:
                 await asyncio.to_thread(self._begin_journal, request)
@@ -164,13 +164,13 @@ class DriverActor:
             record = await asyncio.to_thread(self.journal.last_record)
             end = await asyncio.to_thread(self.journal.end)
             self._set_up(request, await asyncio.to_thread(self.journal.credential))
-            self.begun = True
+            self.has_request = True
         if end is not None:
             self.parts.machine.phase = Phase.OVER
-            self.tasks.spawn(self.shutdown.again(end))
+            self.tasks.spawn(self.shutdown.finish_former_end(end))
         elif record is not None:
             self.taking_over = True
-            self.tasks.spawn(self._go_on(record))
+            self.tasks.spawn(self._continue_run(record))
         else:
             self.tasks.spawn(self._run())
             self.tasks.spawn(self.tasks.guarded(self.startup.start()))
@@ -196,7 +196,7 @@ class DriverActor:
                     return
             await asyncio.sleep(TICK_S)
 
-    async def _go_on(self, record: MembershipRecord) -> None:
+    async def _continue_run(self, record: MembershipRecord) -> None:
         """Take over the run, then start the loop. Events that came meanwhile are handled after the takeover's own event."""
         await self.tasks.guarded(self._take_over(record))
         told = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
@@ -240,18 +240,20 @@ class DriverActor:
             while parts.machine.phase is not Phase.OVER:
                 event = await self.queue.get()
                 if isinstance(event, on.CallFailed) and event.worker is not None and isinstance(event.error, OutOfMemory):
-                    event = replace(event, error=await asyncio.to_thread(parts.calls.explained, event.worker, event.error))
+                    event = replace(
+                        event, error=await asyncio.to_thread(parts.calls.explain_out_of_memory, event.worker, event.error)
+                    )
                 if isinstance(event, on.CallFailed) and event.kind == "lost" and event.worker is not None:
                     event = replace(event, preempted=parts.registry.preempted(event.worker, event.error))
-                    self._lost(event.worker, error_first_line(event.error), died_with_node(event.error))
+                    self._report_lost_worker(event.worker, error_first_line(event.error), died_with_node(event.error))
                 for decision in parts.machine.handle(event, time.monotonic()):
                     self._carry_out(decision)
-                self._keep_status()
+                self._write_members_file()
         except Exception as error:
             wrong = RayparError(f"the driver failed:\n{traceback.format_exc()}", cure="please report it with the lines above")
             wrong.__cause__ = error
             self.tasks.spawn(
-                self.shutdown.end(do.Teardown("failed", str(error), parts.machine.progress.emitted, wrong), self.step_calls)
+                self.shutdown.end_run(do.Teardown("failed", str(error), parts.machine.progress.emitted, wrong), self.step_calls)
             )
 
     async def _tick(self) -> None:
@@ -264,13 +266,13 @@ class DriverActor:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             late_s = now - before - TICK_S
-            crowding = parts.registry.crowding
-            crowding.report("driver", thread_cpu_wait_s(threading.get_native_id()), now)
+            cpu_wait = parts.registry.cpu_wait
+            cpu_wait.report("driver", thread_cpu_wait_s(threading.get_native_id()), now)
             if late_s > TICK_S:
                 self.queue.put_nowait(on.Tick(stalled_s=late_s))
             else:
                 self.queue.put_nowait(
-                    on.Tick(crowding.uncounted_s(now, before), parts.registry.unheard(), parts.registry.ended())
+                    on.Tick(cpu_wait.uncounted_s(now, before), parts.registry.unheard_workers(), parts.registry.ended_workers())
                 )
             limit = parts.request.max_time_s
             if limit is not None and now - start > limit:
@@ -286,31 +288,36 @@ class DriverActor:
         generation, seen = parts.machine.membership.generation, parts.side_effects.seen
         match decision.action:
             case do.RunStep(step, cut):
-                trace = step in parts.request.trace
+                trace = step in parts.request.traced_steps
                 self.step_calls += len(parts.machine.membership.members)
                 parts.calls.call_all(
                     lambda w: w.step.remote(generation, step, trace, cut),
-                    lambda number, report: parts.reports.stepped(number, generation, step, self._warn(number, report)),
+                    lambda number, report: parts.reports.keep_step_report(
+                        number, generation, step, self._show_warnings(number, report)
+                    ),
                 )
             case do.WriteJournal(step):
-                parts.reports.commit(step)
-                facts = {"time": time.time(), **parts.reports.brief(step)}
+                parts.reports.mark_committed(step)
+                facts = {"time": time.time(), **parts.reports.merged_report(step)}
                 parts.side_effects.perform(lambda: self.journal.commit(step, facts), lambda _: on.StepJournalled(step))
             case do.EmitStep(step):
-                reports, fresh = parts.reports.emit(step), step == self.generations.resumed_at
+                reports, fresh = parts.reports.take_reports(step), step == self.generations.first_step
                 parts.side_effects.perform(
-                    lambda: parts.recorder.step(step, reports, fresh=fresh), lambda stop: seen(on.StepEmitted(step, stop))
+                    lambda: parts.recorder.record_step(step, reports, fresh=fresh),
+                    lambda stop: seen(on.StepEmitted(step, stop)),
                 )
             case do.Validate(done):
                 parts.reports.validations = {}
                 parts.calls.call_all(
                     lambda w: w.validate.remote(generation, done),
-                    lambda number, report: parts.reports.validated(number, generation, done, self._warn(number, report)),
+                    lambda number, report: parts.reports.keep_validation_report(
+                        number, generation, done, self._show_warnings(number, report)
+                    ),
                 )
             case do.EmitValidation(done):
                 found = list(parts.reports.validations.values())
                 parts.side_effects.perform(
-                    lambda: parts.recorder.validation(done, found), lambda stop: seen(on.ValidationEmitted(done, stop))
+                    lambda: parts.recorder.record_validation(done, found), lambda stop: seen(on.ValidationEmitted(done, stop))
                 )
             case do.StartCheckpoint(done):
                 self.tasks.spawn(self.checkpoint_task.save(done))
@@ -323,7 +330,7 @@ class DriverActor:
             case do.TellUser(text):
                 parts.side_effects.note("note", text=text)
             case do.ReportStraggler():
-                self._straggles(decision.action)
+                self._report_straggler(decision.action)
             case _:
                 self._change_membership(decision)
 
@@ -332,86 +339,88 @@ class DriverActor:
         parts = self.parts
         match decision.action:
             case do.StartWorker(worker):
-                self.tasks.spawn(self._hire(worker))
+                self.tasks.spawn(self._start_worker(worker))
             case do.ReportFirstStepAfterRecovery():
-                self.generations.resumed(decision.action)
+                self.generations.report_first_step(decision.action)
             case do.ClaimGeneration(number):
                 parts.side_effects.note("recovering", text=decision.reason, generation=number)
-                self.tasks.spawn(self.generations.claim(number))
+                self.tasks.spawn(self.generations.claim_generation(number))
             case do.FenceWorkers(number, workers):
                 for worker in workers:
-                    self.generations.fence(number, worker, decision.reason)
+                    self.generations.fence_worker(number, worker, decision.reason)
             case do.ApplyKeptGradients():
-                self.generations.settle(decision.action)
+                self.generations.apply_kept_gradients(decision.action)
             case do.ChoosePlan(number, workers):
-                self.tasks.spawn(self.generations.choose(number, workers))
+                self.tasks.spawn(self.generations.choose_plan(number, workers))
             case do.AdoptPlan():
-                self.tasks.spawn(self.generations.adopt(decision.action, decision.reason))
+                self.tasks.spawn(self.generations.adopt_plan(decision.action, decision.reason))
             case do.CompareReplayedStep(step, doubted):
                 self._check_replay(step, doubted)
                 self.feed.tell("replay", step=step + 1, until=parts.machine.progress.journalled)
             case do.KillWorker(worker, why):
                 if why == "drained":
                     text = f"worker {worker} has left: {decision.reason}"
-                    parts.side_effects.note("left", text=text, **parts.registry.who(worker))
+                    parts.side_effects.note("left", text=text, **parts.registry.worker_facts(worker))
                     parts.registry.dismiss(worker)
                 else:
-                    parts.registry.suspect(worker)
-                    self._lost(worker, membership_event_text.describe_why_worker_given_up(why))
+                    parts.registry.avoid_suspect_node_of(worker)
+                    self._report_lost_worker(worker, membership_event_text.describe_why_worker_given_up(why))
             case do.Teardown():
-                self.tasks.spawn(self.shutdown.end(decision.action, self.step_calls))
+                self.tasks.spawn(self.shutdown.end_run(decision.action, self.step_calls))
             case _:
                 raise TypeError(f"the driver cannot carry out {decision.action!r}")
 
     # -- workers that come and go --------------------------------------------------------------------------------------------
 
-    async def _hire(self, number: int) -> None:
+    async def _start_worker(self, number: int) -> None:
         """Start one more worker, under a number that no other worker ever gets."""
         parts = self.parts
         request = parts.request
-        await asyncio.to_thread(self.journal.hired, number)
+        await asyncio.to_thread(self.journal.store_worker_number, number)
         text = f"a worker is wanted: worker {number} starts as soon as there is room"
         parts.side_effects.note("hiring", text=text, worker=number)
-        await parts.registry.hire(number, request.spec, request.host, request.orphan_timeout_s, request.start_deadline_s)
+        await parts.registry.start_worker(
+            number, request.spec, request.listen_host, request.orphan_timeout_s, request.start_deadline_s
+        )
 
-    def _lost(self, number: int, why: str, with_node: bool = False) -> None:
+    def _report_lost_worker(self, number: int, why: str, with_node: bool = False) -> None:
         """Report a lost worker, once, and its node if that is lost too; remove what is left of the worker."""
         parts = self.parts
         if number not in parts.pool.workers:
             return
-        coordinate, who = parts.calls.coordinate(number), parts.registry.who(number)
+        coordinate, who = parts.calls.coordinate(number), parts.registry.worker_facts(number)
         parts.side_effects.note("lost", **membership_event_text.worker_lost_event(coordinate, who, why))
         parts.registry.dismiss(number)
-        node = parts.registry.fell(number, with_node)
+        node = parts.registry.note_lost_worker(number, with_node)
         if node is not None:
             parts.side_effects.note("node", **node)
 
-    def _straggles(self, found: do.ReportStraggler) -> None:
+    def _report_straggler(self, found: do.ReportStraggler) -> None:
         """Report a straggler. If it has to leave, the worker in its place is started on another node."""
         parts = self.parts
-        coordinate, who = parts.calls.coordinate(found.worker), parts.registry.who(found.worker)
+        coordinate, who = parts.calls.coordinate(found.worker), parts.registry.worker_facts(found.worker)
         if found.leaves and not found.over:
-            parts.registry.slow(found.worker)
+            parts.registry.avoid_slow_node_of(found.worker)
         facts = {"times": round(found.times, 2), "steps": found.steps, "over": found.over, "leaves": found.leaves}
         text = membership_event_text.straggler_text(found, coordinate, who)
         parts.side_effects.note("straggler", text=text, coordinate=coordinate, **facts, **who)
 
     # -- what the user sees ----------------------------------------------------------------------------------------------------
 
-    def _warn(self, number: int, report: Report) -> Report:
+    def _show_warnings(self, number: int, report: Report) -> Report:
         """Show the warnings in a worker's report that no other worker has given; returns the report."""
         parts = self.parts
-        for line in parts.reports.warnings(report):
+        for line in parts.reports.new_warnings(report):
             parts.side_effects.note("warning", text=f"{parts.calls.coordinate(number)}: {line}")
         return report
 
     def _check_replay(self, step: int, doubted: bool) -> None:
         """Compare a replayed step with its first execution; `doubted`: the first one may have been wrong, so only warn."""
         parts = self.parts
-        changed = parts.reports.changed(step)
-        if changed is None:
+        difference = parts.reports.replay_difference(step)
+        if difference is None:
             return
-        before, found = changed
+        before, found = difference
         if doubted:
             parts.side_effects.note(
                 "warning", text=f"step {step + 1}: (loss, norm) {before} was seen, {found} is right from now on"
@@ -424,9 +433,13 @@ class DriverActor:
             )
             self.queue.put_nowait(on.CallFailed("error", error))
 
-    def _keep_status(self) -> None:
+    def _write_members_file(self) -> None:
         """Write members.json if anything in it has changed."""
         parts = self.parts
-        text = None if self.taking_over else self.members_text.changed(parts.machine, parts.registry.who, parts.plans.schedule)
+        text = (
+            None
+            if self.taking_over
+            else self.members_text.text_if_changed(parts.machine, parts.registry.worker_facts, parts.plans.schedule)
+        )
         if text is not None:
-            parts.side_effects.aside(parts.recorder.keep_status, text)
+            parts.side_effects.aside(parts.recorder.write_members_file, text)

@@ -25,10 +25,10 @@ class DriverShutdown:
     """Ends the run on the cluster and this driver with it."""
 
     parts: DriverParts
-    keep_status: Callable[[], None]
+    write_members_file: Callable[[], None]
     """Writes members.json."""
 
-    async def end(self, teardown: do.Teardown, step_calls: int) -> None:
+    async def end_run(self, teardown: do.Teardown, step_calls: int) -> None:
         """Remove everything, tell the client, and exit once the client has seen the end or is gone."""
         parts = self.parts
         facts = {
@@ -47,18 +47,18 @@ class DriverShutdown:
         except Exception as error:
             parts.feed.tell("warning", text=f"not every worker could be removed: {error}")
         try:
-            await parts.side_effects.awaited(lambda: parts.recorder.end(teardown, step_calls))
+            await parts.side_effects.awaited(lambda: parts.recorder.record_end(teardown, step_calls))
         except Exception as error:
             parts.feed.tell("warning", text=f"the end of the run could not be recorded: {error}")
-        self.keep_status()
+        self.write_members_file()
         await parts.side_effects.awaited(lambda: None)
         parts.feed.pass_on(parts.recorder.new_events())
         await self._leave(facts)
 
-    async def again(self, facts: dict[str, Any]) -> None:
+    async def finish_former_end(self, facts: dict[str, Any]) -> None:
         """Finish the end that a former driver had begun when it was killed; a failing part does not stop the others."""
         parts = self.parts
-        for work in (lambda: remove_leftover_placement_groups(parts.pool.run), lambda: parts.recorder.finish(facts)):
+        for work in (lambda: remove_leftover_placement_groups(parts.pool.run), lambda: parts.recorder.record_former_end(facts)):
             try:
                 await asyncio.to_thread(work)
             except Exception as error:

@@ -41,23 +41,23 @@ class DriverStartup:
         if swept:
             parts.feed.tell("warning", text=f"removed {swept} placement groups that an earlier driver of this run had left")
         await parts.pool.reserve(plan, request.wait_for_workers_s, lambda text: parts.feed.tell("waiting", text=text))
-        await asyncio.to_thread(parts.journal.hired, plan.world - 1)
+        await asyncio.to_thread(parts.journal.store_worker_number, plan.world - 1)
         for number in range(plan.world):
-            parts.pool.hire(number, request.spec, request.host, request.orphan_timeout_s)
+            parts.pool.start_worker(number, request.spec, request.listen_host, request.orphan_timeout_s)
         hellos: dict[int, WorkerHello] = await self._everybody(lambda number, w: w.hello.remote(), "start")
         for number, hello in hellos.items():
-            parts.registry.met(number, hello)
-            await asyncio.to_thread(parts.journal.met, number, hello)
-        nodes = parts.registry.nodes(hellos)
+            parts.registry.add_started_worker(number, hello)
+            await asyncio.to_thread(parts.journal.store_hello, number, hello)
+        nodes = parts.registry.nodes_of_workers(hellos)
         members = spread_replicas_over_nodes(plan, nodes) if len(hellos) == plan.world else tuple(range(plan.world))
         parts.machine.membership.members = members
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
         text = f"{len(hellos)} workers on {len(set(nodes.values()))} node(s), pids {pids}"
-        parts.side_effects.note("started", text=text, workers=[parts.registry.who(n) for n in members])
-        parts.side_effects.aside(recorder.seat, plan, [hellos[n].node[:8] for n in members if n in hellos])
-        for line in recorder.meet(list(hellos.values())):
+        parts.side_effects.note("started", text=text, workers=[parts.registry.worker_facts(n) for n in members])
+        parts.side_effects.aside(recorder.note_generation, plan, [hellos[n].node[:8] for n in members if n in hellos])
+        for line in recorder.compare_fingerprints(list(hellos.values())):
             parts.side_effects.note("warning", text=line)
-        await parts.side_effects.awaited(recorder.begin)
+        await parts.side_effects.awaited(recorder.start_callbacks)
         await asyncio.to_thread(parts.journal.record, MembershipRecord(1, plan, members, request.schedule_name))
         if len(hellos) < plan.world:
             return None
@@ -85,7 +85,7 @@ class DriverStartup:
                 raise different
         megabytes = ", ".join(f"{described[n]['bytes'] / 1e6:.1f}" for n in members)
         parts.feed.tell("built", text=f"stages built and connected; parameters by worker in MB: {megabytes}")
-        await parts.side_effects.awaited(recorder.clock)
+        await parts.side_effects.awaited(recorder.restart_step_timer)
         return on.WorkersReady()
 
     async def _everybody(self, call: Callable[[int, Any], Any], what: str) -> dict[int, Any]:
@@ -115,7 +115,7 @@ class DriverStartup:
         for kind in blamed:
             for number, failure in failed.items():
                 if failure.kind == kind:
-                    raise await asyncio.to_thread(parts.calls.explained, number, failure.error)
+                    raise await asyncio.to_thread(parts.calls.explain_out_of_memory, number, failure.error)
         for number, failure in failed.items():  # a worker that died once it had built is known by this only
             generation = None if failure.kind == "lost" else 1
             parts.tasks.post(on.CallFailed(failure.kind, failure.error, number, generation))
@@ -136,28 +136,30 @@ class DriverStartup:
         workers = dict(parts.pool.workers)
         for number, hello in (await asyncio.to_thread(parts.journal.hellos)).items():
             if number in workers or number in record.members:
-                parts.registry.met(number, hello)
+                parts.registry.add_started_worker(number, hello)
         starting = tuple(n for n in workers if n not in parts.registry.hellos)
         for number in starting:
-            parts.tasks.spawn(parts.registry.welcome(number, workers[number], request.start_deadline_s))
+            parts.tasks.spawn(parts.registry.await_hello(number, workers[number], request.start_deadline_s))
         parts.plans.schedules[record.plan] = record.schedule
         seen = await parts.side_effects.awaited(recorder.take_over)  # in its thread, which alone writes these files
-        parts.reports.outcomes, parts.reports.journalled = dict(seen.outcomes), dict(seen.unseen)
+        parts.reports.outcomes, parts.reports.in_journal = dict(seen.outcomes), dict(seen.unseen)
         parts.feed.pass_on(recorder.new_events())
-        generation = await asyncio.to_thread(parts.journal.claimed)
-        hired = max(await asyncio.to_thread(parts.journal.numbers), *(n + 1 for n in (*workers, *record.members)))
+        generation = await asyncio.to_thread(parts.journal.newest_claimed_generation)
+        numbers_given = max(
+            await asyncio.to_thread(parts.journal.count_worker_numbers), *(n + 1 for n in (*workers, *record.members))
+        )
         found = len(workers) - len(starting)
         text = f"the driver was lost; a new one has found {found} workers and goes on after step {seen.steps}"
         parts.side_effects.note("driver", text=text, generation=generation, step=seen.steps)
         for rank, number in enumerate(record.members):
             if number not in workers and number not in seen.lost:
-                who = parts.registry.who(number)
+                who = parts.registry.worker_facts(number)
                 why = "it died while there was no driver"
                 parts.side_effects.note(
                     "lost", **membership_event_text.worker_lost_event(record.plan.coordinate(rank), who, why)
                 )
         # Not waited for: what callbacks import may take seconds, and the workers can begin without them.
-        parts.side_effects.perform(recorder.begin, lambda _: on.Tick())
+        parts.side_effects.perform(recorder.start_callbacks, lambda _: on.Tick())
         return on.DriverFailover(
             tuple(workers),
             generation,
@@ -167,6 +169,6 @@ class DriverStartup:
             seen.validated,
             seen.saved,
             starting,
-            hired,
+            numbers_given,
             None if seen.last_s is None else max(0.0, time.time() - seen.last_s),
         )

@@ -25,16 +25,16 @@ class GenerationChange:
     """Claims a generation, releases the workers from the former one, and gives each its part of the new plan."""
 
     parts: DriverParts
-    order: do.AdoptPlan | None = None
+    last_order: do.AdoptPlan | None = None
     """The order of this driver's last generation."""
-    resumed_at: int = -1
+    first_step: int = -1
     """The first step of the present generation."""
-    schedule: str | None = None
+    reported_schedule: str | None = None
     """The schedule of the last generation reported to the user."""
-    plan: ParallelPlan | None = None
+    reported_plan: ParallelPlan | None = None
     """The plan of that generation."""
 
-    async def claim(self, generation: int) -> None:
+    async def claim_generation(self, generation: int) -> None:
         """Claim `generation` in the journal; not in the thread of the callbacks, which may take long."""
         parts = self.parts
         try:
@@ -44,41 +44,44 @@ class GenerationChange:
         else:
             parts.tasks.post(on.GenerationClaimed(generation, ok))
 
-    def fence(self, generation: int, number: int, reason: str) -> None:
+    def fence_worker(self, generation: int, number: int, reason: str) -> None:
         """Tell a worker of a new generation while its step runs, so that it stops; then ask for its status once it has."""
         parts = self.parts
-        worker, heard = parts.pool.workers[number], parts.reports.heard
-        parts.calls.call(number, generation, worker.hear.remote(generation, reason), lambda number, _: on.Tick())
+        worker, keep_reports = parts.pool.workers[number], parts.reports.keep_reports_from_status
+        parts.calls.call(number, generation, worker.announce_generation.remote(generation, reason), lambda number, _: on.Tick())
         parts.calls.call(
-            number, generation, worker.stand.remote(generation), lambda _, s: on.WorkerStatusReported(generation, heard(s))
+            number,
+            generation,
+            worker.report_status.remote(generation),
+            lambda _, status: on.WorkerStatusReported(generation, keep_reports(status)),
         )
 
-    def settle(self, order: do.ApplyKeptGradients) -> None:
+    def apply_kept_gradients(self, order: do.ApplyKeptGradients) -> None:
         """Have the workers that are a step behind apply the gradients they have kept."""
         parts = self.parts
-        heard = parts.reports.heard
+        keep_reports = parts.reports.keep_reports_from_status
         for number in order.workers:
-            ref = parts.pool.workers[number].settle.remote(order.generation, order.step, order.outcome)
+            ref = parts.pool.workers[number].apply_kept_gradients.remote(order.generation, order.step, order.outcome)
             parts.calls.call(
-                number, order.generation, ref, lambda _, stand: on.KeptGradientsApplied(order.generation, heard(stand))
+                number, order.generation, ref, lambda _, status: on.KeptGradientsApplied(order.generation, keep_reports(status))
             )
 
-    async def choose(self, generation: int, workers: int) -> None:
+    async def choose_plan(self, generation: int, workers: int) -> None:
         """Choose the plan for so many workers."""
         parts = self.parts
         now = parts.machine.membership.plan
         parts.tasks.post(await asyncio.to_thread(parts.plans.choose, generation, workers, now))
 
-    async def adopt(self, order: do.AdoptPlan, reason: str) -> None:
+    async def adopt_plan(self, order: do.AdoptPlan, reason: str) -> None:
         """Lower the plan; have every worker connect, exchange state and build its stages."""
         parts = self.parts
         request, plan = parts.request, order.plan
-        parts.reports.forget()
+        parts.reports.drop_uncommitted()
         assignments = await asyncio.to_thread(parts.plans.assignments, plan)
         schedule = parts.plans.schedule(plan)
-        if self.schedule is None or self.plan is None:
-            self.plan = parts.machine.membership.plan or request.plan
-            self.schedule = parts.plans.schedule(self.plan)
+        if self.reported_schedule is None or self.reported_plan is None:
+            self.reported_plan = parts.machine.membership.plan or request.plan
+            self.reported_schedule = parts.plans.schedule(self.reported_plan)
         await asyncio.to_thread(parts.journal.record, MembershipRecord(order.generation, plan, order.members, schedule))
         workers = (*order.members, *order.sources)
         for number in workers:
@@ -92,8 +95,8 @@ class GenerationChange:
         load = None
         if order.load and order.done:
             load = str(parts.recorder.checkpoint_path or request.resume)
-        self.order = order
-        parts.side_effects.aside(parts.recorder.seat, plan, [node[:8] for node in nodes])
+        self.last_order = order
+        parts.side_effects.aside(parts.recorder.note_generation, plan, [node[:8] for node in nodes])
         text = f"generation {order.generation}: {membership_event_text.describe_generation(order)}; {reason}"
         parts.side_effects.note("recovering", text=text, **membership_event_text.generation_facts(order, schedule))
         initial = InitialDigestCheck()
@@ -120,29 +123,29 @@ class GenerationChange:
             )
             parts.calls.call(number, order.generation, ref, adopted)
 
-    def resumed(self, found: do.ReportFirstStepAfterRecovery) -> None:
+    def report_first_step(self, found: do.ReportFirstStepAfterRecovery) -> None:
         """Report the new generation to the user: its first step is committed."""
         parts = self.parts
-        self.resumed_at = found.step
-        order = self.order
+        self.first_step = found.step
+        order = self.last_order
         if order is None:
             return
         schedule = parts.plans.schedule(order.plan)
         text = membership_event_text.recovery_finished_text(order, found.seconds, found.again)
         told: dict[str, Any] = {"text": text, "pause_s": found.seconds, "again": found.again}
-        if schedule != self.schedule:
-            told |= {"schedule_was": self.schedule, "schedule_why": parts.plans.why(order.plan)}
-            self.schedule = schedule
-        if self.plan is not None and membership_event_text.shard_count_by_layer(
-            self.plan
+        if schedule != self.reported_schedule:
+            told |= {"schedule_was": self.reported_schedule, "schedule_why": parts.plans.why(order.plan)}
+            self.reported_schedule = schedule
+        if self.reported_plan is not None and membership_event_text.shard_count_by_layer(
+            self.reported_plan
         ) != membership_event_text.shard_count_by_layer(order.plan):
-            told["shards_was"] = membership_event_text.format_shards(self.plan)
-        self.plan = order.plan
+            told["shards_was"] = membership_event_text.format_shards(self.reported_plan)
+        self.reported_plan = order.plan
         parts.side_effects.note("generation", **told, **membership_event_text.generation_facts(order, schedule))
-        parts.side_effects.aside(parts.recorder.plan_changed, order.plan, schedule)
-        parts.tasks.spawn(self._prepare(len(order.members)))
+        parts.side_effects.aside(parts.recorder.write_plan_file, order.plan, schedule)
+        parts.tasks.spawn(self._search_next_plan(len(order.members)))
 
-    async def _prepare(self, workers: int) -> None:
+    async def _search_next_plan(self, workers: int) -> None:
         """Find the plan for one worker less before it is needed."""
         if workers > 1:
             await asyncio.to_thread(self.parts.plans.prepare, workers - 1)

@@ -79,16 +79,16 @@ class Journal:
         if step >= KEPT_STEPS:
             _internal_kv_del(f"{self.prefix}step/{step - KEPT_STEPS}")
 
-    def committed(self) -> list[int]:
+    def committed_steps(self) -> list[int]:
         """The last committed steps, ascending; older ones have been deleted."""
         return sorted(self._numbers("step"))
 
-    def facts(self, step: int) -> Any:
+    def step_report(self, step: int) -> Any:
         """The report given to `commit` for this step; None if the journal does not have it (any more)."""
         value = _internal_kv_get(f"{self.prefix}step/{step}")
         return None if value is None else pickle.loads(value)[1]
 
-    def validated(self, done: int, line: dict[str, Any]) -> None:
+    def store_validation(self, done: int, line: dict[str, Any]) -> None:
         """Store the metrics line of the validation after `done` steps; remove old lines."""
         _internal_kv_put(f"{self.prefix}validation/{done}", pickle.dumps(line), overwrite=True)
         if not self._validations:
@@ -103,7 +103,7 @@ class Journal:
         return sorted(self._numbers("validation"))
 
     def validation(self, done: int) -> dict[str, Any] | None:
-        """The metrics line given to `validated`; None if the journal does not have it."""
+        """The metrics line given to `store_validation`; None if the journal does not have it."""
         value = _internal_kv_get(f"{self.prefix}validation/{done}")
         return None if value is None else pickle.loads(value)
 
@@ -138,21 +138,21 @@ class Journal:
                 return found
         return None
 
-    def claimed(self) -> int:
+    def newest_claimed_generation(self) -> int:
         """The newest generation that any driver has claimed; 1 is the first driver's."""
         return max(self._numbers("generation"), default=1)
 
     # -- workers -----------------------------------------------------------------------------------------------------------
 
-    def hired(self, number: int) -> None:
+    def store_worker_number(self, number: int) -> None:
         """Store that `number` has been given to a worker; no other worker ever gets it."""
         _internal_kv_put(f"{self.prefix}hired", str(number + 1).encode(), overwrite=True)
 
-    def numbers(self) -> int:
+    def count_worker_numbers(self) -> int:
         """How many worker numbers have been given."""
         return int(_internal_kv_get(f"{self.prefix}hired") or 0)
 
-    def met(self, number: int, hello: WorkerHello) -> None:
+    def store_hello(self, number: int, hello: WorkerHello) -> None:
         """Store the hello of a worker that has started, so that a new driver knows the worker."""
         _internal_kv_put(f"{self.prefix}hello/{number}", pickle.dumps(hello), overwrite=True)
 

@@ -73,21 +73,21 @@ class RunRecorder:
         """Events for the client since the last `new_events`."""
         self.metrics = JsonlFile(run.metrics, self._say, journal)
         self.events = JsonlFile(run.events, self._say, journal, mirrored=True)
-        self._seconds: deque[float] = deque(maxlen=50)
+        self._step_seconds: deque[float] = deque(maxlen=50)
         """Durations of the last steps, for the time that is left."""
-        self.traced: dict[str, Any] | None = None
+        self.traced_step: dict[str, Any] | None = None
         """The last measured step: its number, spans, ledger and nodes."""
-        self.replanned = True
-        """Whether the plan differs from the picture's, or is not known yet (`seat`)."""
+        self.plan_differs_from_picture = True
+        """Whether the plan differs from the picture's, or is not known yet (`note_generation`)."""
         self.callbacks: Any = None
-        """The user's callbacks; None before `begin`."""
+        """The user's callbacks; None before `start_callbacks`."""
         self._guard: EnvironmentGuard | None = None
         """Guards the state of the driver's process, where callbacks run."""
         self._with_torch = False
         """Whether `_guard` covers PyTorch's state too."""
         self.nodes: list[str] = []
         """By rank: the node of the worker in that seat."""
-        self._last: dict[str, Any] = {}
+        self._last_loss_and_norm: dict[str, Any] = {}
         """Loss and norm of the last step, for a checkpoint's manifest."""
         self.checkpoint_path: Path | None = None
         """The last checkpoint."""
@@ -99,16 +99,16 @@ class RunRecorder:
         events, self._new_events = self._new_events, []
         return events
 
-    def meet(self, hellos: Sequence[WorkerHello]) -> list[str]:
+    def compare_fingerprints(self, hellos: Sequence[WorkerHello]) -> list[str]:
         """Warnings for differences between the workers' fingerprints."""
         return [
             f"not bitwise: the workers differ in {line}"
             for line in describe_fingerprint_differences([h.fingerprint for h in hellos])
         ]
 
-    def seat(self, plan: ParallelPlan, nodes: Sequence[str]) -> None:
+    def note_generation(self, plan: ParallelPlan, nodes: Sequence[str]) -> None:
         """Note that a generation with this plan begins; `nodes[rank]` is the node of the worker in that seat."""
-        self.replanned, self.nodes = plan != self.request.plan, list(nodes)
+        self.plan_differs_from_picture, self.nodes = plan != self.request.plan, list(nodes)
 
     def take_over(self) -> RecordedProgress:
         """Continue the run folder of a former driver, which may have been damaged since; returns what the user has seen.
@@ -116,7 +116,7 @@ class RunRecorder:
         The client is sent again what it may have missed.
         """
         first, journal = self.request.policy.first, self.journal
-        known = [] if journal is None else journal.committed()
+        known = [] if journal is None else journal.committed_steps()
         events = self.events.open()
         rebuilt: list[int] = []
         lines = self.metrics.open(lambda found: self._completed(found, known, rebuilt))
@@ -129,13 +129,13 @@ class RunRecorder:
         validations = [line for line in lines if "validation_loss" in line]
         path, _ = checkpoint_files.latest_usable_checkpoint(self.folder / "checkpoints")
         self.checkpoint_path = path
-        self._seconds.extend(line["seconds"] for line in steps[-50:])
+        self._step_seconds.extend(line["seconds"] for line in steps[-50:])
         for line in lines[-RETOLD:]:
             facts = {key: value for key, value in line.items() if key != "time"}
             if "loss" in line:
                 facts |= {key: math.nan for key in ("loss", "norm") if facts.get(key) is None}
                 facts |= {key: 0.0 for key in ("count", "bubble") if facts.get(key) is None}
-                eta_s = (self.request.policy.end - line["step"]) * statistics.median(self._seconds)
+                eta_s = (self.request.policy.end - line["step"]) * statistics.median(self._step_seconds)
                 self._new_events.append({"kind": "step", **facts, "eta_s": eta_s})
             else:
                 loss = facts["validation_loss"]
@@ -149,7 +149,7 @@ class RunRecorder:
             text = f"{self.metrics.path} lacked the lines of {lacking}: they are written again from the journal"
             self._warn(text, "leave the files of a run alone while it trains")
         self._tell_gaps(lines, first, seen)
-        unseen = {} if journal is None else {step: journal.facts(step) for step in known if step >= seen}
+        unseen = {} if journal is None else {step: journal.step_report(step) for step in known if step >= seen}
         return RecordedProgress(
             steps=seen,
             outcomes={
@@ -174,7 +174,7 @@ class RunRecorder:
         by_place = {jsonl_line_sort_key(line): line for line in found if line["step"] <= last}
         there = {line["step"]: line for line in by_place.values() if "loss" in line}
         newest = [step for step in known if step + 1 in there][-COMPARED:]
-        wrong = [step for step in newest if not metrics_line_matches_journal(there[step + 1], self.journal.facts(step))]
+        wrong = [step for step in newest if not metrics_line_matches_journal(there[step + 1], self.journal.step_report(step))]
         if newest and wrong == newest:  # another run's: nothing in it can be trusted
             by_place = {place: line for place, line in by_place.items() if line["step"] <= first}
             there = {}
@@ -185,7 +185,7 @@ class RunRecorder:
         for step in known:
             line = there.get(step + 1)
             if (line is None and step < seen) or (line is not None and wrong):
-                facts = self.journal.facts(step)
+                facts = self.journal.step_report(step)
                 if facts is not None and (line is None or not metrics_line_matches_journal(line, facts)):
                     rebuilt.append(step + 1)
                     again = {"time": facts["time"], **self._metrics(step, facts, facts["seconds"])}
@@ -217,7 +217,7 @@ class RunRecorder:
         """Show a line without writing it to events.jsonl."""
         self._new_events.append({"kind": kind, "text": text})
 
-    def clock(self) -> None:
+    def restart_step_timer(self) -> None:
         """Start measuring the next step's time."""
         self._last_s = time.monotonic()
 
@@ -230,16 +230,16 @@ class RunRecorder:
 
     # -- steps -------------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def start_callbacks(self) -> None:
         """Load the callbacks and call `on_start`; the workers have started."""
         guard = self._guard_of_callbacks()
         with guard.watching("a module of the callbacks"):
             self.callbacks = pickle.loads(self.request.callbacks)
         self._warn_of_what_is_left(guard)
-        self.clock()
+        self.restart_step_timer()
         self._call("on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.policy.first + 1})
 
-    def step(self, step: int, reports: Mapping[int, Mapping[str, Any]], *, fresh: bool = False) -> str | None:
+    def record_step(self, step: int, reports: Mapping[int, Mapping[str, Any]], *, fresh: bool = False) -> str | None:
         """Write the metrics of a committed step and call its callbacks; the reason to stop, if a callback gave one.
 
         `fresh`: the first step of a new generation, whose time does not include the pause before it.
@@ -249,20 +249,25 @@ class RunRecorder:
         wall, self._last_s = now - self._last_s, now
         longest = brief["seconds"]
         if not longest:  # found applied by a new driver, and reported to none
-            wall = statistics.median(self._seconds) if self._seconds else wall
+            wall = statistics.median(self._step_seconds) if self._step_seconds else wall
         elif fresh or wall < longest / 2:  # before it came a pause, or steps that were written late
             wall = longest
-        self._seconds.append(wall)
+        self._step_seconds.append(wall)
         metrics = self._metrics(step, brief, wall)
         spans = [reports[rank]["spans"] for rank in sorted(reports)]
-        if step in request.trace and not self.replanned and len(reports) == request.plan.world and all(spans):
-            self.traced = {"step": step + 1, "spans": spans, "ledger": reports[0]["ledger"], "nodes": self.nodes}
-        self._last = {"loss": metrics["loss"], "norm": metrics["norm"]}
+        if (
+            step in request.traced_steps
+            and not self.plan_differs_from_picture
+            and len(reports) == request.plan.world
+            and all(spans)
+        ):
+            self.traced_step = {"step": step + 1, "spans": spans, "ledger": reports[0]["ledger"], "nodes": self.nodes}
+        self._last_loss_and_norm = {"loss": metrics["loss"], "norm": metrics["norm"]}
         stop, own = self._call("on_step", metrics)
         metrics |= own
         self._write(metrics)
         left = request.policy.end - step - 1
-        self._new_events.append({"kind": "step", **metrics, "eta_s": left * statistics.median(self._seconds)})
+        self._new_events.append({"kind": "step", **metrics, "eta_s": left * statistics.median(self._step_seconds)})
         return stop
 
     def _metrics(self, step: int, brief: Mapping[str, Any], wall: float) -> dict[str, Any]:
@@ -281,7 +286,7 @@ class RunRecorder:
         }
         return metrics | {"skipped": True} if brief["skipped"] else metrics
 
-    def validation(self, done: int, reports: Sequence[Mapping[str, Any]]) -> str | None:
+    def record_validation(self, done: int, reports: Sequence[Mapping[str, Any]]) -> str | None:
         """Write the validation loss and call its callbacks; the reason to stop, if a callback gave one.
 
         The loss is the sum over the microbatches, in their order, divided by the count.
@@ -296,7 +301,7 @@ class RunRecorder:
         stop, own = self._call("on_validation", metrics)
         metrics |= own
         if self.journal is not None:
-            self.journal.validated(done, _finite({"time": time.time(), **metrics}))
+            self.journal.store_validation(done, _finite({"time": time.time(), **metrics}))
         self._write(metrics)
         self._last_s = time.monotonic()
         self._new_events.append({"kind": "validation", **metrics})
@@ -306,11 +311,11 @@ class RunRecorder:
         """Write a line to events.jsonl."""
         self._append(self.events, facts)
 
-    def keep_status(self, text: str) -> None:
+    def write_members_file(self, text: str) -> None:
         """Replace members.json."""
         self._replace(RunFolder(self.folder).members, text)
 
-    def plan_changed(self, plan: ParallelPlan, schedule: str) -> None:
+    def write_plan_file(self, plan: ParallelPlan, schedule: str) -> None:
         """Replace plan.json by the present generation's."""
         run = RunFolder(self.folder)
         facts = {
@@ -392,12 +397,12 @@ class RunRecorder:
                         cure="set run_dir to storage that all nodes share",
                     )
             self.checkpoint_path = checkpoint_files.commit_checkpoint(
-                folder, written, steps_done=done, contract=self.request.contract, metrics=self._last
+                folder, written, steps_done=done, contract=self.request.contract, metrics=self._last_loss_and_norm
             )
         except Exception:
             checkpoint_files.discard_checkpoint(folder)  # on a full disk the next one needs its room
             raise
-        checkpoint_files.remove_old_checkpoints(self.folder / "checkpoints", self.request.keep)
+        checkpoint_files.remove_old_checkpoints(self.folder / "checkpoints", self.request.keep_checkpoints)
 
     def checkpoint_seen(self, done: int) -> None:
         """Report the checkpoint to the client and the callbacks."""
@@ -407,18 +412,18 @@ class RunRecorder:
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
-    def finish(self, facts: Mapping[str, Any]) -> None:
+    def record_former_end(self, facts: Mapping[str, Any]) -> None:
         """Record the end that a former driver had decided on (`Journal.end`), unless it is recorded already."""
         self.take_over()
         events = [json.loads(line) for line in self.events.recent.texts]
         last = next((e["kind"] for e in reversed(events) if e["kind"] in ("started", "generation", "end")), "")
         if last != "end":
             if last:
-                self.begin()
+                self.start_callbacks()
             error = None if facts["error"] is None else pickle.loads(facts["error"])
-            self.end(Teardown(facts["end"], facts["why"], facts["done"], error), None)
+            self.record_end(Teardown(facts["end"], facts["why"], facts["done"], error), None)
 
-    def end(self, teardown: Teardown, step_calls: int | None) -> None:
+    def record_end(self, teardown: Teardown, step_calls: int | None) -> None:
         """Record the end: files, pictures, last callbacks. `step_calls`: calls to workers for steps; None if not counted."""
         steps = teardown.done - self.request.policy.first
         facts = {"end": teardown.end, "why": teardown.why, "step": teardown.done}
@@ -428,9 +433,11 @@ class RunRecorder:
             self._tell_gaps(self._lines_of_metrics(), self.request.policy.first, teardown.done)
         self._append(self.events, {"kind": "end", **facts, **calls})
         self.events.close()
-        if self.traced is not None:
+        if self.traced_step is not None:
             try:
-                write_step_timeline_files(self.request, self.traced["step"], self.traced["spans"], self.traced["nodes"])
+                write_step_timeline_files(
+                    self.request, self.traced_step["step"], self.traced_step["spans"], self.traced_step["nodes"]
+                )
                 self._new_events.append({"kind": "picture", "path": str(self.folder / "swimlane.svg")})
             except OSError as error:
                 text = f"the picture could not be written ({error})\n  cure: free disk space; the run itself is not touched"

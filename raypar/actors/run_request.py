@@ -48,11 +48,11 @@ class RunRequest:
     """How a whole validation pass is cut; None without validation."""
     resume: str | None = None
     """The checkpoint folder that workers load; None for a new run."""
-    keep: int = 2
+    keep_checkpoints: int = 2
     """How many checkpoints are kept."""
-    host: str | None = None
+    listen_host: str | None = None
     """The address that workers listen on; None: their node's address."""
-    trace: Collection[int] = frozenset()
+    traced_steps: Collection[int] = frozenset()
     """Steps whose instructions are timed for the picture."""
     max_time_s: float | None = None
     """Time after which the run saves and stops."""

@@ -22,7 +22,7 @@ class StepReports:
         self.machine, self.plans = machine, plans
         self.outcomes: dict[int, tuple[float, float]] = {}
         """Step -> (loss, norm) as the user has seen them: a replayed step must give the same."""
-        self.journalled: dict[int, Report] = {}
+        self.in_journal: dict[int, Report] = {}
         """Step -> its merged report in a former driver's journal, for steps that the user may not have seen."""
         self.validations: dict[int, Any] = {}
         """Worker -> its report of the present validation."""
@@ -33,7 +33,7 @@ class StepReports:
         self._warned: set[str] = set()
         """Keys of warnings that were shown: all workers run the same code, and each reports its warnings."""
 
-    def stepped(self, number: int, generation: int, step: int, report: Report) -> on.RunEvent:
+    def keep_step_report(self, number: int, generation: int, step: int, report: Report) -> on.RunEvent:
         """Keep a worker's report of a step; the event for the run machine."""
         machine, busy_s = self.machine, None
         if generation == machine.membership.generation:
@@ -44,53 +44,53 @@ class StepReports:
         cost, digest = report["mirror_seconds"], report["digest"]
         return on.StepReported(number, step, report["seconds"], generation, cost, digest, busy_s)
 
-    def validated(self, number: int, generation: int, done: int, report: Any) -> on.RunEvent:
+    def keep_validation_report(self, number: int, generation: int, done: int, report: Any) -> on.RunEvent:
         """Keep a worker's report of a validation; the event for the run machine."""
         if generation == self.machine.membership.generation:
             self.validations[number] = report
         return on.ValidationReported(number, done, generation)
 
-    def warnings(self, report: Report) -> list[str]:
+    def new_warnings(self, report: Report) -> list[str]:
         """The warnings in a worker's report that no worker has given before."""
         fresh = [(key, line) for key, line in report.get("warnings", ()) if key not in self._warned]
         self._warned.update(key for key, _ in fresh)
         return [line for _, line in fresh]
 
-    def heard(self, stand: WorkerStatus) -> WorkerStatus:
+    def keep_reports_from_status(self, status: WorkerStatus) -> WorkerStatus:
         """The worker's status. Keeps reports of steps that the worker has applied and whose reports are not complete.
 
         The machine commits such steps, and the user sees their loss.
         """
-        for step, outcome in stand.outcomes.items():
+        for step, outcome in status.outcomes.items():
             if step >= self.machine.progress.journalled:
                 self._open[step] = {0: reconstruct_lost_report(outcome)}
-        return stand
+        return status
 
-    def commit(self, step: int) -> None:
+    def mark_committed(self, step: int) -> None:
         """Mark a step as committed and not yet seen.
 
         A former driver's report in the journal takes precedence: workers remember less of a step, and only the last steps.
         """
-        if step in self.journalled:
-            self._open[step] = {0: {**self.journalled[step], "spans": [], "ledger": {}}}
+        if step in self.in_journal:
+            self._open[step] = {0: {**self.in_journal[step], "spans": [], "ledger": {}}}
         self._unseen[step] = self._open.pop(step)
 
-    def brief(self, step: int) -> Report:
+    def merged_report(self, step: int) -> Report:
         """The merged report of a committed step that has not been seen."""
         return merge_reports(self._unseen[step])
 
-    def emit(self, step: int) -> dict[int, Report]:
+    def take_reports(self, step: int) -> dict[int, Report]:
         """The reports of a committed step by rank; marks the step as seen."""
         reports = self._unseen.pop(step)
         self.outcomes[step] = loss_and_grad_norm_of_step(reports)
         return reports
 
-    def changed(self, step: int) -> tuple[tuple[float, float], tuple[float, float]] | None:
+    def replay_difference(self, step: int) -> tuple[tuple[float, float], tuple[float, float]] | None:
         """(loss, norm) of a replayed step as seen before and as found now; None if they are equal."""
         found, before = loss_and_grad_norm_of_step(self._open.pop(step)), self.outcomes.get(step)
         return None if before is None or repr(found) == repr(before) else (before, found)  # NaN is equal to NaN here
 
-    def forget(self) -> None:
+    def drop_uncommitted(self) -> None:
         """Drop the reports of steps that are not committed."""
         self._open.clear()
 

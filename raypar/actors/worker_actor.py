@@ -53,20 +53,20 @@ class WorkerActor:
         self.working_dir = WorkingDirGuard()
         """Keeps the current directory valid."""
         self.spec: Any = None
-        """The `JobSpec`; None, like all that follows to `mesh`, before `hello`."""
+        """The `JobSpec`; None, like all that follows to `endpoint`, before `hello`."""
         self.host = host
         """The address to listen on; None: the node's address."""
         self.core: Any = None
         """The `WorkerCore`: stages, transport, data."""
-        self.guard: Any = None
+        self.torch_guard: Any = None
         """The `TorchStateGuard` around user code."""
-        self.body: Any = None
+        self.elastic_worker: Any = None
         """The core as the elastic protocol sees it (`ElasticWorker`)."""
-        self.member: Any = None
+        self.generation_guard: Any = None
         """What this worker may do in which generation (`GenerationGuard`)."""
         self.backend: Any = None
         """The kind of device this worker computes on, and what goes with it (`DeviceBackend`)."""
-        self.mesh: Any = None
+        self.endpoint: Any = None
         """Makes the connections to other workers, generation by generation."""
         self.heard_s = time.monotonic()
         """When the driver last called."""
@@ -74,11 +74,11 @@ class WorkerActor:
         """How long this worker lives without a call of its driver."""
         self.doing = "starting"
         """What the worker does, in words."""
-        self.said: WorkerHello | None = None
+        self.hello_sent: WorkerHello | None = None
         """Its hello, for a new driver that asks again."""
-        self.lifeline: LivenessListener | None = None
+        self.liveness_listener: LivenessListener | None = None
         """Shows the driver that this process exists."""
-        self.computes = 0
+        self.step_thread_id = 0
         """Native id of the thread that executes steps; 0 before the first step."""
         self.leaving = False
         """Whether this process was asked to end (SIGTERM)."""
@@ -94,11 +94,11 @@ class WorkerActor:
 
         `joining`: during a run, where the other workers would wait for anything that is left to do.
         """
-        return self._guard(LOADING, lambda: self._hello(joining))
+        return self._run_call(LOADING, lambda: self._hello(joining))
 
     def _hello(self, joining: bool) -> WorkerHello:
-        if self.said is not None:
-            return self.said  # to a new driver
+        if self.hello_sent is not None:
+            return self.hello_sent  # to a new driver
         with self.working_dir.elsewhere():
             import torch
 
@@ -111,25 +111,25 @@ class WorkerActor:
         from raypar.worker.worker_core import WorkerCore
 
         keep_freed_memory()
-        self.guard = guard = TorchStateGuard(threads=1)
+        self.torch_guard = guard = TorchStateGuard(threads=1)
         with guard.watching("a module that the job names"):
             self.spec = pickle.loads(self.pickled_spec)
         torch.set_num_threads(self.spec.threads)
         host = self.host or ray.util.get_node_ip_address()
         self.backend = make_backend(self.spec.device)
         device = self.backend.open_device(exact=self.spec.reduction == "canonical")
-        self.mesh = self.backend.listen(host, self.credential)
+        self.endpoint = self.backend.listen(host, self.credential)
         guard.accept()
         self.core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
-        self.body = ElasticWorker(self.core, self.number)
-        self.member = GenerationGuard(self.number, self.body)
+        self.elastic_worker = ElasticWorker(self.core, self.number)
+        self.generation_guard = GenerationGuard(self.number, self.elastic_worker)
         warm_up_process(self.core, data=joining)
         freeze_existing_objects(collect=True)
         node = ray.get_runtime_context().get_node_id()
-        self.lifeline = LivenessListener(host)
+        self.liveness_listener = LivenessListener(host)
         says = fingerprint_worker_numerics(self.spec.threads, device)
-        self.said = WorkerHello(self.mesh.address, node, os.getpid(), says, self.lifeline.address)
-        return self.said
+        self.hello_sent = WorkerHello(self.endpoint.address, node, os.getpid(), says, self.liveness_listener.address)
+        return self.hello_sent
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def adopt(
@@ -141,13 +141,13 @@ class WorkerActor:
             from raypar.comm.transport import run_routine
             from raypar.worker.process.malloc_and_gc import freeze_existing_objects, return_unused_memory
 
-            self.member.hear(generation, f"generation {generation} begins")
+            self.generation_guard.hear(generation, f"generation {generation} begins")
             self._end_if_stuck()
             made = pickle.loads(part)
 
             def connect() -> Any:
                 rank = made.ranks[self.number]
-                return self.mesh.connect(
+                return self.endpoint.connect(
                     rank=rank,
                     size=len(addresses),
                     addresses=addresses,
@@ -156,15 +156,15 @@ class WorkerActor:
                     communicators=self.backend.communicators(made, rank, self.spec, self.core.layout),
                 )
 
-            run_routine(self.member.adopt(generation, (made, connect)), deadline_s)
+            run_routine(self.generation_guard.adopt(generation, (made, connect)), deadline_s)
             freeze_existing_objects(collect=False)
             if made.fresh or made.load:  # built from whole layers or files; during a run others would wait for this
                 return_unused_memory()
             self.coordinate = coordinate
-            described: dict[str, Any] | None = self.body.described
+            described: dict[str, Any] | None = self.elastic_worker.described
             return described
 
-        return self._guard("building its stages", build)
+        return self._run_call("building its stages", build)
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def step(self, generation: int, step: int, trace: bool, cut: bool) -> Any:
@@ -174,9 +174,9 @@ class WorkerActor:
         """
         from raypar.comm.transport import run_routine
 
-        self.body.trace, self.computes = trace, threading.get_native_id()
-        routine = self.member.step(generation, step, cut)
-        report = self._guard(f"in step {step + 1}", lambda: run_routine(routine, self.core.step_timeout_s))
+        self.elastic_worker.trace, self.step_thread_id = trace, threading.get_native_id()
+        routine = self.generation_guard.step(generation, step, cut)
+        report = self._run_call(f"in step {step + 1}", lambda: run_routine(routine, self.core.step_timeout_s))
         if isinstance(report, CallFailure):
             self._free_peers()
             return report
@@ -187,32 +187,34 @@ class WorkerActor:
         """One validation pass: a `ValidationReport` as a dict, or `CallFailure`."""
         from raypar.comm.transport import run_routine
 
-        return self._guard(
+        return self._run_call(
             f"in the validation after {done} steps",
-            lambda: vars(run_routine(self.member.validate(generation), self.core.step_timeout_s)),
+            lambda: vars(run_routine(self.generation_guard.validate(generation), self.core.step_timeout_s)),
         )
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def stand(self, generation: int) -> Any:
+    def report_status(self, generation: int) -> Any:
         """This worker's status (`elastic.generation_guard.WorkerStatus`), once what it was doing has ended."""
-        return self._guard("saying where it stands", lambda: self.member.stand(generation))
+        return self._run_call("saying where it stands", lambda: self.generation_guard.stand(generation))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def settle(self, generation: int, step: int, outcome: Any) -> Any:
+    def apply_kept_gradients(self, generation: int, step: int, outcome: Any) -> Any:
         """Apply `step` late, with the gradients that were kept; the worker's status then."""
-        return self._guard(f"settling step {step + 1}", lambda: self.member.settle(generation, step, outcome))
+        return self._run_call(f"settling step {step + 1}", lambda: self.generation_guard.settle(generation, step, outcome))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def save(self, generation: int, done: int, folder: str) -> Any:
         """Copy the state after `done` steps and start writing it in the background; `save_result` returns the outcome."""
-        return self._guard("saving", lambda: self.member.save(generation, done, lambda: self.core.save(Path(folder))))
+        return self._run_call(
+            "saving", lambda: self.generation_guard.save(generation, done, lambda: self.core.save(Path(folder)))
+        )
 
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
     def save_result(self) -> Any:
         """Wait for the writer: its record, or `CallFailure` with the error of the disk."""
-        return self._guard("writing", self.core.save_result)
+        return self._run_call("writing", self.core.save_result)
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def ping(self) -> tuple[int, str, bool, float]:
@@ -221,7 +223,7 @@ class WorkerActor:
         A ping also shows the worker that its driver lives.
         """
         self.heard_s = time.monotonic()
-        return self._done, self.doing, self.leaving, thread_cpu_wait_s(self.computes)
+        return self._done, self.doing, self.leaving, thread_cpu_wait_s(self.step_thread_id)
 
     def _asked_to_leave(self, number: int, frame: Any) -> None:
         """On SIGTERM, a cloud's notice: the next ping tells the driver, which moves the work; exit if no driver pings."""
@@ -232,17 +234,17 @@ class WorkerActor:
     @property
     def _done(self) -> int:
         """Steps that this worker has applied."""
-        return 0 if self.body is None else self.body.applied()
+        return 0 if self.elastic_worker is None else self.elastic_worker.applied()
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
-    def hear(self, generation: int, reason: str) -> Any:
+    def announce_generation(self, generation: int, reason: str) -> Any:
         """Note a new generation: abort what is done for an older one, and refuse its calls from now on."""
         self.heard_s = time.monotonic()
         try:
-            self.member.hear(generation, reason)
+            self.generation_guard.hear(generation, reason)
         except StaleGeneration as error:
             return CallFailure("aborted", error)
-        self.mesh.abort_connect(reason)
+        self.endpoint.abort_connect(reason)
         self._end_if_stuck()
         return None
 
@@ -250,8 +252,8 @@ class WorkerActor:
     def abort(self, reason: str) -> None:
         """Make every pending wait of this worker's transport raise at once."""
         self.heard_s = time.monotonic()
-        if self.mesh is not None:
-            self.mesh.abort_connect(reason)
+        if self.endpoint is not None:
+            self.endpoint.abort_connect(reason)
         if self.core is not None:
             self.core.abort(reason)
             self._end_if_stuck()
@@ -277,27 +279,27 @@ class WorkerActor:
         """Stop loaders and sockets; the actor is killed afterwards."""
         if self.core is not None:
             self.core.close()
-        if self.mesh is not None:
-            self.mesh.close()
+        if self.endpoint is not None:
+            self.endpoint.close()
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _guard(self, doing: str, call: Callable[[], Any]) -> Any:
+    def _run_call(self, doing: str, call: Callable[[], Any]) -> Any:
         """The result of `call`, or its failure as a `CallFailure`. `doing`: what the worker does, for pings and messages."""
         self.heard_s = time.monotonic()
         self.doing = doing
         try:
             self.working_dir.keep()
-            if self.guard is not None:
-                self.guard.accept_directory()
+            if self.torch_guard is not None:
+                self.torch_guard.accept_directory()
             return call()
         except USER_CODE_ERRORS as error:  # a SystemExit would end this process without a word
-            return self._judge(doing, error)
+            return self._classify_failure(doing, error)
         finally:
             self.heard_s = time.monotonic()  # whoever waits for this is still there
             self.doing = "idle"
 
-    def _judge(self, doing: str, error: BaseException) -> CallFailure:
+    def _classify_failure(self, doing: str, error: BaseException) -> CallFailure:
         """The failure with who is to blame: an abort, user code, or raypar."""
         if isinstance(error, StaleGeneration):
             return CallFailure("aborted", error)
@@ -333,7 +335,7 @@ class WorkerActor:
 
         The driver notices the end at once and can start another worker.
         """
-        stuck = () if self.mesh is None else self.mesh.stuck
+        stuck = () if self.endpoint is None else self.endpoint.stuck
         if stuck:
             print(f"{self.coordinate}: NCCL has not ended {', '.join(stuck)}; this process ends", file=sys.stderr, flush=True)
             os._exit(1)

@@ -24,10 +24,10 @@ class WorkerCalls:
     """Makes one call per worker and step, whatever the number of microbatches."""
 
     def __init__(
-        self, machine: RunMachine, pool: WorkerPool, plans: PlanCache, tasks: BackgroundTasks, met: Container[int]
+        self, machine: RunMachine, pool: WorkerPool, plans: PlanCache, tasks: BackgroundTasks, started: Container[int]
     ) -> None:
         self.machine, self.pool, self.plans, self.tasks = machine, pool, plans, tasks
-        self.met = met
+        self.started = started
         """Workers that have started."""
         self._answered: set[asyncio.Task[None]] = set()
         """Calls whose answer is awaited."""
@@ -72,7 +72,7 @@ class WorkerCalls:
         members, plan = self.machine.membership.members, self.machine.membership.plan
         return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
 
-    def explained(self, number: int, error: Exception) -> Exception:
+    def explain_out_of_memory(self, number: int, error: Exception) -> Exception:
         """The error; of an out-of-memory error with what the worker holds and what would fit. Slow: call it in a thread."""
         members, plan = self.machine.membership.members, self.machine.membership.plan
         if not isinstance(error, OutOfMemory) or plan is None or number not in members:
@@ -85,13 +85,15 @@ class WorkerCalls:
 
         Workers that have not started are left out: they have no transport and do not answer.
         """
-        workers = {number: worker for number, worker in self.pool.workers.items() if number in self.met}
+        workers = {number: worker for number, worker in self.pool.workers.items() if number in self.started}
         await gather_answers_within([worker.abort.remote(why) for worker in workers.values()], 2.0)
         if self._answered:
             await asyncio.wait(set(self._answered), timeout=5.0)
         there = [number for number in self.machine.membership.members if number in workers]
-        stand = dict(zip(there, await gather_answers_within([workers[n].ping.remote() for n in there], 2.0), strict=True))
-        self.tasks.post(on.GroupsAborted(tuple(s[0] if (s := stand.get(n)) else None for n in self.machine.membership.members)))
+        answers = dict(zip(there, await gather_answers_within([workers[n].ping.remote() for n in there], 2.0), strict=True))
+        self.tasks.post(
+            on.GroupsAborted(tuple(s[0] if (s := answers.get(n)) else None for n in self.machine.membership.members))
+        )
 
     async def probe(self, numbers: tuple[int, ...]) -> None:
         """Post the stacks of these workers."""

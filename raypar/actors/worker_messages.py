@@ -30,7 +30,7 @@ class WorkerHello:
     """Its process."""
     fingerprint: dict[str, str]
     """What it computes with (`fingerprint.py`)."""
-    lifeline: str = ""
+    liveness_address: str = ""
     """Address of its `LivenessListener`; empty: it has none."""
 
 

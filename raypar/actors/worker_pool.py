@@ -82,7 +82,7 @@ class WorkerPool:
                 )
             if waited > told[0] + (SAY_S if there != told[1] else SAY_AGAIN_S):
                 told = waited, there
-                say(placement_wait_text(there, plan.world, (await asyncio.to_thread(cluster_capacity)).grows))
+                say(placement_wait_text(there, plan.world, (await asyncio.to_thread(cluster_capacity)).may_add_nodes))
             await asyncio.sleep(POLL_S)
 
     async def reserve_one(self, number: int, avoid: Collection[str], shun: Collection[str] = ()) -> None:
@@ -127,7 +127,7 @@ class WorkerPool:
 
     # -- workers -----------------------------------------------------------------------------------------------------------
 
-    def hire(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> Any:
+    def start_worker(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> Any:
         """Start a worker actor in its placement group; it loads torch at its first call. Returns its handle.
 
         Raises ValueError when another driver has used the number, `ClusterError` when the run has ended meanwhile.
@@ -210,16 +210,16 @@ def placement_wait_text(there: int, wanted: int, grows: bool) -> str:
 def placement_timeout_error(there: int, wanted: int, wait_s: float, cluster: ClusterCapacity, gpus: bool) -> ClusterError:
     """The error when workers could not be placed within `wait_s`."""
     cure = "wait for other jobs to end, add nodes, choose a smaller plan, or raise wait_for_workers_s"
-    if cluster.grows:
+    if cluster.may_add_nodes:
         cure = (
             "`ray status` says what the autoscaler does: its max_workers may be too low, or no node type may have "
             f"{'a GPU' if gpus else 'CPUs'} enough; else raise wait_for_workers_s, or choose a smaller plan"
         )
     what = (
-        f"only {there} of {wanted} workers could be placed within {wait_s:.0f} s; the cluster has {cluster.total} CPUs, "
-        f"{cluster.free} of them free" + f", and {cluster.gpus} GPUs" * gpus
+        f"only {there} of {wanted} workers could be placed within {wait_s:.0f} s; the cluster has {cluster.cpus} CPUs, "
+        f"{cluster.free_cpus} of them free" + f", and {cluster.gpus} GPUs" * gpus
     )
-    return ClusterError(what + ", and its autoscaler has added no more" * cluster.grows, cure=cure)
+    return ClusterError(what + ", and its autoscaler has added no more" * cluster.may_add_nodes, cure=cure)
 
 
 async def _quietly(ref: Any) -> None:

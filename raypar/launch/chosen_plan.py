@@ -25,9 +25,9 @@ class ChosenPlan:
 
     plan: ParallelPlan
     """Which worker holds which layers."""
-    schedule: str
-    """The schedule's name, for messages; `orders` is what runs."""
-    orders: Schedule
+    schedule_name: str
+    """The schedule's name, for messages; `schedule_instructions` is what runs."""
+    schedule_instructions: Schedule
     """The instructions of every worker, in order."""
     predicted: Timeline
     """The step as the simulator predicts it."""
@@ -47,12 +47,12 @@ def choose_plan(
     plan: Callable[[int], ParallelPlan] | None,
     schedule: str,
     workers: int,
-    orders: Callable[[MicrobatchRouting], Schedule] | None = None,
+    make_schedule: Callable[[MicrobatchRouting], Schedule] | None = None,
 ) -> ChosenPlan:
     """The given plan with its predicted step; without `plan`, the planner's choice for `workers` with its reasons.
 
-    `plan`: makes the plan for a number of layers. `orders`: makes the schedule, where the name alone does not say it (a file,
-    a warmup).
+    `plan`: makes the plan for a number of layers. `make_schedule`: makes the schedule, where
+    the name alone is not enough (a file, a warmup).
     """
     from raypar.planner.plan_report import plan_report
     from raypar.planner.plan_search import predict_step, search_plans
@@ -75,7 +75,7 @@ def choose_plan(
         made = registry.build_schedule(choice.schedule, MicrobatchRouting(choice.plan, spec.cut))
         return ChosenPlan(choice.plan, choice.schedule, made, timeline, profile, plan_report(choice))
     routing = MicrobatchRouting(fixed, spec.cut)
-    made = registry.build_schedule(schedule, routing) if orders is None else orders(routing)
+    made = registry.build_schedule(schedule, routing) if make_schedule is None else make_schedule(routing)
     timeline, _ = predict_step(profile, fixed, made, spec.cut)
     return ChosenPlan(fixed, schedule, made, timeline, profile)
 
@@ -87,8 +87,8 @@ def make_plan_chooser(job: Job, spec: JobSpec) -> PlanChooser:
     config = job.plan
     if not isinstance(config, PlanConfig):
         return lambda checked: choose_plan(spec, checked, None, "", job.workers)
-    name, orders = config.schedule_file or config.schedule, make_schedule_builder(config)
-    return lambda checked: choose_plan(spec, checked, config.to_plan, name, job.workers, orders)
+    name, make_schedule = config.schedule_file or config.schedule, make_schedule_builder(config)
+    return lambda checked: choose_plan(spec, checked, config.to_plan, name, job.workers, make_schedule)
 
 
 def make_schedule_builder(config: PlanConfig) -> Callable[[MicrobatchRouting], Schedule]:
@@ -111,7 +111,7 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
     plan = chosen.plan
     bubble = 100 * chosen.predicted.bubble_of_total
     text = (
-        f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}, schedule {chosen.schedule}; "
+        f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}, schedule {chosen.schedule_name}; "
         f"predicted step {chosen.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
     )
     return f"{text}\n{chosen.why}" if chosen.why else text
@@ -120,7 +120,7 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
 def plan_json(chosen: ChosenPlan) -> str:
     """The text of a run folder's plan.json: schedule, stages, workers, and the predicted step."""
     facts: dict[str, Any] = {
-        "schedule": chosen.schedule,
+        "schedule": chosen.schedule_name,
         "stages": [asdict(stage) for stage in chosen.plan.stages],
         "workers": [chosen.plan.coordinate(rank) for rank in range(chosen.plan.world)],
     }

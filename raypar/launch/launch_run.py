@@ -95,7 +95,7 @@ def _connect_and_follow(
         options.address, _most_workers(chosen, options), Path.cwd(), options.local_nodes, bool(gpus)
     ) as connection:
         require_capacity(chosen.plan.world, cluster_capacity(), gpus, chosen.plan.describe())
-        folder = options.folder(chosen)
+        folder = options.make_folder(chosen)
         begun = options.resume is not None
         try:
             write_text_atomically(folder.cluster, json.dumps(connection.facts, indent=1) + "\n")

@@ -45,7 +45,7 @@ def prepare_run_request(
         check_other_shard_counts(spec, checked, chosen.plan, shards)
     outline = outline_graph_with_layouts(checked.graph, shards, dict(spec.styles))
     lowered = make_worker_assignments(
-        spec, checked.graph, chosen.plan, chosen.orders, validation_samples=checked.validation_samples
+        spec, checked.graph, chosen.plan, chosen.schedule_instructions, validation_samples=checked.validation_samples
     )
     backend = make_backend(spec.device)
     policy = build_run_machine_policy(spec, chosen.plan.world, options, backend.deadlines)
@@ -57,7 +57,7 @@ def prepare_run_request(
             folder=str(folder.path.resolve()),
             policy=policy,
             plan=chosen.plan,
-            schedule_name=chosen.schedule,
+            schedule_name=chosen.schedule_name,
             predicted=chosen.predicted,
             crossing=lowered[0].crossing,
             cut=spec.cut,
@@ -69,9 +69,9 @@ def prepare_run_request(
             profile=chosen.profile,
             validation_cut=lowered[0].validation_cut,
             resume=str(options.resume.resolve()) if options.resume is not None else None,
-            keep=options.keep,
-            host=host,
-            trace=choose_traced_steps(policy.first, policy.end, options.trace_every),
+            keep_checkpoints=options.keep_checkpoints,
+            listen_host=host,
+            traced_steps=choose_traced_steps(policy.first, policy.end, options.trace_every),
             max_time_s=options.max_time_s,
             wait_for_workers_s=options.wait_for_workers_s,
             orphan_timeout_s=options.orphan_timeout_s,
@@ -108,7 +108,7 @@ def build_run_machine_policy(
     return RunPolicy(
         workers=world,
         last=spec.steps,
-        first=options.first,
+        first=options.steps_done,
         validates=spec.validation is not None,
         validate_every=spec.validation.every if spec.validation is not None else 0,
         save_every=options.save_every,

@@ -50,7 +50,7 @@ def resume_job(
         from raypar.actors.driver_client import refuse_active_run
 
         refuse_active_run(folder.name)  # its client may be gone, and its driver not
-        kept = [line for line in folder.read(folder.metrics) if line["step"] <= options.first]
+        kept = [line for line in folder.read(folder.metrics) if line["step"] <= options.steps_done]
         text = "".join(json.dumps(line) + "\n" for line in kept).encode()
         if not file_has_content(folder.metrics, text):
             with explain_write_errors(folder.metrics):
@@ -105,7 +105,7 @@ def prepare_resumed_run(
     if changed := list_changed_shard_settings(manifest, spec):
         text += f"; with another {' and '.join(changed)}, on which the bits depend where the plan has shards"
     tell({"kind": "resuming", "text": text, "step": manifest.steps_done})
-    return replace(options, resume=path, first=manifest.steps_done), check_and_choose
+    return replace(options, resume=path, steps_done=manifest.steps_done), check_and_choose
 
 
 def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Path:

@@ -38,13 +38,13 @@ def told(now: ParallelPlan, then: ParallelPlan) -> dict:
         side_effects=SimpleNamespace(
             note=lambda kind, **facts: events.append({"kind": kind, **facts}), aside=lambda *given: None
         ),
-        recorder=SimpleNamespace(plan_changed=None),
+        recorder=SimpleNamespace(write_plan_file=None),
         tasks=SimpleNamespace(spawn=lambda routine: routine.close()),
     )
     order = do.AdoptPlan(2, then, tuple(range(then.world)), (), 7, ())
-    made = GenerationChange(parts, order, schedule="1f1b", plan=now)
-    made.resumed(do.ReportFirstStepAfterRecovery(7, 0.5, 0))
-    assert made.plan == then
+    made = GenerationChange(parts, order, reported_schedule="1f1b", reported_plan=now)
+    made.report_first_step(do.ReportFirstStepAfterRecovery(7, 0.5, 0))
+    assert made.reported_plan == then
     return events[0]
 
 

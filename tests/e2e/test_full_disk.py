@@ -132,7 +132,7 @@ def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, mo
     monkeypatch.setattr(
         resume, "result_neutral_options_from_job", lambda job, found, *given: SimpleNamespace(folder=found, first=1)
     )
-    monkeypatch.setattr(resume, "launch_run", lambda spec, choose, options, tell: options.folder(None))
+    monkeypatch.setattr(resume, "launch_run", lambda spec, choose, options, tell: options.make_folder(None))
     monkeypatch.setattr(resume, "plan_json", lambda chosen: "p" * 500)
     monkeypatch.setattr(resume, "make_plan_chooser", lambda job, spec: None)
     job = SimpleNamespace(source_dir=Path(), to_spec=lambda: None, to_yaml=lambda: "y" * 5000)
@@ -214,9 +214,9 @@ def test_a_picture_that_does_not_fit_is_a_warning_and_the_run_ends_well(tmp_path
     )
     request.predicted, request.schedule_name = None, "1f1b"
     recorder = RunRecorder(request)
-    recorder.traced = {"step": 1, "spans": [[("V", 0.0, 1.0)]], "nodes": ["n"]}
+    recorder.traced_step = {"step": 1, "spans": [[("V", 0.0, 1.0)]], "nodes": ["n"]}
     with room(2000):
-        recorder.end(Teardown("done", "all steps are done", 3, None), None)
+        recorder.record_end(Teardown("done", "all steps are done", 3, None), None)
     told = [event for event in recorder.new_events() if "picture" in event.get("text", "")]
     assert [event["kind"] for event in told] == ["warning"] and "cure: free disk space" in told[0]["text"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "swimlane.svg"]

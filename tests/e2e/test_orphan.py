@@ -41,13 +41,13 @@ def test_a_worker_that_loads_its_code_for_long_is_no_orphan(monkeypatch):
     monkeypatch.setattr(module, "LOADING_S", 1.0)
     monkeypatch.setattr(os, "_exit", ended.append)
     worker = WorkerActor.__new__(WorkerActor)
-    worker.working_dir, worker.guard = WorkingDirGuard(), None
+    worker.working_dir, worker.torch_guard = WorkingDirGuard(), None
     worker.heard_s = start_s = time.monotonic()
     worker.orphan_timeout_s, worker.doing = 0.2, module.LOADING
     worker._leave_when_orphaned()
     assert ended == [1] and time.monotonic() - start_s >= 1.0, "but not for ever"
     worker.heard_s = 0.0
-    worker._guard(module.LOADING, lambda: None)
+    worker._run_call(module.LOADING, lambda: None)
     assert time.monotonic() - worker.heard_s < 1.0, "it has just been waited for"
 
 

@@ -188,7 +188,7 @@ def test_a_profile_knows_what_shards_hold_and_that_they_talk():
         with OneProcessRun(spec, plan, "1f1b") as local:
             held = [sum(p.nbytes for p in core.stages[0].parameters.values()) for core in local.cores]
         assert memory_sheet(made.profile, plan, "1f1b", spec.cut, 0).parameters == max(held)
-        assert made.predicted.makespan_ms > 0 and len(made.orders) == plan.world
+        assert made.predicted.makespan_ms > 0 and len(made.schedule_instructions) == plan.world
 
 
 def test_a_job_file_with_shards_makes_the_plan_and_the_job():

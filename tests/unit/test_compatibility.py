@@ -197,9 +197,9 @@ def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.Captur
     told: list[dict] = []
     path = find_last_whole_checkpoint(old, told.append)
     options, _ = prepare_resumed_run(
-        path, ResultNeutralOptions(folder=lambda chosen: old), job.to_spec(), lambda checked: None, told.append
+        path, ResultNeutralOptions(make_folder=lambda chosen: old), job.to_spec(), lambda checked: None, told.append
     )
-    assert (options.resume, options.first) == (path, 5)
+    assert (options.resume, options.steps_done) == (path, 5)
     assert [event["kind"] for event in told] == ["resuming"]
 
 

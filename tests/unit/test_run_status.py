@@ -66,7 +66,7 @@ def test_members_json_is_written_again_when_the_last_step_has_been_executed_agai
     progress.committed, progress.journalled, progress.emitted = 8, 10, 10
 
     def replaying() -> object:
-        made = status.changed(machine, lambda n: {}, lambda plan: "1f1b")
+        made = status.text_if_changed(machine, lambda n: {}, lambda plan: "1f1b")
         return None if made is None else (json.loads(made)["replaying"],)
 
     assert replaying() == ({"step": 8, "until": 10},)
