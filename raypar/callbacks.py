@@ -276,7 +276,7 @@ class EarlyStopping(Callback):
             from raypar.run_folder import RunFolder
 
             folder = RunFolder(Path(info.folder))
-            for line in folder.read(folder.metrics):
+            for line in folder.read_lines(folder.metrics):
                 if line["step"] < info.first:
                     self._look(line)
 
@@ -497,7 +497,7 @@ def _noted(note: Path) -> str | None:
 
 def _keep_note(note: Path, text: str) -> None:
     """Store the tracker's run id for a resumed run. Raises `OSError`, which names the file."""
-    from raypar.run_folder import replace_file_atomically
+    from raypar.atomic_write import replace_file_atomically
 
     try:
         replace_file_atomically(note, text.encode())

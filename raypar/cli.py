@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from raypar import __version__
+from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.errors import ConfigError, Interrupted, RayparError
 from raypar.untrusted_files import READABLE
 from raypar.user_code import recording_ctrl_c
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors of a disk that takes nothing more."""
+UNWRITABLE_DISK_ERRNOS = DISK_FULL_ERRNOS | {errno.EROFS}
+"""Error numbers for a disk that takes nothing more: full, or read-only."""
 
 COMMANDS = {
     "train": "train a job; leaves a run folder",
@@ -92,7 +93,7 @@ def _guarded(argv: Sequence[str]) -> int:
         if isinstance(error, PermissionError) and error.filename is not None:
             print(f"error: cannot use {error.filename}: {error.strerror}\n  cure: {READABLE}", file=sys.stderr)
             return ConfigError.exit_code
-        if error.errno not in DISK:
+        if error.errno not in UNWRITABLE_DISK_ERRNOS:
             raise
         what = f"cannot write {error.filename or 'what is printed'}: {error.strerror}"
         print(f"error: {what}\n  cure: free disk space, or choose a place you may write to", file=sys.stderr)

@@ -209,6 +209,6 @@ class Trainer:
 
     def _create_folder(self, chosen: ChosenPlan) -> RunFolder:
         folder = RunFolder.create(self.run_dir, self.spec.name)
-        with folder.unless_it_fails():
+        with folder.removed_if_filling_fails():
             folder.plan.write_text(plan_json(chosen))
         return folder

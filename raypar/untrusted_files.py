@@ -158,3 +158,14 @@ def _without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"key {shorten(twice)!r} is given twice")
     return found
+
+
+@contextlib.contextmanager
+def explain_read_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into a `ConfigError` that names what could not be read, `path` if they do not say."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {error.filename or path}: {error.strerror or error}", cure=cure_of_read_error(error)
+        ) from error

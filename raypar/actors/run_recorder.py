@@ -25,11 +25,13 @@ from raypar.actors.run_request import RunRequest
 from raypar.actors.step_reports import merge_reports
 from raypar.actors.step_timeline_files import write_step_timeline_files
 from raypar.actors.worker_messages import WorkerHello
+from raypar.atomic_write import replace_file_atomically
 from raypar.elastic.actions import Teardown
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CheckpointError, RayparError
+from raypar.jsonl_lines import Line, jsonl_line_sort_key
 from raypar.plan import ParallelPlan
-from raypar.run_folder import Line, RunFolder, jsonl_line_sort_key, replace_file_atomically
+from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 from raypar.worker.process.environment_guard import EnvironmentGuard
@@ -225,7 +227,7 @@ class RunRecorder:
         """The lines of metrics.jsonl; none if it cannot be read."""
         run = RunFolder(self.folder)
         with contextlib.suppress(RayparError):
-            return list(run.read(run.metrics))
+            return list(run.read_lines(run.metrics))
         return []
 
     # -- steps -------------------------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def predicted_step_text(timeline: Timeline) -> str:
 
 def write_predicted_step_svg(file: Path, title: str, timeline: Timeline, crossing: StageConnections) -> None:
     """Draw the predicted step as an SVG with a lane per worker. Raises `ConfigError` if the file cannot be written."""
-    from raypar.run_folder import write_text_atomically
+    from raypar.atomic_write import write_text_atomically
     from raypar.schedule.swimlane_svg import swimlane_svg
 
     edges = [(edge.src, edge.dst) for edge in crossing.edges]

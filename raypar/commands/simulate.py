@@ -232,7 +232,7 @@ def _write(
     costs: SimulationCosts,
 ) -> Iterable[Path]:
     """The files that were asked for. Raises `ConfigError` for one that cannot be written."""
-    from raypar.run_folder import write_text_atomically
+    from raypar.atomic_write import write_text_atomically
 
     for option in ("csv", "svg", "trace"):
         path: Path | None = getattr(args, option)

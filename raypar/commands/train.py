@@ -83,7 +83,7 @@ def resume_existing_run(job: Job, former: RunFolder, console: EventPrinter, args
     from raypar.errors import ActiveError, OutlivedError
     from raypar.launch import resume_job
 
-    console.faults += [event for event in former.read(former.events) if event["kind"] in COUNTED]
+    console.faults += [event for event in former.read_lines(former.events) if event["kind"] in COUNTED]
     until_s = time.monotonic() + FORMER_S
     while True:
         try:

@@ -8,9 +8,9 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, TextIO
 
+from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.console.event_lines import EventNarrator, count_noun, replay_line
 from raypar.console.fault_summary import COUNTED, summarize_faults
-from raypar.run_folder import FULL
 
 if TYPE_CHECKING:
     from raypar.launch.result import Result
@@ -140,7 +140,7 @@ class EventPrinter:
             self.out.write(text)
             self.out.flush()
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
 
     def speed(self) -> str:

@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypar.atomic_write import write_text_atomically
 from raypar.errors import InputError, UserCodeError
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan
 from raypar.launch.generated_text import generate_text_with_checkpoint
 from raypar.launch.prepare_request import prepare_run_request
 from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions
-from raypar.run_folder import RunFolder, write_text_atomically
+from raypar.run_folder import RunFolder
 from raypar.user_code import error_text, recording_ctrl_c, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 

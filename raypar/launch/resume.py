@@ -8,20 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypar.atomic_write import explain_write_errors, file_has_content, replace_file_atomically, write_text_atomically
 from raypar.errors import CheckpointError, ConfigError
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions, result_neutral_options_from_job
-from raypar.run_folder import (
-    RunFolder,
-    check_local_path,
-    explain_read_errors,
-    explain_write_errors,
-    file_has_content,
-    replace_file_atomically,
-    write_text_atomically,
-)
+from raypar.run_folder import RunFolder, check_local_path
+from raypar.untrusted_files import explain_read_errors
 from raypar.user_code import make_importable
 from raypar.worker.job_spec import JobSpec
 
@@ -50,7 +44,7 @@ def resume_job(
         from raypar.actors.driver_client import refuse_active_run
 
         refuse_active_run(folder.name)  # its client may be gone, and its driver not
-        kept = [line for line in folder.read(folder.metrics) if line["step"] <= options.steps_done]
+        kept = [line for line in folder.read_lines(folder.metrics) if line["step"] <= options.steps_done]
         text = "".join(json.dumps(line) + "\n" for line in kept).encode()
         if not file_has_content(folder.metrics, text):
             with explain_write_errors(folder.metrics):
@@ -59,13 +53,13 @@ def resume_job(
         folder.rewrite_job(job.to_yaml())  # last: the next resumption goes by it
         return folder
 
-    with folder.held():
+    with folder.hold_lock():
         try:
             path = find_last_whole_checkpoint(folder, tell)
         except CheckpointError:
             end_orphaned_driver(folder, address)
             raise
-        for _ in folder.read(folder.metrics):  # what is wrong with them is said before anything is started
+        for _ in folder.read_lines(folder.metrics):  # what is wrong with them is said before anything is started
             pass
         options = result_neutral_options_from_job(job, rewind_folder, stop_at_step, address, local_nodes)
         options, choose = prepare_resumed_run(path, options, spec, make_plan_chooser(job, spec), tell)

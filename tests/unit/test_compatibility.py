@@ -163,9 +163,9 @@ def old(tmp_path: Path) -> RunFolder:
     folder.job.write_text(JOB.replace("elsewhere/", str(tmp_path / "runs")))
     for name, facts in RUN.items():
         (folder.path / name).write_text(json.dumps(facts))
-    folder.append(folder.metrics, METRICS)
+    folder.append_line(folder.metrics, METRICS)
     for event in EVENTS:
-        folder.append(folder.events, event)
+        folder.append_line(folder.events, event)
     (folder.checkpoints / "step_00000005").mkdir()
     (folder.checkpoints / "step_00000005/manifest.json").write_text(json.dumps(MANIFEST, indent=1) + "\n")
     return folder

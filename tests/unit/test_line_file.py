@@ -21,8 +21,9 @@ from raypar.elastic.actions import Teardown
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
+from raypar.jsonl_lines import jsonl_line_sort_key, parse_jsonl_lines, read_lines_file
 from raypar.plan import ParallelPlan
-from raypar.run_folder import RunFolder, jsonl_line_sort_key, parse_jsonl_lines, read_lines_file
+from raypar.run_folder import RunFolder
 
 PLAN = ParallelPlan.mesh(dp=2)
 DONE, END = 40, 60
@@ -64,7 +65,7 @@ def full(monkeypatch) -> SimpleNamespace:
         return REAL_OPEN(path, mode, **options)
 
     monkeypatch.setattr(jsonl_file, "open", opened, raising=False)
-    monkeypatch.setattr("raypar.run_folder.open", opened, raising=False)
+    monkeypatch.setattr("raypar.atomic_write.open", opened, raising=False)
     return disk
 
 
@@ -430,9 +431,9 @@ def test_readers_take_what_is_whole(damage, tmp_path):
     folder = RunFolder(tmp_path)
     if damage == "a terabyte of zeros":
         with pytest.raises(ConfigError, match="more than the 4,294,967,296 that are read"):
-            list(folder.read(folder.metrics))
+            list(folder.read_lines(folder.metrics))
         return
-    places = [jsonl_line_sort_key(line) for line in folder.read(folder.metrics)]
+    places = [jsonl_line_sort_key(line) for line in folder.read_lines(folder.metrics)]
     assert places == sorted(set(places))
 
 

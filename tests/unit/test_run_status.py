@@ -227,7 +227,7 @@ def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_left_out(tm
     folder.plan.write_text(json.dumps(PLAN))
     folder.members.write_text(json.dumps(MEMBERS))
     for facts in METRICS:
-        folder.append(folder.metrics, facts)
+        folder.append_line(folder.metrics, facts)
     with open(folder.events, "w") as file:
         file.write('{"kind": "lo\n' + json.dumps(EVENTS[3]) + "\n")
     assert main(["status", "tiny", "--run-dir", str(tmp_path), "--json"]) == 0
