@@ -13,13 +13,13 @@ from raypar.errors import ConfigError
 from raypar.untrusted_files import read_limited_bytes
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers for no room left: disk, quota, file size limit."""
+"""Error numbers for no room left: full disk, quota, file size limit."""
 DISK_FULL_CURE = "free disk space, or choose a folder on a disk that has some"
 NOT_WRITABLE_CURE = "choose a folder you may write to"
 
 
 def regular_file_opener(path: str | os.PathLike[str], flags: int) -> int:
-    """An `opener` for `open` that raises `OSError` for what is no regular file: no link is followed, no FIFO waited for."""
+    """An `opener` for `open` that opens regular files only: it follows no link and waits for no FIFO. Raises `OSError`."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -29,7 +29,7 @@ def regular_file_opener(path: str | os.PathLike[str], flags: int) -> int:
 
 @contextlib.contextmanager
 def explain_write_errors(path: Path, cure: str = "") -> Iterator[None]:
-    """Turn errors of the file system into a `ConfigError` that names `path`. `cure`: of errors other than a full disk."""
+    """Turn an `OSError` of the body into a `ConfigError` that names `path`. `cure`: for errors other than a full disk."""
     try:
         yield
     except OSError as error:
@@ -40,7 +40,7 @@ def explain_write_errors(path: Path, cure: str = "") -> Iterator[None]:
 
 
 def write_text_atomically(path: Path, text: str, cure: str = "") -> None:
-    """Write a text file whole, or leave what was there. Raises `ConfigError`; `cure`: of errors other than a full disk."""
+    """Write a text file whole, or leave its old content. Raises `ConfigError`; `cure`: for errors other than a full disk."""
     with explain_write_errors(path, cure):
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():  # /dev/stdout, a pipe; for a folder the error is raised here
@@ -50,8 +50,10 @@ def write_text_atomically(path: Path, text: str, cure: str = "") -> None:
 
 
 def replace_file_atomically(path: Path, content: bytes, *, lasting: bool = True) -> None:
-    """Put a file with this content in the place of `path`, or leave everything as it was; a link there is replaced, not
-    followed. Raises `OSError`. `lasting`: wait for the disk, so that the file outlives a crash of the machine too."""
+    """Replace the file at `path` by one with this content, or leave everything as it was. A link is replaced, not followed.
+
+    `lasting`: wait for the disk, so that the new file outlives a crash of the machine. Raises `OSError`.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(aside, "wb", opener=regular_file_opener) as file:

@@ -23,8 +23,10 @@ Line = dict[str, Any]
 
 
 def read_lines_file(path: Path) -> bytes | None:
-    """The bytes of a file of lines; empty if it does not exist. None if it cannot be read, has more than `FILE_BYTES`, or is
-    not a regular file (a link is not followed)."""
+    """The bytes of a file of lines, empty if the file does not exist.
+
+    None if it cannot be read, has more than `FILE_BYTES`, or is not a regular file (a link is not followed).
+    """
     if not os.path.lexists(path):
         return b""
     try:
@@ -34,13 +36,16 @@ def read_lines_file(path: Path) -> bytes | None:
 
 
 def parse_jsonl_lines(name: str, content: bytes) -> list[Line]:
-    """The valid lines of a metrics.jsonl or events.jsonl (`name`), in order, each once (`merge_jsonl_lines`)."""
+    """The valid lines in the content of metrics.jsonl or events.jsonl (`name`), in order, each once."""
     return merge_jsonl_lines(read_valid_lines(name, io.BytesIO(content)))
 
 
 def read_valid_lines(name: str, stream: BinaryIO) -> Iterator[Line]:
-    """The valid lines of a file, in order. Damaged ones (cut off, too long, too deep, of wrong types) are left out: a full disk
-    leaves such lines too, and training must continue."""
+    """The valid lines of a stream, in order. `name`: metrics.jsonl or events.jsonl.
+
+    Damaged lines (cut off, too long, too deep, of wrong types) are left out: a full disk leaves such lines too, and training
+    must continue.
+    """
     check = check_event_line if name == "events.jsonl" else check_metrics_line
     within = False
     while text := stream.readline(LINE_BYTES + 1):
@@ -56,8 +61,11 @@ def read_valid_lines(name: str, stream: BinaryIO) -> Iterator[Line]:
 
 
 def merge_jsonl_lines(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[Line]:
-    """`lines` and `more` without repetitions. Metrics: in the order of steps, and of two lines of one step the last. Events: as
-    they come, or in the order of time if `more` has some that `lines` has not."""
+    """`lines` and `more` without repetitions.
+
+    Metrics are put in the order of steps; of two lines of one step the last one counts. Events keep their order, unless `more`
+    has some that `lines` lacks: then all are put in the order of time.
+    """
     lines, more = list(lines), list(more)
     if any("kind" in line for line in (*lines, *more)):
         there = {json.dumps(line) for line in lines}

@@ -1,4 +1,4 @@
-"""The folder of one run, `run_dir/NAME/`: its files, how it is made, found, locked, read and written."""
+"""The folder of one run, `run_dir/NAME/`: where its files lie, and how it is made, found and locked."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ FILES = (
     "job.yaml", "plan.json", "plan.new", "metrics.jsonl", "events.jsonl", "members.json", "members.new", "cluster.json",
     "trace.json", "swimlane.svg", "wandb.id", "mlflow.id",
 )  # fmt: skip
-"""What a run reads and writes directly in its folder."""
+"""Names of the files that a run reads and writes directly in its folder."""
 DOCUMENT_BYTES = 16 << 20
-"""Size limit of plan, members or cluster: tens of thousands of workers."""
+"""Size limit of plan.json, members.json and cluster.json: enough for tens of thousands of workers."""
 URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """`s3://...`, also with one slash: that is what `pathlib.Path` makes of it."""
 
 
 def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
-    """`given` as a path. Raises `ConfigError` for a URI, which would become a folder of that name on this machine's disk.
+    """`given` as a path. Raises `ConfigError` for a URI: as a path it would name a folder on this machine's disk.
 
     `what`: the argument or key that gave it.
     """
@@ -56,14 +56,14 @@ def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
 
 
 def resume_argument(path: str | os.PathLike[str]) -> str:
-    """What `raypar resume` and `raypar export` find a run by from here: its name under runs/, else its path."""
+    """The argument by which `raypar resume` and `raypar export` find a run: its name if it is under runs/, else its path."""
     found = Path(path)
     return found.name if found.parent == Path("runs") else os.fspath(path)
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run's folder. Only `create` makes a new one."""
+    """One run's folder: paths of its files. Only `create` makes a folder on disk."""
 
     path: Path
 
@@ -146,7 +146,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def removed_if_filling_fails(self) -> Iterator[None]:
-        """Remove this new folder again if the body, which fills it, fails. Raises `ConfigError` for what cannot be written."""
+        """Run the body, which fills this new folder; remove the folder if that fails. Raises `ConfigError` for an `OSError`."""
         try:
             with explain_write_errors(self.path):
                 yield
@@ -156,7 +156,10 @@ class RunFolder:
 
     @staticmethod
     def find(run: str | Path, run_dir: str | Path = "runs/", *, with_job: bool = True) -> RunFolder:
-        """A run by its path or by its name under `run_dir`. Raises `ConfigError` naming the runs there are."""
+        """The folder of a run, by its path or by its name under `run_dir`. Raises `ConfigError`, which names the existing runs.
+
+        `with_job`: whether the run must have a job.yaml.
+        """
         for path in (check_local_path(run, "the run"), check_local_path(run_dir, "--run-dir") / run):
             with explain_read_errors(path):
                 has_job = (path / "job.yaml").is_file()
@@ -200,7 +203,7 @@ class RunFolder:
         return found
 
     def refuse_special_files(self) -> None:
-        """Raise `ConfigError` if one of the run's files is a link, a FIFO or the like: it would lead elsewhere, or block."""
+        """Raise `ConfigError` if one of the run's files is not a regular file: a link leads elsewhere, and a FIFO blocks."""
         for name in FILES:
             try:
                 kind = describe_special_file((self.path / name).lstat().st_mode)
@@ -213,7 +216,7 @@ class RunFolder:
                 )
 
     def is_locked(self) -> bool:
-        """Whether a process of this machine trains in this folder."""
+        """Whether another process holds this folder's lock: it trains here."""
         try:
             with open_regular_file(self.job, follow=False) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -225,10 +228,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def hold_lock(self) -> Iterator[None]:
-        """Hold this folder's lock: no other process of this machine trains in it meanwhile, on whichever Ray.
+        """Hold this folder's lock during the body, so that no other process of this machine trains in the folder.
 
-        Two runs would write into each other's files. The system releases the lock however this process ends; a file system
-        without locks is used unlocked. Raises `ConfigError` if another process has the lock.
+        Two runs would write into each other's files. The system releases the lock however this process ends. On a file system
+        without locks there is none. Raises `ConfigError` if another process has the lock.
         """
         with contextlib.ExitStack() as stack:
             with explain_write_errors(self.job, cure="make the run folder writable, or resume a copy of it"):
@@ -246,7 +249,7 @@ class RunFolder:
             yield
 
     def append_line(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """One JSON line at the end of `metrics` or `events`, handed to the system before this returns."""
+        """Append one JSON line to `metrics` or `events`."""
         with open(path, "a", encoding="utf-8", opener=regular_file_opener) as file:
             file.write(json.dumps(dict(facts)) + "\n")
 
@@ -272,7 +275,7 @@ class RunFolder:
         yield from lines
 
     def rewrite_job(self, text: str) -> None:
-        """Write job.yaml in place, since the lock of `hold_lock` is on this very file; restores the old text if that fails.
+        """Write job.yaml in place, because `hold_lock` locks this very file; restore the old text if that fails.
 
         Raises `ConfigError`.
         """
@@ -288,14 +291,15 @@ class RunFolder:
                 raise
 
     def _put_job(self, text: str) -> None:
+        """Write job.yaml. Raises `OSError`."""
         with open(self.job, "w", encoding="utf-8", opener=regular_file_opener) as file:
             file.write(text)
 
     def read_document(self, path: Path, *, damaged: bool = False) -> dict[str, Any] | None:
         """The content of `plan`, `members` or `cluster`; None if the file is missing, or cut off because it is being written.
 
-        Raises `ConfigError` for a link, a FIFO, a file that is too long or too deep, and for one that is not raypar's: with
-        `damaged` the result is None for the last.
+        Raises `ConfigError` for a link or FIFO, for a file that is too long or too deep, and for content that raypar does not
+        write. `damaged`: return None for such content instead.
         """
         if not os.path.lexists(path):
             return None
