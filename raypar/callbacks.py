@@ -95,7 +95,7 @@ class RunEndInfo:
 
 @dataclass(frozen=True)
 class RunFailureInfo:
-    """What a failed run failed with."""
+    """The error of a failed run."""
 
     error: Exception
     step: int
@@ -106,25 +106,28 @@ StartInfo, EndInfo, FailureInfo = RunStartInfo, RunEndInfo, RunFailureInfo
 
 
 class Callback:
-    """Override what you need. Hooks must be quick: the next step's metrics wait for them, though training does not."""
+    """Base of users' callbacks: override the hooks you need.
+
+    Hooks must be quick: training does not wait for them, but the next step's metrics do.
+    """
 
     def on_start(self, info: RunStartInfo) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_step(self, info: StepInfo) -> HookResult:
-        """After every committed step."""
+        """Called after every committed step."""
 
     def on_validation(self, info: ValidationInfo) -> HookResult:
-        """After every validation pass."""
+        """Called after every validation pass."""
 
     def on_checkpoint(self, info: CheckpointInfo) -> None:
-        """After every checkpoint."""
+        """Called after every checkpoint."""
 
     def on_exception(self, info: RunFailureInfo) -> None:
-        """Before `on_end` of a run that failed."""
+        """Called before `on_end`, if the run has failed."""
 
     def on_end(self, info: RunEndInfo) -> None:
-        """Last of all, however the run ended."""
+        """Called last, however the run ended."""
 
 
 _INFOS: dict[str, type[Any]] = {
@@ -340,7 +343,7 @@ class Tracker(Callback):
         self.log(info.step, _numbers(info.metrics))
 
     def on_validation(self, info: ValidationInfo) -> None:
-        """The validation loss only: seconds and count of a validation would mix with those of steps."""
+        """Send the validation loss only: seconds and count of a validation would mix with those of steps."""
         self.log(info.step, {"validation_loss": info.validation_loss})
 
 
@@ -547,7 +550,7 @@ def check_callbacks(given: Any) -> tuple[Callback, ...]:
 
 
 def _shown(given: Any) -> str:
-    """`MyCallback()`, for a message."""
+    """A callback as text for a message: `MyCallback()`."""
     kind = given if isinstance(given, type) else type(given)
     return f"{kind.__name__}()" if issubclass(kind, Callback) else "MyCallback()"
 

@@ -14,7 +14,8 @@ from raypar.errors import RayparError
 
 @dataclass
 class CheckpointTask:
-    """Posts `CheckpointStateCopied`, after which training may continue, and then `CheckpointSaved`; or `CheckpointFailed`."""
+    """Saves checkpoints. Posts `CheckpointStateCopied`, after which training may continue, then `CheckpointSaved`; or
+    `CheckpointFailed`."""
 
     parts: DriverParts
 

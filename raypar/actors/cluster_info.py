@@ -19,6 +19,7 @@ from ray.experimental.internal_kv import _internal_kv_get
 from raypar.errors import ClusterError, ConfigError
 
 ANSWER_S = 10.0
+"""How long Ray's control store may take to answer."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,10 @@ def max_workers_per_node(gpus: int = 0) -> int:
 
 
 def autoscaler_capacity(resource: str) -> int | None:
-    """How much of `resource` an autoscaler may bring, from its published configuration, which only a private API of Ray has."""
+    """How much of `resource` the cluster may have after an autoscaler has grown it; None if the autoscaler does not say.
+
+    Read from the autoscaler's published configuration, which only a private API of Ray has.
+    """
     try:
         from ray._private.state import state
 
@@ -134,12 +138,16 @@ def require_capacity(workers: int, cluster: ClusterCapacity, gpus: int = 0, plan
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A live node. `node`: Ray's id in hex; `ip`: its address, which all nodes of one machine share."""
+    """A live node of a Ray cluster."""
 
     node: str
+    """Ray's id of the node, in hex."""
     ip: str
+    """Its address, which all nodes of one machine share."""
     cpus: int
+    """Its logical CPUs."""
     head: bool
+    """Whether it is the head of the cluster."""
 
     def __str__(self) -> str:
         return f"{self.node[:8]} ({self.ip}, {self.cpus} CPUs{', the head' * self.head})"

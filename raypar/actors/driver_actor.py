@@ -1,7 +1,7 @@
 """The driver of one run: an event loop around `elastic.run_machine`, which makes all decisions.
 
-Every event goes to the run machine. The driver carries out what the machine decides, with the objects that `_set_up`
-makes (`DriverParts`); what comes of that is an event again.
+Every event goes to the run machine. The driver carries out the machine's decisions with the objects of `DriverParts`, and
+their outcomes are events again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ASK_AGAIN_S = 0.25
 
 
 class DriverActor:
-    """Async actor: call `start`, then poll `events` until one says that the run is over.
+    """The driver of a run as an async actor: call `start`, then poll `events` until an event says that the run is over.
 
     Ray restarts the driver of an elastic run when it dies. The new driver finds the run in the journal and starts by itself.
     """
@@ -82,7 +82,7 @@ class DriverActor:
         self.has_request = False
         """Whether `start` has found or been given a request."""
         self.taking_over = False
-        """Whether this driver is taking over and does not know the members yet."""
+        """Whether this driver is taking over from a former driver and does not know the members yet."""
         self.step_calls = 0
         """Calls to workers for steps, for the report at the end."""
         self.parts: DriverParts
@@ -105,7 +105,7 @@ class DriverActor:
             threading.Thread(target=self._ask_to_begin, args=(context.current_actor,), name="raypar-begin", daemon=True).start()
 
     def _ask_to_begin(self, itself: Any) -> None:
-        """Call this actor's own `begin_again` until the call arrives.
+        """Call this actor's own `begin_again` until a call arrives.
 
         Ray drops the actor's calls to itself ("The actor is restarting"), whatever the number of retries, until its own process
         knows that the actor is back.
@@ -197,7 +197,7 @@ class DriverActor:
             await asyncio.sleep(TICK_S)
 
     async def _continue_run(self, record: MembershipRecord) -> None:
-        """Take over the run, then start the loop. Events that came meanwhile are handled after the takeover's own event."""
+        """Take over the run, then start the loop. Events that came meanwhile are handled after the event of the takeover."""
         await self.tasks.guarded(self._take_over(record))
         told = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
         for event in (told[-1], *told[:-1]):
@@ -205,7 +205,7 @@ class DriverActor:
         self.tasks.spawn(self._run())
 
     async def _take_over(self, record: MembershipRecord) -> on.RunEvent:
-        """The event of the takeover."""
+        """Take over the run of a former driver; returns the event for the run machine."""
         event = await self.startup.take_over(record)
         self.taking_over = False
         return event
@@ -226,13 +226,13 @@ class DriverActor:
         return time.monotonic() - self.feed.heard_s
 
     async def stop(self, reason: str, grace_s: float) -> None:
-        """Ctrl-C: finish the steps in flight within `grace_s`, or void them; save; end."""
+        """End the run on a Ctrl-C: finish the steps in flight within `grace_s`, or void them; then save."""
         self.queue.put_nowait(on.StopRequested(reason, interrupt=True, grace_s=grace_s))
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Handle events until the run is over. A bug in here must not leave actors behind either."""
+        """Handle events until the run is over. Even after a bug in this loop the run's actors are removed."""
         parts = self.parts
         self.tasks.spawn(self._tick())
         self.tasks.spawn(parts.registry.watch(parts.request.silent_s, lambda: parts.machine.phase is Phase.OVER))
@@ -283,7 +283,7 @@ class DriverActor:
                 self.queue.put_nowait(on.StopRequested(f"no client has asked for news for {ABANDONED_S:.0f} s"))
 
     def _carry_out(self, decision: do.ActionWithReason) -> None:
-        """Begin what the machine has decided about steps, and what it wants to tell the user; outcomes become events."""
+        """Begin what the machine has decided about steps, and show what it tells the user. Outcomes become events."""
         parts = self.parts
         generation, seen = parts.machine.membership.generation, parts.side_effects.seen
         match decision.action:
@@ -373,7 +373,7 @@ class DriverActor:
     # -- workers that come and go --------------------------------------------------------------------------------------------
 
     async def _start_worker(self, number: int) -> None:
-        """Start one more worker, under a number that no other worker ever gets."""
+        """Start one more worker under `number`, which no other worker ever gets."""
         parts = self.parts
         request = parts.request
         await asyncio.to_thread(self.journal.store_worker_number, number)
@@ -384,7 +384,7 @@ class DriverActor:
         )
 
     def _report_lost_worker(self, number: int, why: str, with_node: bool = False) -> None:
-        """Report a lost worker, once, and its node if that is lost too; remove what is left of the worker."""
+        """Report a lost worker, and its node if the node is lost too; remove what is left of the worker. Idempotent."""
         parts = self.parts
         if number not in parts.pool.workers:
             return

@@ -1,4 +1,4 @@
-"""The end of a driver: it removes everything of the run, tells the client, and only then exits."""
+"""Ends a driver: removes everything of the run from the cluster, tells the client, and only then exits."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class DriverShutdown:
         await self._leave(facts)
 
     async def _leave(self, facts: dict[str, Any]) -> None:
-        """Tell the end; once the client has seen it or is gone, erase the journal and end this actor."""
+        """Tell the client of the end; once it has seen that or is gone, erase the journal and end this actor."""
         parts = self.parts
         parts.feed.tell("end", **facts)
         parts.feed.heard_s = time.monotonic()
         while time.monotonic() - parts.feed.heard_s < CLIENT_GONE_S:
             await asyncio.sleep(1.0)
-        while True:  # `exit_actor` ends an actor after a call, and nobody calls this one any more
+        while True:  # `exit_actor` takes effect after a call only, and nobody calls this actor any more
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(parts.journal.erase)
                 await asyncio.to_thread(ray.kill, ray.get_runtime_context().current_actor, no_restart=True)

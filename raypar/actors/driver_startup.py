@@ -26,14 +26,17 @@ from raypar.plan.ownership import same_state_keys
 
 @dataclass
 class DriverStartup:
-    """`start` or `take_over`: each returns the event that the run machine waits for, or raises the error that ends the run."""
+    """Starts the workers of a run, or takes over those of a former driver.
+
+    `start` and `take_over` return the event for which the run machine waits, or raise the error that ends the run.
+    """
 
     parts: DriverParts
 
     async def start(self) -> on.RunEvent | None:
         """Place and start the workers of the job's plan, and build their stages.
 
-        None if a worker was lost on the way: the machine has been told, and an elastic run continues with the others.
+        None if a worker was lost meanwhile: the machine has been told, and an elastic run continues with the others.
         """
         parts = self.parts
         request, plan, recorder = parts.request, parts.request.plan, parts.recorder
@@ -89,10 +92,10 @@ class DriverStartup:
         return on.WorkersReady()
 
     async def _everybody(self, call: Callable[[int, Any], Any], what: str) -> dict[int, Any]:
-        """Call every worker; the answers by worker number.
+        """Call every worker; worker number -> answer. `what`: what the workers are asked to do, for messages.
 
-        Of several failures the most telling one is raised: of user code, then of raypar, then a loss. An elastic run reports
-        lost workers to the machine instead and leaves them out of the answers.
+        If several calls fail, a failure of user code is raised first, then one of raypar, then a loss. An elastic run reports
+        lost workers to the machine instead, and leaves them out of the answers.
         """
         parts = self.parts
         numbers = list(parts.pool.workers)
@@ -102,7 +105,7 @@ class DriverStartup:
         while waiting and time.monotonic() - start_s < parts.request.start_deadline_s:
             done, waiting = await asyncio.wait(waiting, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
             for number, task in zip(numbers, asking, strict=True):
-                if task.done() and number in parts.pool.workers:  # it waits for the others, and is no orphan
+                if task.done() and number in parts.pool.workers:  # keeps it from exiting as an orphan while it waits
                     parts.pool.workers[number].ping.remote()
             lost = any(isinstance(task.result(), CallFailure) and task.result().kind == "lost" for task in done)
             if lost and elastic and what != "start":
@@ -116,7 +119,7 @@ class DriverStartup:
             for number, failure in failed.items():
                 if failure.kind == kind:
                     raise await asyncio.to_thread(parts.calls.explain_out_of_memory, number, failure.error)
-        for number, failure in failed.items():  # a worker that died once it had built is known by this only
+        for number, failure in failed.items():  # the only sign of a worker that has died after building
             generation = None if failure.kind == "lost" else 1
             parts.tasks.post(on.CallFailed(failure.kind, failure.error, number, generation))
         if waiting and not failed and parts.machine.membership.generation == 1:
@@ -129,7 +132,7 @@ class DriverStartup:
         return {n: a for n, a in answers.items() if n not in failed}
 
     async def take_over(self, record: MembershipRecord) -> on.RunEvent:
-        """Find the workers of the former driver, and what the user has seen of the run."""
+        """Find the workers of the former driver, and how much of the run the user has seen; the event for the run machine."""
         parts = self.parts
         request, recorder = parts.request, parts.recorder
         await asyncio.to_thread(parts.pool.find)

@@ -1,4 +1,4 @@
-"""Carries out the change from one generation of workers to the next, as the run machine decides it."""
+"""Changes from one generation of workers to the next, as the run machine decides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GenerationChange:
 
     parts: DriverParts
     last_order: do.AdoptPlan | None = None
-    """The order of this driver's last generation."""
+    """The action with which this driver's last generation began; None before the first."""
     first_step: int = -1
     """The first step of the present generation."""
     reported_schedule: str | None = None
@@ -35,7 +35,7 @@ class GenerationChange:
     """The plan of that generation."""
 
     async def claim_generation(self, generation: int) -> None:
-        """Claim `generation` in the journal; not in the thread of the callbacks, which may take long."""
+        """Claim `generation` in the journal; posts `GenerationClaimed`. Does not wait for callbacks, which may take long."""
         parts = self.parts
         try:
             ok = await asyncio.to_thread(parts.journal.claim, generation)
@@ -45,7 +45,7 @@ class GenerationChange:
             parts.tasks.post(on.GenerationClaimed(generation, ok))
 
     def fence_worker(self, generation: int, number: int, reason: str) -> None:
-        """Tell a worker of a new generation while its step runs, so that it stops; then ask for its status once it has."""
+        """Announce a new generation to a worker, which stops its step; ask for its status. Posts `WorkerStatusReported`."""
         parts = self.parts
         worker, keep_reports = parts.pool.workers[number], parts.reports.keep_reports_from_status
         parts.calls.call(number, generation, worker.announce_generation.remote(generation, reason), lambda number, _: on.Tick())
@@ -57,7 +57,7 @@ class GenerationChange:
         )
 
     def apply_kept_gradients(self, order: do.ApplyKeptGradients) -> None:
-        """Have the workers that are a step behind apply the gradients they have kept."""
+        """Have workers that are a step behind apply the gradients they have kept. Posts `KeptGradientsApplied` for each."""
         parts = self.parts
         keep_reports = parts.reports.keep_reports_from_status
         for number in order.workers:
@@ -67,13 +67,13 @@ class GenerationChange:
             )
 
     async def choose_plan(self, generation: int, workers: int) -> None:
-        """Choose the plan for so many workers."""
+        """Choose the plan for `workers` workers. Posts `PlanChosen`."""
         parts = self.parts
         now = parts.machine.membership.plan
         parts.tasks.post(await asyncio.to_thread(parts.plans.choose, generation, workers, now))
 
     async def adopt_plan(self, order: do.AdoptPlan, reason: str) -> None:
-        """Lower the plan; have every worker connect, exchange state and build its stages."""
+        """Lower the plan; have every worker connect, exchange state and build its stages. Each posts `PlanAdopted`."""
         parts = self.parts
         request, plan = parts.request, order.plan
         parts.reports.drop_uncommitted()
@@ -146,6 +146,6 @@ class GenerationChange:
         parts.tasks.spawn(self._search_next_plan(len(order.members)))
 
     async def _search_next_plan(self, workers: int) -> None:
-        """Find the plan for one worker less before it is needed."""
+        """Search the plan for one worker less before it is needed."""
         if workers > 1:
             await asyncio.to_thread(self.parts.plans.prepare, workers - 1)

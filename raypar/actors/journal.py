@@ -1,6 +1,6 @@
 """The state of a run that outlives its driver, in Ray's key-value store: generations, committed steps, members, workers.
 
-Two drivers may believe at once that the run is theirs. A generation belongs to the driver that writes its key first
+Two drivers may take themselves for the driver of one run. A generation belongs to the driver that writes its key first
 (compare-and-set), and only the driver of the newest generation commits steps.
 """
 
@@ -64,10 +64,10 @@ class Journal:
         return True
 
     def commit(self, step: int, facts: Any = None) -> None:
-        """Store that step `step` is committed, with its report `facts`.
+        """Store that `step` is committed, with its report `facts`.
 
-        What a former driver has stored of this step stays: a step is committed only after all workers have applied it, so the
-        two are the same. Raises `DriverReplaced` when another driver has taken over.
+        A former driver's entry for this step stays: a step is committed only after all workers have applied it, so both entries
+        are the same. Raises `DriverReplaced` when another driver has taken over.
         """
         newer = _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}")
         if newer not in (None, self.identity):  # our own claim may be under way in another thread
@@ -80,11 +80,11 @@ class Journal:
             _internal_kv_del(f"{self.prefix}step/{step - KEPT_STEPS}")
 
     def committed_steps(self) -> list[int]:
-        """The last committed steps, ascending; older ones have been deleted."""
+        """The last committed steps, ascending; older ones were deleted."""
         return sorted(self._numbers("step"))
 
     def step_report(self, step: int) -> Any:
-        """The report given to `commit` for this step; None if the journal does not have it (any more)."""
+        """The report of a committed step; None if the journal does not have it, or no longer."""
         value = _internal_kv_get(f"{self.prefix}step/{step}")
         return None if value is None else pickle.loads(value)[1]
 
@@ -119,7 +119,7 @@ class Journal:
         return {block: value.decode() for block, value in found.items() if value is not None}
 
     def drop_lines(self, file: str, block: int | None = None) -> None:
-        """Remove one block of `file`, or all: its lines are in the file now."""
+        """Remove one block of `file`, or all blocks: their lines are in the file now."""
         _internal_kv_del(f"{self.prefix}lines/{file}/{'' if block is None else block}", del_by_prefix=block is None)
 
     def record(self, record: MembershipRecord) -> None:

@@ -1,4 +1,4 @@
-"""More nodes for the local Ray cluster: raylets on this machine that stand for machines, and may be killed."""
+"""Adds nodes to the local Ray cluster: raylets on this machine that act as further machines and may be killed."""
 
 from __future__ import annotations
 

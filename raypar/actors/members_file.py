@@ -1,4 +1,4 @@
-"""The text of members.json: phase, plan and workers of a run right now, for users and for scripts."""
+"""Makes the text of members.json: the present phase, plan and workers of a run, for users and scripts."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def shard_count_by_layer(plan: ParallelPlan) -> tuple[int, ...]:
 
 
 def recovery_finished_text(order: AdoptPlan, seconds: float, again: int) -> str:
-    """The line when a new generation has committed its first step. `again`: steps to replay, which were reported before."""
+    """The line for the user when a new generation has committed its first step. `again`: steps to replay, reported before."""
     text = f"training goes on with {len(order.members)} workers, {order.plan.describe()}, after {seconds:.2f} s"
     return f"{text}; {again} steps are executed again" if again else text
 
@@ -64,13 +64,13 @@ def worker_lost_event(coordinate: str, worker_facts: Mapping[str, Any], why: str
 
 
 def describe_why_worker_given_up(why: str) -> str:
-    """Why a worker that has not died is given up: it hangs, cannot be reached, or computes wrongly."""
+    """The reason, in words, why a worker that has not died is given up: it hangs, cannot be reached, or computes wrongly."""
     cause = "did not answer (it hangs, or cannot be reached)" if why == "did not answer" else why
     return f"{cause}; its process is killed"
 
 
 def straggler_text(found: ReportStraggler, coordinate: str, worker_facts: Mapping[str, Any]) -> str:
-    """The line when a worker has become slow, or is not slow any more."""
+    """The line for the user when a worker has become slow, or is not slow any more."""
     place = coordinate.partition("(")[2].rstrip(")")
     at = f"worker {found.worker} ({place}, node {worker_facts.get('node', 'unknown')})"
     like = "in its first steps" if found.alone else "its replicas"

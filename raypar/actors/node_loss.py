@@ -1,4 +1,4 @@
-"""Recognises that a whole node was lost, from the losses of its workers and Ray's node table. Pure; time is an argument."""
+"""Recognises the loss of a whole node, from the losses of its workers and Ray's node table. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from raypar.elastic.message_wording import format_worker_numbers
 
 TOGETHER_S = 10.0
-"""Losses within this time count as one event: the loss of some workers shows only by their silence."""
+"""Losses within this time count as one event: of some workers only silence shows that they are lost."""
 NOTICED_S = 90.0
 """How long after a worker its node may be reported dead: Ray takes up to a minute to notice that."""
 

@@ -37,7 +37,7 @@ from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 from raypar.worker.process.environment_guard import EnvironmentGuard
 
 RETOLD = 1000
-"""How many of the last lines a new driver sends the client again: more than the client can have missed."""
+"""How many of the last lines a new driver sends to the client again: more than the client can have missed."""
 
 COMPARED = 3
 """How many of the last steps in metrics.jsonl are compared with the journal, to see whether the file is this run's."""
@@ -45,7 +45,7 @@ COMPARED = 3
 
 @dataclass(frozen=True)
 class RecordedProgress:
-    """What the user has seen of a run, as its folder and its journal say together."""
+    """How much of a run the user has seen, found from the run folder and the journal."""
 
     steps: int
     """Number of steps that the user has seen."""
@@ -64,7 +64,10 @@ class RecordedProgress:
 
 
 class RunRecorder:
-    """Writes and shows what happens in one run, each thing once and in order. Call it from one thread at a time."""
+    """Writes the files of a run folder and calls the callbacks, for everything once and in order.
+
+    Call its methods from one thread at a time.
+    """
 
     def __init__(self, request: RunRequest, journal: Journal | None = None) -> None:
         self.request, self.journal = request, journal
@@ -76,7 +79,7 @@ class RunRecorder:
         self.metrics = JsonlFile(run.metrics, self._say, journal)
         self.events = JsonlFile(run.events, self._say, journal, mirrored=True)
         self._step_seconds: deque[float] = deque(maxlen=50)
-        """Durations of the last steps, for the time that is left."""
+        """Durations of the last steps, from which the remaining time is predicted."""
         self.traced_step: dict[str, Any] | None = None
         """The last measured step: its number, spans, ledger and nodes."""
         self.plan_differs_from_picture = True
@@ -113,9 +116,9 @@ class RunRecorder:
         self.plan_differs_from_picture, self.nodes = plan != self.request.plan, list(nodes)
 
     def take_over(self) -> RecordedProgress:
-        """Continue the run folder of a former driver, which may have been damaged since; returns what the user has seen.
+        """Continue the run folder of a former driver, which may have been damaged since; returns the user's progress.
 
-        The client is sent again what it may have missed.
+        Events that the client may have missed are sent again.
         """
         first, journal = self.request.policy.first, self.journal
         known = [] if journal is None else journal.committed_steps()
@@ -165,7 +168,7 @@ class RunRecorder:
         )
 
     def _completed(self, found: list[Line], known: Sequence[int], rebuilt: list[int]) -> list[Line]:
-        """The lines of metrics as the user has seen them: those `found`, without another run's, and those that are missing.
+        """The lines of metrics as the user has seen them: `found`, without the lines of another run, and with missing lines.
 
         `known`: steps (from 0) in the journal, from which missing lines are rebuilt. Their numbers (from 1) are added to
         `rebuilt`.
@@ -195,10 +198,10 @@ class RunRecorder:
         return [by_place[place] for place in sorted(by_place)]
 
     def _seen(self, there: Iterable[int], known: Sequence[int]) -> int:
-        """How many steps the user has seen for certain.
+        """How many steps the user has certainly seen.
 
-        These are the steps with a line (`there`, from 1), and those in the journal (`known`, from 0) but for the last
-        `MAX_OPEN_STEPS`: a step is issued only when all but so many steps before it were shown.
+        The user has seen every step with a line (`there`, from 1), and every step in the journal (`known`, from 0) except the
+        last `MAX_OPEN_STEPS`: a step is issued only when all but so many steps before it were shown.
         """
         return max([self.request.policy.first, *there, *(step + 1 - MAX_OPEN_STEPS for step in known[-1:])])
 
@@ -233,7 +236,7 @@ class RunRecorder:
     # -- steps -------------------------------------------------------------------------------------------------------------
 
     def start_callbacks(self) -> None:
-        """Load the callbacks and call `on_start`; the workers have started."""
+        """Load the callbacks and call `on_start`. Call it when the workers have started."""
         guard = self._guard_of_callbacks()
         with guard.watching("a module of the callbacks"):
             self.callbacks = pickle.loads(self.request.callbacks)
@@ -318,7 +321,7 @@ class RunRecorder:
         self._replace(RunFolder(self.folder).members, text)
 
     def write_plan_file(self, plan: ParallelPlan, schedule: str) -> None:
-        """Replace plan.json by the present generation's."""
+        """Replace plan.json: a generation with another plan has begun."""
         run = RunFolder(self.folder)
         facts = {
             "schedule": schedule,
@@ -333,10 +336,11 @@ class RunRecorder:
             replace_file_atomically(path, text.encode(), lasting=False)
 
     def _write(self, metrics: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
         self._append(self.metrics, metrics)
 
     def _append(self, file: JsonlFile, facts: Mapping[str, Any]) -> None:
-        """Add a line to a file of the run. On a full disk training continues: lines wait until they can be written."""
+        """Add a line to a file of the run. On a full disk the line waits until it can be written, and training continues."""
         file.append(_finite({"time": time.time(), **facts}))
 
     # -- callbacks ---------------------------------------------------------------------------------------------------------
@@ -461,7 +465,7 @@ def lost_workers_since_last_start(events: Iterable[Mapping[str, Any]]) -> frozen
 
 
 def metrics_line_matches_journal(line: Mapping[str, Any], facts: Mapping[str, Any] | None) -> bool:
-    """Whether a line of metrics agrees with the journal's report of its step; True if there is none (`facts` None)."""
+    """Whether a line of metrics agrees with the journal's report of its step (`facts`); True if there is no report."""
     found = _finite({key: facts[key] for key in ("loss", "norm")}) if facts is not None else {}
     return all(line.get(key) == value for key, value in found.items())
 

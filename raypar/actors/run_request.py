@@ -1,4 +1,4 @@
-"""What the client sends the driver: everything about one run. Unpickling a request imports neither user code nor torch."""
+"""The request for one run, which the client sends to the driver. Unpickling it imports neither user code nor torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from raypar.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run."""
+    """Everything that a driver has to know about a run."""
 
     run: str
     """The run's name."""
     folder: str
     """Absolute path of the run folder."""
     policy: RunPolicy
-    """What the run machine goes by."""
+    """Limits and settings for the run machine's decisions."""
     plan: ParallelPlan
     """The first generation's plan."""
     schedule_name: str
     """The schedule of `plan`."""
     crossing: StageConnections
-    """What crosses between the stages of `plan`."""
+    """The values that pass between the stages of `plan`."""
     cut: Microbatches
     """How a batch is cut into microbatches and blocks."""
     spec: bytes
@@ -37,9 +37,9 @@ class RunRequest:
     callbacks: bytes
     """The `Callbacks`, pickled; they are called in the driver."""
     contract: Mapping[str, Any]
-    """What a checkpoint says of the job, to recognise it again."""
+    """The part of the job that a checkpoint stores, to check that it is resumed by the same job."""
     predicted: Timeline
-    """The predicted step, for the picture."""
+    """The step as the simulator predicts it, for the picture."""
     outline: ModelOutline
     """The model's layers and edges, from which another plan is made when workers come or go."""
     profile: ModelProfile

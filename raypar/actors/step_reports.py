@@ -16,7 +16,7 @@ Report = dict[str, Any]
 
 
 class StepReports:
-    """Reports by step (from 0), then by rank."""
+    """The reports of workers, by step (from 0) and rank."""
 
     def __init__(self, machine: RunMachine, plans: PlanCache) -> None:
         self.machine, self.plans = machine, plans
@@ -57,9 +57,9 @@ class StepReports:
         return [line for _, line in fresh]
 
     def keep_reports_from_status(self, status: WorkerStatus) -> WorkerStatus:
-        """The worker's status. Keeps reports of steps that the worker has applied and whose reports are not complete.
+        """Keep reports of steps that, by its status, a worker has applied; returns the status.
 
-        The machine commits such steps, and the user sees their loss.
+        The workers' own reports of these steps are not complete. The machine commits the steps, and the user sees their loss.
         """
         for step, outcome in status.outcomes.items():
             if step >= self.machine.progress.journalled:
@@ -86,7 +86,7 @@ class StepReports:
         return reports
 
     def replay_difference(self, step: int) -> tuple[tuple[float, float], tuple[float, float]] | None:
-        """(loss, norm) of a replayed step as seen before and as found now; None if they are equal."""
+        """(loss, norm) of a replayed step at its first execution and now; None if they are equal or the first is not known."""
         found, before = loss_and_grad_norm_of_step(self._open.pop(step)), self.outcomes.get(step)
         return None if before is None or repr(found) == repr(before) else (before, found)  # NaN is equal to NaN here
 
@@ -96,7 +96,7 @@ class StepReports:
 
 
 def loss_and_grad_norm_of_step(reports: Mapping[int, Mapping[str, Any]]) -> tuple[float, float]:
-    """(loss, norm): the same in all reports of a step."""
+    """(loss, norm) of a step, which are the same in the reports of all workers."""
     report = next(iter(reports.values()))
     return report["loss"], report["norm"]
 
@@ -104,7 +104,7 @@ def loss_and_grad_norm_of_step(reports: Mapping[int, Mapping[str, Any]]) -> tupl
 def merge_reports(reports: Mapping[int, Mapping[str, Any]]) -> Report:
     """One report from all workers' reports of a step: the longest time of any, the work and memory of all."""
     one = next(iter(reports.values()))
-    if "workers" in one:  # made by this function already
+    if "workers" in one:  # a report that this function has made
         return {key: value for key, value in one.items() if key not in ("spans", "ledger")}
     return {
         **{key: one[key] for key in ("loss", "norm", "count", "skipped")},

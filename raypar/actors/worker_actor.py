@@ -38,13 +38,17 @@ STEP_TIMEOUT_S = 900.0
 LEAVE_S = 5.0
 """How long a worker that ends waits for Ray or its driver before it exits."""
 LOADING, LOADING_S = "loading its code", 600.0
-"""What a worker says while it loads, and how long that may take without a ping: a cold disk needs minutes for torch."""
+"""What `doing` is while a worker loads its code, and how long that may take without a ping: torch from a cold disk needs
+minutes."""
 ALLOCATORS_SAY = ("can't allocate memory", "not enough memory", "out of memory")
 """Texts of out-of-memory RuntimeErrors: PyTorch's on a CPU, Windows's, and a GPU's before torch 2.5."""
 
 
 class WorkerActor:
-    """A worker process in a placement group; everything but its job comes by calls. No other worker ever has its `number`."""
+    """A worker process in a placement group. It gets its job when it is created, and everything else by calls.
+
+    No other worker of the run ever has its `number`.
+    """
 
     def __init__(self, credential: RunCredential, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
         self.credential, self.number, self.pickled_spec = credential, number, spec
@@ -61,11 +65,11 @@ class WorkerActor:
         self.torch_guard: Any = None
         """The `TorchStateGuard` around user code."""
         self.elastic_worker: Any = None
-        """The core as the elastic protocol sees it (`ElasticWorker`)."""
+        """The core's side of the elastic protocol (`ElasticWorker`)."""
         self.generation_guard: Any = None
         """What this worker may do in which generation (`GenerationGuard`)."""
         self.backend: Any = None
-        """The kind of device this worker computes on, and what goes with it (`DeviceBackend`)."""
+        """The kind of device this worker computes on (`DeviceBackend`)."""
         self.endpoint: Any = None
         """Makes the connections to other workers, generation by generation."""
         self.heard_s = time.monotonic()
@@ -75,7 +79,7 @@ class WorkerActor:
         self.doing = "starting"
         """What the worker does, in words."""
         self.hello_sent: WorkerHello | None = None
-        """Its hello, for a new driver that asks again."""
+        """The hello it has answered with, for a new driver that asks again."""
         self.liveness_listener: LivenessListener | None = None
         """Shows the driver that this process exists."""
         self.step_thread_id = 0
@@ -90,9 +94,9 @@ class WorkerActor:
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def hello(self, joining: bool = False) -> WorkerHello | CallFailure:
-        """Load torch and listen for other workers: all that can be done before there is a plan.
+        """Load torch and listen for other workers: do all that can be done before there is a plan.
 
-        `joining`: during a run, where the other workers would wait for anything that is left to do.
+        `joining`: the worker starts during a run, so that others would wait for whatever is not done here.
         """
         return self._run_call(LOADING, lambda: self._hello(joining))
 
@@ -194,12 +198,12 @@ class WorkerActor:
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def report_status(self, generation: int) -> Any:
-        """This worker's status (`elastic.generation_guard.WorkerStatus`), once what it was doing has ended."""
+        """This worker's status (`elastic.generation_guard.WorkerStatus`), after its calls in progress have ended."""
         return self._run_call("saying where it stands", lambda: self.generation_guard.stand(generation))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def apply_kept_gradients(self, generation: int, step: int, outcome: Any) -> Any:
-        """Apply `step` late, with the gradients that were kept; the worker's status then."""
+        """Apply `step` late, with the gradients that were kept; returns the worker's status after that."""
         return self._run_call(f"settling step {step + 1}", lambda: self.generation_guard.settle(generation, step, outcome))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
@@ -218,15 +222,15 @@ class WorkerActor:
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def ping(self) -> tuple[int, str, bool, float]:
-        """(steps done, what it does, whether it has to leave, seconds that its computing thread has waited for a processor).
+        """(steps done, what the worker does, whether it has to leave, seconds that its step thread has waited for a processor).
 
-        A ping also shows the worker that its driver lives.
+        A ping also tells the worker that its driver lives.
         """
         self.heard_s = time.monotonic()
         return self._done, self.doing, self.leaving, thread_cpu_wait_s(self.step_thread_id)
 
     def _asked_to_leave(self, number: int, frame: Any) -> None:
-        """On SIGTERM, a cloud's notice: the next ping tells the driver, which moves the work; exit if no driver pings."""
+        """Handle SIGTERM, a cloud's notice: the next ping tells the driver, which moves the work. Exit if no driver pings."""
         if self.leaving and time.monotonic() - self.heard_s > LEAVE_S:
             os._exit(0)
         self.leaving = True
@@ -238,7 +242,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def announce_generation(self, generation: int, reason: str) -> Any:
-        """Note a new generation: abort what is done for an older one, and refuse its calls from now on."""
+        """Begin a new generation: abort the work of older generations, and refuse their calls from now on."""
         self.heard_s = time.monotonic()
         try:
             self.generation_guard.hear(generation, reason)
@@ -296,11 +300,11 @@ class WorkerActor:
         except USER_CODE_ERRORS as error:  # a SystemExit would end this process without a word
             return self._classify_failure(doing, error)
         finally:
-            self.heard_s = time.monotonic()  # whoever waits for this is still there
+            self.heard_s = time.monotonic()  # the driver that waits for the answer lives
             self.doing = "idle"
 
     def _classify_failure(self, doing: str, error: BaseException) -> CallFailure:
-        """The failure with who is to blame: an abort, user code, or raypar."""
+        """The failure as a `CallFailure` that says who is to blame: an abort, user code, or raypar."""
         if isinstance(error, StaleGeneration):
             return CallFailure("aborted", error)
         if isinstance(error, CommError):
@@ -325,13 +329,13 @@ class WorkerActor:
         )
 
     def _free_peers(self) -> None:
-        """Close the connections: peers that wait for this worker learn of its failure from that."""
+        """Close the connections, from which waiting peers learn of this worker's failure."""
         with contextlib.suppress(Exception):
             self.core.abort(f"{self.coordinate} has failed")
         self._end_if_stuck()
 
     def _end_if_stuck(self) -> None:
-        """Exit if NCCL operations cannot be ended: they would keep this process's GPU busy in the next generation too.
+        """Exit if NCCL operations cannot be ended, because they would keep the GPU busy in the next generation too.
 
         The driver notices the end at once and can start another worker.
         """
@@ -375,5 +379,5 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def make_worker_actor_class() -> Any:
-    """The actor class. `io` is a group of its own, so that a slow disk does not keep a worker from answering pings."""
+    """The actor class of workers. `io` is a concurrency group of its own, so that a slow disk does not delay pings."""
     return ray.remote(concurrency_groups={"step": 1, "ctl": 2, "io": 1}, max_restarts=0)(WorkerActor)

@@ -1,4 +1,4 @@
-"""Calls to workers: each becomes an event, and failures name the worker."""
+"""Calls workers. Each answer becomes an event; failures name the worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STACKS_S = 5.0
 
 
 class WorkerCalls:
-    """Makes one call per worker and step, whatever the number of microbatches."""
+    """Calls to the workers of a run: one per worker and step, whatever the number of microbatches."""
 
     def __init__(
         self, machine: RunMachine, pool: WorkerPool, plans: PlanCache, tasks: BackgroundTasks, started: Container[int]
@@ -73,7 +73,7 @@ class WorkerCalls:
         return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
 
     def explain_out_of_memory(self, number: int, error: Exception) -> Exception:
-        """The error; of an out-of-memory error with what the worker holds and what would fit. Slow: call it in a thread."""
+        """The error, if it is out of memory with what the worker holds and what would fit. Slow: call it in a thread."""
         members, plan = self.machine.membership.members, self.machine.membership.plan
         if not isinstance(error, OutOfMemory) or plan is None or number not in members:
             return error

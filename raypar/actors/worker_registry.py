@@ -1,6 +1,6 @@
-"""Keeps track of a run's worker processes: started, silent, lost, draining; starts and dismisses them. Knows no plan.
+"""Knows which of a run's worker processes have started, are silent, lost or draining; starts and dismisses workers.
 
-Whatever happens is posted to the run machine as an event; nothing is decided here.
+It knows no plan and decides nothing: whatever happens is posted to the run machine as an event.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DRAIN_POLL_S = 1.0
 
 
 class WorkerRegistry:
-    """The workers of a run by number."""
+    """The worker processes of a run, by worker number."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class WorkerRegistry:
         """Dismissals under way."""
 
     def add_started_worker(self, number: int, hello: WorkerHello) -> None:
-        """Note that a worker has started."""
+        """Store the hello of a started worker, and connect to the worker to notice its end."""
         self.hellos[number] = hello
         self.node_of_worker[number] = hello.node
         self._answered_s[number] = time.monotonic()
@@ -97,7 +97,7 @@ class WorkerRegistry:
     # -- hiring and dismissing -----------------------------------------------------------------------------------------------
 
     async def start_worker(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float, start_s: float) -> None:
-        """Start one more worker: place, process, torch, model code. Posts `WorkerJoined` or `WorkerStartFailed`."""
+        """Start one more worker: placement, process, torch, model code. Posts `WorkerJoined` or `WorkerStartFailed`."""
         try:
             await self.pool.reserve_one(number, self.suspect_nodes, self.slow_nodes)
             if number not in self.pool.groups:
@@ -146,7 +146,7 @@ class WorkerRegistry:
         task.add_done_callback(self._dismissing.discard)
 
     def preempted(self, number: int, error: Exception) -> bool:
-        """Whether a worker died because it was asked to leave, or with its machine."""
+        """Whether the death of a worker is no fault: it was asked to leave, or died with its node."""
         return number in self._leaving or died_with_node(error)
 
     def note_lost_worker(self, number: int, with_node: bool) -> dict[str, Any] | None:
@@ -200,7 +200,7 @@ class WorkerRegistry:
                 self._reported_silent.add(number)
                 self.post(on.WorkerSilent(number, silent_s))
             if now - polled_s > DRAIN_POLL_S and (polling is None or polling.done()):
-                polled_s = now  # in a task of its own: without a head it blocks
+                polled_s = now  # in a task, because it blocks while Ray's head does not answer
                 polling = asyncio.ensure_future(self._look_at_nodes())
             before = time.monotonic()
             await asyncio.sleep(PING_S)
@@ -212,7 +212,7 @@ class WorkerRegistry:
                 self._answered_s = {number: min(now, s + excused_s) for number, s in self._answered_s.items()}
 
     async def _ping(self, number: int, worker: Any) -> None:
-        """Ping one worker; a dead one becomes `CallFailed`, one that is silent no event."""
+        """Ping one worker. Posts `CallFailed` for a dead worker, and nothing for a silent one."""
         try:
             _, _, leaving, waited_s = await asyncio.wait_for(asyncio.wrap_future(worker.ping.remote().future()), 30.0)
         except OutOfMemoryError as error:
@@ -222,7 +222,7 @@ class WorkerRegistry:
             if number in self.pool.workers:
                 self.post(on.CallFailed("lost", WorkerLost(f"worker {number} was lost: {error_first_line(error)}"), number))
         except Exception:
-            return  # it is silent; `watch` counts the seconds
+            return  # the worker is silent; `watch` counts the seconds
         else:
             now = self._answered_s[number] = time.monotonic()
             self.cpu_wait.report(number, waited_s, now)
@@ -233,11 +233,11 @@ class WorkerRegistry:
                 self.report_leaving_worker(number, "its process was asked to end (SIGTERM)")
 
     async def _look_at_nodes(self) -> None:
-        """Ask Ray which nodes are being drained and which are dead; report what that means for the workers."""
+        """Ask Ray which nodes are draining or dead; report workers that have to leave, and nodes that are lost."""
         try:
             draining, dead = await asyncio.to_thread(lambda: (list_draining_nodes(), list_dead_nodes()))
         except Exception:
-            return  # the head does not answer; whatever needs it says so
+            return  # the head does not answer; calls that need it will report that
         for number in list(self.pool.workers):
             hello = self.hellos.get(number)
             if hello is not None and hello.node in draining:
@@ -249,7 +249,7 @@ class WorkerRegistry:
                 self.note("node", **told)
 
     def report_leaving_worker(self, number: int, why: str) -> None:
-        """Report, once, that a worker has to leave; posts `DrainRequested`."""
+        """Report that a worker has to leave; posts `DrainRequested`. Idempotent."""
         if number not in self._leaving:
             self._leaving.add(number)
             self.note(

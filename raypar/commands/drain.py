@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Drain the node; exit code 0, also if it is being drained already. Raises `ConfigError` or `ClusterError`."""
+    """Drain the node; exit code 0, also if the node is being drained already. Raises `ConfigError` or `ClusterError`."""
     import math
     import os
     import time

@@ -110,7 +110,7 @@ def refuse_no_profile(choose: bool, svg: Path | None) -> None:
 
 
 def choose_plan_to_show(job: Job, spec: JobSpec, graph: Graph, workers: int | None) -> ShownPlan:
-    """The planner's choice for `workers`, or for as many as the job says. Raises `ConfigError` for fewer than its shards."""
+    """The planner's choice for `workers` workers (None: the job's number). Raises `ConfigError` for fewer than its shards."""
     from raypar.planner.plan_search import search_plans
     from raypar.worker.measure_profile import profile_job
 

@@ -44,7 +44,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; exit code 0. Raises what the run failed with, `Interrupted` after Ctrl-C."""
+    """Train; exit code 0. Raises the error of a failed run, and `Interrupted` after Ctrl-C."""
     import time
 
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""The plan that a run starts with: chosen for a checked job, described in words, and as `plan.json`."""
+"""Chooses the plan that a run starts with, for a checked job; describes it in words and as `plan.json`."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def choose_plan(
     workers: int,
     make_schedule: Callable[[MicrobatchRouting], Schedule] | None = None,
 ) -> ChosenPlan:
-    """The given plan with its predicted step; without `plan`, the planner's choice for `workers` with its reasons.
+    """The given plan with its predicted step; without `plan`, the planner's choice for `workers` workers, with its reasons.
 
-    `plan`: makes the plan for a number of layers. `make_schedule`: makes the schedule, where
+    `plan`: makes the plan from the number of layers. `make_schedule`: makes the schedule, where
     the name alone is not enough (a file, a warmup).
     """
     from raypar.planner.plan_report import plan_report
@@ -81,7 +81,7 @@ def choose_plan(
 
 
 def make_plan_chooser(job: Job, spec: JobSpec) -> PlanChooser:
-    """Chooses the plan that a job file asks for."""
+    """A function that chooses the plan as a job file asks for it."""
     from raypar.config import PlanConfig
 
     config = job.plan
@@ -92,7 +92,7 @@ def make_plan_chooser(job: Job, spec: JobSpec) -> PlanChooser:
 
 
 def make_schedule_builder(config: PlanConfig) -> Callable[[MicrobatchRouting], Schedule]:
-    """Makes the schedule that a plan section asks for: a file, or a name with an optional warmup. The file is read at once."""
+    """A function that makes the schedule of a plan section: from a file, which is read at once, or by name and warmup."""
     from raypar.schedule import registry
     from raypar.schedule.schedule_csv import parse_schedule_csv
     from raypar.untrusted_files import SCHEDULE_BYTES, read_limited_text
@@ -107,7 +107,10 @@ def make_schedule_builder(config: PlanConfig) -> Callable[[MicrobatchRouting], S
 
 
 def describe_chosen_plan(chosen: ChosenPlan) -> str:
-    """`4 workers = 2 stages x 2 replicas, schedule 1f1b; predicted step 85 ms, bubble 11 %`, and the reasons below."""
+    """The plan in words, with the planner's reasons below.
+
+    `4 workers = 2 stages x 2 replicas, schedule 1f1b; predicted step 85 ms, bubble 11 %`
+    """
     plan = chosen.plan
     bubble = 100 * chosen.predicted.bubble_of_total
     text = (

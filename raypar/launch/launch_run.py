@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from raypar.actors.run_request import RunRequest
 
 MakeRequest = Callable[[RunFolder, "str | None"], "RunRequest"]
+"""Makes the driver's request from the run folder and the address on which workers listen."""
 
 
 def launch_run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: EventHandler) -> Result:
-    """The result of a whole run, also of one that fails or is interrupted. Raises `RayparError` if nothing was started.
+    """Run a job to its end; returns the result, also of a run that fails or is interrupted.
+
+    Raises `RayparError` if nothing was started.
 
     `tell` gets every event; the first ones are the numbered stages of the start-up.
     """
@@ -47,7 +50,7 @@ def launch_run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions
 def _check_and_plan(
     spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: EventHandler
 ) -> tuple[JobSpec, ChosenPlan, MakeRequest]:
-    """The job with its weights file pinned, its plan, and what makes its request. Calls the user's code for the first time."""
+    """The job with its weights file pinned, its plan, and a function that makes its request. First call of user code."""
     from raypar.worker.preflight import preflight
     from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 
@@ -73,7 +76,7 @@ def _check_and_plan(
 
 
 def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: ResultNeutralOptions) -> list[str]:
-    """What to know about a plan beside its description."""
+    """Notes about a plan that its description does not give."""
     from raypar.planner.plan_report import fewer_shards_warnings
     from raypar.worker.backend import make_backend
 
@@ -86,7 +89,7 @@ def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: ResultNeutralOptions
 def _connect_and_follow(
     spec: JobSpec, chosen: ChosenPlan, make_request: MakeRequest, options: ResultNeutralOptions, tell: EventHandler
 ) -> Result:
-    """Connect to Ray, make the run folder, run. The folder is removed again if the run ends before its first step."""
+    """Connect to Ray, make the run folder, and run. If the run ends before its first step the folder is removed."""
     from raypar.actors.cluster_info import cluster_capacity, require_capacity
     from raypar.actors.ray_connection import connect_ray
     from raypar.worker.backend import make_backend
@@ -118,13 +121,13 @@ def _connect_and_follow(
 
 
 def _most_workers(chosen: ChosenPlan, options: ResultNeutralOptions) -> int:
-    """How many workers the run may have at once, standbys included: the processors that a local Ray cluster offers."""
+    """How many workers the run may have at once, standbys included; a local Ray cluster offers so many CPUs."""
     most, elastic = chosen.plan.world, options.elastic
     return most if elastic is None else max(most, elastic.max_workers or 0) + elastic.standbys
 
 
 def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler) -> Result:
-    """Run the request to its end; the result is gathered from the events."""
+    """Run the request to its end; returns the result, gathered from the events."""
     from raypar.actors.driver_client import follow_run
 
     result = Result({}, str(folder.path), "failed", request.policy.first, checkpoint_path=request.resume)

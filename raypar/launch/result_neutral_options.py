@@ -1,4 +1,4 @@
-"""What decides about a run, but never about its results."""
+"""The options of a run that cannot change its results."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ EventHandler = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class ResultNeutralOptions:
-    """Everything about a run that cannot change its results. Times in seconds."""
+    """All options of a run that cannot change its results. Times are in seconds."""
 
     make_folder: Callable[[ChosenPlan], RunFolder]
-    """Makes or finds the run folder and writes job and plan into it; called when all input has been found good."""
+    """Makes or finds the run folder and writes job and plan into it; called when all input has been checked."""
     resume: Path | None = None
     """The checkpoint folder to resume from."""
     steps_done: int = 0
@@ -61,7 +61,7 @@ def result_neutral_options_from_job(
     address: str | None,
     local_nodes: int = 1,
 ) -> ResultNeutralOptions:
-    """What a job file and the command line say about the run.
+    """The options that a job file and the command line give.
 
     Raises `ConfigError` for callbacks that cannot be made, impossible local nodes and a step to stop at below 1.
     """

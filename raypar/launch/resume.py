@@ -33,9 +33,9 @@ def resume_job(
     address: str | None = None,
     local_nodes: int = 1,
 ) -> Result:
-    """Train on from the last good checkpoint of a run, under the plan of `job`.
+    """Continue a run from its last good checkpoint, under the plan of `job`.
 
-    Raises `CheckpointError` without such a checkpoint, `ConfigError` or `ClusterError` when the run is under way.
+    Raises `CheckpointError` if there is no such checkpoint, `ConfigError` or `ClusterError` if the run is under way.
     """
     make_importable(job.source_dir)
     spec = job.to_spec()
@@ -59,7 +59,7 @@ def resume_job(
         except CheckpointError:
             end_orphaned_driver(folder, address)
             raise
-        for _ in folder.read_lines(folder.metrics):  # what is wrong with them is said before anything is started
+        for _ in folder.read_lines(folder.metrics):  # raises for an unreadable file before anything is started
             pass
         options = result_neutral_options_from_job(job, rewind_folder, stop_at_step, address, local_nodes)
         options, choose = prepare_resumed_run(path, options, spec, make_plan_chooser(job, spec), tell)
@@ -69,9 +69,9 @@ def resume_job(
 def prepare_resumed_run(
     path: Path, options: ResultNeutralOptions, spec: JobSpec, choose: PlanChooser, tell: EventHandler
 ) -> tuple[ResultNeutralOptions, PlanChooser]:
-    """Options and plan chooser of a run that resumes from the checkpoint at `path`; tells so.
+    """Options and plan chooser of a run that resumes from the checkpoint at `path`; tells the user so.
 
-    Raises `CheckpointError` if the checkpoint is another job's or has done all the steps.
+    Raises `CheckpointError` if the checkpoint belongs to another job or has all steps done.
     """
     from raypar.worker.checkpoint.checkpoint_files import (
         check_checkpoint_fits_model,
@@ -103,7 +103,7 @@ def prepare_resumed_run(
 
 
 def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Path:
-    """The run's last checkpoint that is whole; tells which were skipped. Raises `CheckpointError` if there is none."""
+    """The run's last whole checkpoint; tells which ones were skipped. Raises `CheckpointError` if there is none."""
     from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint
 
     path, skipped = latest_usable_checkpoint(folder.checkpoints)
@@ -115,7 +115,7 @@ def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Path:
 
 
 def find_checkpoint(given: Any, tell: EventHandler) -> Path:
-    """The checkpoint meant by a `ray.train.Checkpoint`, the path of a checkpoint, or the path of a run (its last one).
+    """The checkpoint that `given` means: a `ray.train.Checkpoint`, the path of a checkpoint, or of a run (its last one).
 
     Raises `CheckpointError` if there is none or it is not whole, `ConfigError` if it lies on other storage than a folder.
     """

@@ -1,4 +1,4 @@
-"""`raypar train`: a job from a job file, trained in a new run folder."""
+"""Trains a job from a job file in a new run folder."""
 
 from __future__ import annotations
 
