@@ -76,7 +76,7 @@ def unwritable_out_error(out: Path, error: BaseException) -> CheckpointError:
 
 
 def _checkpoint(run: str, run_dir: str, step: int | None) -> Path:
-    """The checkpoint folder of `run` after `step` steps (None: the last whole one). Skipped ones are printed to stderr.
+    """The checkpoint at `run`, if that is one; else the run's checkpoint after `step` steps, or its last whole one.
 
     Raises `CheckpointError`.
     """

@@ -18,7 +18,7 @@ class Result:
     path: str
     """The run folder."""
     end: str
-    """done, stopped, interrupted, failed, or deposed (another driver has taken the run over)."""
+    """The kind of end: done, stopped, interrupted, failed, or deposed (another driver has taken the run over)."""
     done: int
     """Number of steps of the job that are done."""
     why: str = ""
