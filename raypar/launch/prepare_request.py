@@ -66,7 +66,7 @@ def prepare_run_request(
             callbacks=cloudpickle.dumps(Callbacks(options.callbacks)),
             contract=contract_of_job(spec),
             outline=outline,
-            profile=chosen.profile,
+            profile=chosen.profile.with_outline(outline),
             validation_cut=lowered[0].validation_cut,
             resume=str(options.resume.resolve()) if options.resume is not None else None,
             keep_checkpoints=options.keep_checkpoints,

@@ -38,12 +38,11 @@ class MemorySheet:
 
 
 def memory_sheet(
-    profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches, rank: int
+    profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches, rank: int, zero: int = 0
 ) -> MemorySheet:
-    """What one rank of a plan is predicted to hold."""
-    state = state_bytes(profile, MicrobatchRouting(plan, microbatches), rank)
-    total = predict_step(profile, plan, schedule, microbatches)[1][rank]
-    return MemorySheet(*state, total - sum(state))
+    """What one rank of a plan is predicted to hold, under a ZeRO stage."""
+    peak = predict_step(profile, plan, schedule, microbatches)[0].peak_bytes
+    return MemorySheet(*state_bytes(profile, MicrobatchRouting(plan, microbatches), zero)[rank], peak[rank] if peak else 0)
 
 
 def out_of_memory_advice(

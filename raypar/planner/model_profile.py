@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from raypar.errors import PlanError
-from raypar.plan import ParallelPlan, StageConnections, StageEdge, StagePlan
+from raypar.plan import ModelOutline, ParallelPlan, StageConnections, StageEdge, StagePlan
+from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
+from raypar.plan.state_bytes import StateBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,7 @@ class LayerProfile:
 
     Times in ms: forward; the whole backward; and the same backward split into input gradients and weight gradients.
     `optimizer_ms` is once a step. `activation_bytes` are kept from forward to backward, `output_bytes` go to the next layer.
+    `parameter_bytes` and `optimizer_bytes` are those of a stage that has this layer alone: a tie counts in each of its layers.
     """
 
     name: str
@@ -50,7 +54,7 @@ class ModelProfile:
     `outputs`: (producer, consumer) layer pairs whose values cross when they are cut apart, with bytes; by default each
     layer feeds the next. `step_ms`: what a step costs beyond compute, transfers and reduction (vote, call, data).
     `processors`: how many workers can compute at the same time, where all share one machine; None: all of them.
-    `held`: number of shards -> by layer, bytes of parameters that the fullest shard holds.
+    `state`: what the model's tensors take; None: each layer is taken to have one tensor, of its bytes, cut evenly over shards.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -59,7 +63,7 @@ class ModelProfile:
     step_ms: float = 0.0
     outputs: tuple[tuple[int, int, int], ...] | None = None
     processors: int | None = None
-    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    state: StateBytes | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -96,8 +100,8 @@ class ModelProfile:
             return whole
         layers = self.layers[place.first : place.last]
         sums_ms = sum(2 * self.link.ms(2 * (t - 1) / t * layer.output_bytes) for layer in layers)
-        held = sum(self.held[t][place.first : place.last]) if t in self.held else whole.parameter_bytes / t
-        part = held / whole.parameter_bytes if whole.parameter_bytes else 1.0
+        state = self.state_on_shards({t})
+        parameters = state.on_fullest_shard("parameter", place)
         return replace(
             whole,
             forward_ms=whole.forward_ms / t + sums_ms,
@@ -105,10 +109,18 @@ class ModelProfile:
             input_ms=whole.input_ms / t + sums_ms,
             weight_ms=whole.weight_ms / t,
             activation_bytes=whole.activation_bytes // t,
-            parameter_bytes=round(held),
-            optimizer_bytes=round(whole.optimizer_bytes * part),
-            optimizer_ms=whole.optimizer_ms * part,
+            parameter_bytes=parameters,
+            optimizer_bytes=state.on_fullest_shard("optimizer", place),
+            optimizer_ms=whole.optimizer_ms * (parameters / whole.parameter_bytes if whole.parameter_bytes else 1.0),
         )
+
+    def state_on_shards(self, shards: Collection[int]) -> StateBytes:
+        """What the model's tensors take, cut over these numbers of shards."""
+        return self.state if self.state is not None else _state_of_layers(self.layers, frozenset(shards))
+
+    def with_outline(self, outline: ModelOutline) -> ModelProfile:
+        """The same profile; `outline` says how the model's tensors are cut over shards."""
+        return self if self.state is None else replace(self, state=replace(self.state, outline=outline))
 
     def stages(self, plan: ParallelPlan) -> tuple[LayerProfile, ...]:
         """The profile of one shard of each stage of a plan."""
@@ -129,3 +141,14 @@ class ModelProfile:
             if stage_of[producer] != dst:
                 edges[stage_of[producer], dst] = edges.get((stage_of[producer], dst), 0) + nbytes
         return StageConnections(tuple(StageEdge(src, dst, nbytes=n) for (src, dst), n in sorted(edges.items())))
+
+
+@lru_cache(maxsize=16)
+def _state_of_layers(layers: tuple[LayerProfile, ...], shards: frozenset[int]) -> StateBytes:
+    """What layers take of which nothing but their bytes is known: each is one tensor with an element for every byte."""
+    names = [str(index) for index in range(len(layers))]
+    parameters = {name: layer.parameter_bytes for name, layer in zip(names, layers, strict=True)}
+    cuts = {t: {name: TensorCut(0, size, even_ranges_by_shard(size, t)) for name, size in parameters.items()} for t in shards}
+    outline = ModelOutline((), elements=tuple({name: size} for name, size in parameters.items()), cuts=cuts)
+    optimizer = {name: layer.optimizer_bytes for name, layer in zip(names, layers, strict=True)}
+    return StateBytes(outline, {"parameter": parameters, "gradient": parameters, "optimizer": optimizer})

@@ -126,7 +126,7 @@ def predict_step(
             slower = simulation_costs(profile, plan, split=split, factor=needed_ms / timeline.makespan_ms)
             timeline = simulate_schedule(orders, routing, crossing, slower)
     activations = timeline.peak_bytes or (0,) * plan.world
-    memory = tuple(activations[rank] + sum(state_bytes(profile, routing, rank)) for rank in range(plan.world))
+    memory = tuple(kept + sum(state) for kept, state in zip(activations, state_bytes(profile, routing), strict=True))
     return timeline, memory
 
 
@@ -159,20 +159,17 @@ def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float
     return 2 * link.ms((replicas - 1) / replicas * stage.parameter_bytes)
 
 
-def state_bytes(profile: ModelProfile, routing: MicrobatchRouting, rank: int) -> tuple[int, int, int]:
-    """Bytes of a rank's (parameters, gradients, optimizer state).
+def state_bytes(profile: ModelProfile, routing: MicrobatchRouting, zero: int = 0) -> tuple[tuple[int, int, int], ...]:
+    """By rank: bytes of (parameters, gradients, optimizer state), under a ZeRO stage.
 
     Gradients are the open sums of the canonical reduction: one for each open subtree of the replica's blocks, so
     floor(log2 blocks) + 1 of them.
     """
-    parameters = gradients = optimizer = 0
-    for stage in routing.plan.stages_of(rank):
-        part = profile.stage(routing.plan.stages[stage])
-        blocks = len(routing.run(stage, routing.plan.seats[rank].replica))
-        parameters += part.parameter_bytes
-        gradients += part.parameter_bytes * max(1, blocks.bit_length())
-        optimizer += part.optimizer_bytes
-    return parameters, gradients, optimizer
+    plan = routing.plan
+    state = profile.state_on_shards({stage.shards for stage in plan.stages}).of_plan(plan, zero)
+    blocks = [len(routing.run(plan.stages_of(rank)[0], seat.replica)) for rank, seat in enumerate(plan.seats)]
+    gradients = [nbytes * max(1, count.bit_length()) for nbytes, count in zip(state["gradient"], blocks, strict=True)]
+    return tuple(zip(state["parameter"], gradients, state["optimizer"], strict=True))
 
 
 def _order(verdict: EvaluatedCandidate) -> tuple[float, int, int, int]:

@@ -6,7 +6,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.transport import Transport
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_by_layer
-from raypar.model.tensor_parallel.layout import compute_shard_layout, held_elements_by_layer
+from raypar.model.tensor_parallel.layout import outline_graph_with_layouts
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.ownership import StateKind
+from raypar.plan.state_bytes import StateBytes
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
@@ -40,7 +42,7 @@ LINK_TIMEOUT_S = 20.0
 
 def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None, shards: Collection[int] = ()) -> ModelProfile:
     """Everything the planner needs to know of a job on this machine. Reads the first microbatch of the data set. `shards`: how
-    many a stage may have, for what each of them will hold.
+    many a stage may have, for what each of them will hold (`outline_graph_with_layouts`).
 
     `workers` share this machine's free memory and processors. One layer is held at a time, so that models larger than
     this process can be profiled.
@@ -49,7 +51,7 @@ def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None, shar
     guard.establish()
     with guard.watching("the job's code"):
         graph = graph if graph is not None else make_layer_graph(spec)
-        layers, outputs = profile_layers(spec, graph, read_first_microbatch(spec, graph))
+        layers, outputs, state = profile_layers(spec, graph, read_first_microbatch(spec, graph))
     link = profile_loopback()
     # The vote is one exchange of all with all, and the step ends with its answer.
     return ModelProfile(
@@ -59,16 +61,8 @@ def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None, shar
         step_ms=2 * link.latency_ms,
         outputs=outputs,
         processors=max(1, count_usable_cpus() // spec.threads),
-        held={count: parameter_bytes_per_shard(spec, graph, count) for count in shards if count > 1},
+        state=StateBytes(outline_graph_with_layouts(graph, shards, dict(spec.styles)), state),
     )
-
-
-def parameter_bytes_per_shard(spec: JobSpec, graph: Graph, shards: int) -> tuple[int, ...]:
-    """By layer: bytes of parameters on the shard that holds most of it, ties in each of their layers (as `parameter_bytes`)."""
-    layout = compute_shard_layout(graph, shards, dict(spec.styles))
-    by_shard = [held_elements_by_layer(graph, layout, shard, ties_once=False) for shard in range(shards)]
-    width = getattr(torch, spec.dtype).itemsize
-    return tuple(width * max(same) for same in zip(*by_shard, strict=True))
 
 
 def read_first_microbatch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
@@ -87,25 +81,32 @@ def read_first_microbatch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
         loader.close()
 
 
+BytesByTensor = dict[StateKind, dict[str, int]]
+"""Kind of state -> parameter (canonical name) -> bytes."""
+
+
 def profile_layers(
     spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]
-) -> tuple[tuple[LayerProfile, ...], tuple[tuple[int, int, int], ...]]:
-    """Every layer's profile, and (producer, consumer, bytes) of every value that passes between layers."""
+) -> tuple[tuple[LayerProfile, ...], tuple[tuple[int, int, int], ...], BytesByTensor]:
+    """Every layer's profile; (producer, consumer, bytes) of every value that passes between layers; what parameters take."""
     count = len(graph.layers)
     routing = MicrobatchRouting(ParallelPlan.mesh(pp=count), spec.cut)
     values: dict[str, Tensor] = {}
     sizes: dict[str, int] = {}
     found = []
+    state: BytesByTensor = {"parameter": {}, "gradient": {}, "optimizer": {}}
     for index, held in enumerate(initial_values_by_layer(graph, spec.seed, getattr(torch, spec.dtype))):
         layer = graph.layers[index]
         received = {name: values[name] for name in dict.fromkeys(layer.inputs) if name in values}
-        profile, outputs = _profile_layer(spec, graph, routing, index, held, received, batch)
+        profile, outputs, of_layer = _profile_layer(spec, graph, routing, index, held, received, batch)
         found.append(profile)
+        for kind, sizes_of_kind in of_layer.items():
+            state[kind].update(sizes_of_kind)
         values.update(outputs)
         sizes.update((name, tensor_nbytes(value)) for name, value in outputs.items())
         values = {name: value for name, value in values.items() if max(graph.consumers(name), default=0) > index}
     pairs = [(graph.producer(name), c, size) for name, size in sizes.items() for c in graph.consumers(name)]
-    return tuple(found), tuple((p, c, size) for p, c, size in pairs if p is not None)
+    return tuple(found), tuple((p, c, size) for p, c, size in pairs if p is not None), state
 
 
 def _profile_layer(
@@ -116,7 +117,7 @@ def _profile_layer(
     held: Mapping[str, Tensor],
     received: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
-) -> tuple[LayerProfile, Mapping[str, Tensor]]:
+) -> tuple[LayerProfile, Mapping[str, Tensor], BytesByTensor]:
     loss = make_loss_function(spec.loss)
     whole, split = (
         build_stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=loss, split=split, values=held)
@@ -134,6 +135,11 @@ def _profile_layer(
         lambda: split.backward_weight(0),
     )
     optimizer_ms, optimizer_bytes = _profile_optimizer(spec, whole)
+    state: BytesByTensor = {
+        "parameter": {name: tensor_nbytes(p) for name, p in whole.parameters.items()},
+        "gradient": {name: tensor_nbytes(p) for name, p in whole.parameters.items() if p.requires_grad},
+        "optimizer": optimizer_bytes,
+    }
     return (
         LayerProfile(
             name=graph.layers[index].name,
@@ -143,11 +149,12 @@ def _profile_layer(
             weight_ms=weight_ms,
             activation_bytes=_kept_bytes(whole, received, fields),
             output_bytes=sum(map(tensor_nbytes, outputs.values())),
-            parameter_bytes=sum(map(tensor_nbytes, whole.parameters.values())),
-            optimizer_bytes=optimizer_bytes,
+            parameter_bytes=sum(state["parameter"].values()),
+            optimizer_bytes=sum(state["optimizer"].values()),
             optimizer_ms=optimizer_ms,
         ),
         outputs,
+        state,
     )
 
 
@@ -172,16 +179,17 @@ def _kept_bytes(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[st
     return sum(kept.values())
 
 
-def _profile_optimizer(spec: JobSpec, stage: Stage) -> tuple[float, int]:
+def _profile_optimizer(spec: JobSpec, stage: Stage) -> tuple[float, dict[str, int]]:
+    """Time of a step, and parameter -> bytes that the optimizer keeps for it."""
     trainable = {name: p for name, p in stage.parameters.items() if p.requires_grad}
     if not trainable:
-        return 0.0, 0
+        return 0.0, {}
     optimizer = build_optimizer(spec.optimizer, trainable)
     for parameter in trainable.values():
         parameter.grad = torch.zeros_like(parameter)
     (took,) = measure_median_ms(optimizer.step)
     state = optimizer_state(optimizer)
-    return took, sum(tensor_nbytes(v) for entry in state.values() for v in entry.values() if isinstance(v, Tensor))
+    return took, {n: sum(tensor_nbytes(v) for v in entry.values() if isinstance(v, Tensor)) for n, entry in state.items()}
 
 
 def measure_median_ms(*calls: Callable[[], Any]) -> tuple[float, ...]:
@@ -276,25 +284,3 @@ def _one_way_ms(transport: Transport, peer: int, size: int, times: int) -> float
                 transport.recv(None, source=peer, tag=number).wait(LINK_TIMEOUT_S)
         took.append((time.perf_counter_ns() - start) / 2e6)
     return statistics.median(took[2:])
-
-
-def merge_profiles(profiles: Sequence[ModelProfile]) -> ModelProfile:
-    """One profile from several workers' own, measured at the same time: each time is the slowest, memory the least."""
-    layers = tuple(
-        LayerProfile(
-            name=same[0].name,
-            forward_ms=max(x.forward_ms for x in same),
-            backward_ms=max(x.backward_ms for x in same),
-            input_ms=max(x.input_ms for x in same),
-            weight_ms=max(x.weight_ms for x in same),
-            activation_bytes=same[0].activation_bytes,
-            output_bytes=same[0].output_bytes,
-            parameter_bytes=same[0].parameter_bytes,
-            optimizer_bytes=same[0].optimizer_bytes,
-            optimizer_ms=max(x.optimizer_ms for x in same),
-        )
-        for same in zip(*(p.layers for p in profiles), strict=True)
-    )
-    link = LinkProfile(max(p.link.latency_ms for p in profiles), min(p.link.bandwidth for p in profiles))
-    memory = min((p.memory_bytes for p in profiles if p.memory_bytes is not None), default=None)
-    return ModelProfile(layers, link, memory, max(p.step_ms for p in profiles), profiles[0].outputs, None, profiles[0].held)

@@ -42,7 +42,7 @@ from raypar.worker.stage.stage import Stage, StageLayer, StageValues, count_retu
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.weights import StageWeights
-from raypar.worker.step.optimizer import build_optimizer
+from raypar.worker.step.optimizer import build_optimizer, select_owned_parameters
 from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit
 from raypar.worker.worker_assignments import ProgramAssignment
 
@@ -319,13 +319,11 @@ class StageBuilder:
             return self.spec.lr_schedule.partial()
 
     def build_optimizers(self, stages: Mapping[int, Stage]) -> dict[int, torch.optim.Optimizer]:
-        """Stage -> optimizer, of the stages that have something to train."""
+        """Stage -> optimizer of what this rank trains there (`Ownership`), of the stages where that is something."""
+        pieces = self.ownership.pieces(self.transport.rank, "optimizer")
+        trained = {index: select_owned_parameters(stage.parameters, pieces) for index, stage in stages.items()}
         with self.guard.watching(f"the optimizer {self.spec.optimizer.optimizer.label}, as it was made,"):
-            return {
-                index: build_optimizer(self.spec.optimizer, stage.parameters)
-                for index, stage in stages.items()
-                if any(p.requires_grad for p in stage.parameters.values())
-            }
+            return {index: build_optimizer(self.spec.optimizer, mine) for index, mine in trained.items() if mine}
 
     def build_reductions(self, stages: Mapping[int, Stage]) -> dict[int, AnyGradientReduction]:
         """Stage -> reduction of gradients over the replicas."""

@@ -196,7 +196,7 @@ def test_seeded_histories_with_real_tensors(model: str, whole: bool):
 
 
 @pytest.mark.parametrize("whole", WHOLE)
-@pytest.mark.parametrize("model", ["plain", "tangled"])
+@pytest.mark.parametrize("model", ["plain", pytest.param("tangled", marks=pytest.mark.full)])
 def test_the_only_copy_of_real_tensors_comes_back_from_the_mirror(model: str, whole: bool):
     """One replica of every stage and no checkpoint: wherever a worker dies, its buddy has what it held; before the first cut
     is complete everybody begins anew."""

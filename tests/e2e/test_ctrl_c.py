@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 START_S = 120.0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_signal_to_the_group_leaves_a_resumable_checkpoint_and_nothing_else(number, tmp_path):
     home = tmp_path / "home"
     home.mkdir()

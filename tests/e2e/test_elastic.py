@@ -43,7 +43,7 @@ def undisturbed(tmp_path_factory) -> Undisturbed:
 @pytest.mark.parametrize(
     "layout, act",
     [
-        (("plan.stages=2", "plan.replicas=2"), kill(3)),
+        pytest.param(("plan.stages=2", "plan.replicas=2"), kill(3), marks=pytest.mark.chaos),
         pytest.param(("plan.stages=2", "plan.replicas=2"), kill(0), marks=pytest.mark.chaos),
         pytest.param(("plan.stages=2", "plan.replicas=2"), kill(0, 3), marks=pytest.mark.chaos),
         pytest.param(("plan.stages=1", "plan.replicas=4"), kill(1, 2, 3), marks=pytest.mark.chaos),
@@ -87,6 +87,7 @@ def test_when_the_only_copy_dies_the_mirror_has_another_and_what_was_seen_is_not
     assert any("from the mirror" in text for text in told), told
 
 
+@pytest.mark.chaos
 def test_when_the_only_copy_dies_the_checkpoint_is_read_and_what_was_seen_is_not_seen_again(undisturbed, tmp_path):
     trainee = Trainee(
         tmp_path, "elastic={min_workers: 1, mirror: off}", "plan.stages=4", "plan.replicas=1", "checkpoint.every=5"

@@ -95,6 +95,7 @@ def test_a_run_on_three_local_nodes_tells_their_pids_and_ends_clean(tmp_path):
     assert {int(pid) for pid in pids} <= {p.pid for p in training.family}
 
 
+@pytest.mark.full
 def test_killing_the_command_leaves_no_process_and_no_file(training):
     next(event for event in training.events() if event["kind"] == "step")
     stopped = next(p for p in training.family if p.name().startswith("ray::"))

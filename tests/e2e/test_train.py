@@ -118,6 +118,7 @@ def test_callbacks_are_called_once_a_step_in_order_and_a_stop_takes_effect_after
     assert nothing_left()
 
 
+@pytest.mark.full  # the default suite does it by commands, above
 def test_a_trainer_goes_on_from_a_checkpoint_under_another_plan_with_the_same_bits(tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])
 
@@ -141,7 +142,13 @@ def test_a_trainer_goes_on_from_a_checkpoint_under_another_plan_with_the_same_bi
 
 
 @pytest.mark.parametrize(
-    "fault, error", [("raise", UserCodeError), ("die", WorkerLost), ("nan", NonFiniteError), ("memory", OutOfMemory)]
+    "fault, error",
+    [
+        ("raise", UserCodeError),
+        ("die", WorkerLost),
+        pytest.param("nan", NonFiniteError, marks=pytest.mark.full),
+        pytest.param("memory", OutOfMemory, marks=pytest.mark.full),
+    ],
 )
 def test_a_failure_in_a_worker_ends_the_run_with_one_error_and_leaves_nothing(fault, error, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])

@@ -1,19 +1,15 @@
 """The interpreter executes an instruction that only this test knows, by one rule of its own, and the bits stay the same."""
 
-from dataclasses import dataclass
-
 import pytest
 from helpers.parity import Layout, differences, expected
+from helpers.toy_instructions import add_toy_instructions
 
 from raypar.plan import MicrobatchRouting
 from raypar.schedule import registry
 from raypar.schedule.instructions import (
     ACTIVATIONS,
     INSTRUCTIONS,
-    KEPT_SIZE,
-    VALUES,
     Compute,
-    DrawingStyle,
     Forward,
 )
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -28,28 +24,10 @@ def test_every_instruction_has_a_rule_and_a_validation_pass_only_those_without_g
 @pytest.fixture
 def added(monkeypatch):
     """A forward that keeps its inputs only (L), and the instruction that makes its activations again (C), with their rules."""
-    monkeypatch.setitem(KEPT_SIZE, "inputs", 0)
+    toys = add_toy_instructions(monkeypatch)
     kept: dict[tuple[int, int, int], tuple] = {}
 
-    @dataclass(frozen=True, slots=True)
-    class LeanForward(Compute):
-        letter = "L"
-        cost = ("forward",)
-        needs = (VALUES,)
-        makes = (VALUES,)
-        allocates = ("inputs",)
-        drawing = DrawingStyle("#000080", "forward, nothing kept (L)", "lean forward")
-
-    @dataclass(frozen=True, slots=True)
-    class Recompute(Compute):
-        letter = "C"
-        cost = ("forward",)
-        needs = ("inputs",)
-        allocates = (ACTIVATIONS,)
-        frees = ("inputs",)
-        drawing = DrawingStyle("#008080", "recomputation (C)", "recompute")
-
-    def run_lean_forward(interpreter: Interpreter, i: LeanForward, step: int, received) -> None:
+    def run_lean_forward(interpreter: Interpreter, i: Compute, step: int, received) -> None:
         stage, values = interpreter.stages[i.stage], {value: tensors[0] for value, tensors in received.items()}
         feed = interpreter.feeds[i.stage]
         batch = {} if feed is None else feed.get(step, i.microbatch)
@@ -57,30 +35,28 @@ def added(monkeypatch):
         stage.free(i.microbatch)
         kept[interpreter.rank, i.stage, i.microbatch] = values, batch
 
-    def run_recompute(interpreter: Interpreter, i: Recompute, step: int, received) -> None:
+    def run_recompute(interpreter: Interpreter, i: Compute, step: int, received) -> None:
         assert received == {}
         interpreter.stages[i.stage].forward(i.microbatch, *kept.pop((interpreter.rank, i.stage, i.microbatch)))
 
-    for kind, rule in ((LeanForward, run_lean_forward), (Recompute, run_recompute)):
-        monkeypatch.setitem(INSTRUCTIONS, kind.letter, kind)
+    for kind, rule in ((toys.LeanForward, run_lean_forward), (toys.Recompute, run_recompute)):
         monkeypatch.setitem(TRAINING_RULES, kind, rule)
-    yield LeanForward, Recompute
+    yield toys
     assert kept == {}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1, 2)])
 def test_a_run_that_computes_its_activations_again_has_the_bits_of_one_process(added, schedule, replicas):
-    lean, recompute = added
     layout = Layout("plain", schedule, replicas, 4)
     want = expected(layout.model, layout.microbatches, layout.blocks)
     orders = []
     for order in registry.build_schedule(schedule, MicrobatchRouting(layout.plan, layout.job.cut)):
         new: list[Compute] = []
         for i in order:
-            new += [lean(i.stage, i.microbatch)] if type(i) is Forward else [i]
+            new += [added.LeanForward(i.stage, i.microbatch)] if type(i) is Forward else [i]
             if ACTIVATIONS in i.frees:
-                new.insert(-1, recompute(i.stage, i.microbatch))
+                new.insert(-1, added.Recompute(i.stage, i.microbatch))
         orders.append(tuple(new))
     with OneProcessRun(layout.job, layout.plan, tuple(orders)) as run:
         for step in range(2):

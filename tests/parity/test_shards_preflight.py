@@ -12,7 +12,7 @@ from examples import gpt
 from raypar.config import parse_job
 from raypar.errors import ConfigError, InputError, ModelError, PlanError
 from raypar.launch.chosen_plan import choose_plan
-from raypar.plan import ParallelPlan
+from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
 from raypar.worker.preflight import preflight
 from raypar.worker.step.optimizer import check_optimizer_is_elementwise
@@ -187,7 +187,8 @@ def test_a_profile_knows_what_shards_hold_and_that_they_talk():
     for plan, made in zip(plans[1:], planned[1:], strict=True):
         with OneProcessRun(spec, plan, "1f1b") as local:
             held = [sum(p.nbytes for p in core.stages[0].parameters.values()) for core in local.cores]
-        assert memory_sheet(made.profile, plan, "1f1b", spec.cut, 0).parameters == max(held)
+        found = [memory_sheet(made.profile, plan, "1f1b", spec.cut, rank).parameters for rank in range(plan.world)]
+        assert found == held
         assert made.predicted.makespan_ms > 0 and len(made.schedule_instructions) == plan.world
 
 
@@ -205,12 +206,54 @@ def test_a_job_file_with_shards_makes_the_plan_and_the_job():
     assert len(graph("gpt").layers) == 8 and len(checked.graph.layers) == 4
 
 
-def test_a_profile_counts_a_tie_in_every_layer_that_has_it():
-    """Its layers may be stages of their own."""
-    from raypar.worker.measure_profile import parameter_bytes_per_shard
+def bytes_of_tied(plan: ParallelPlan) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """By rank, (parameters, optimizer state) in bytes: as the memory sheet predicts them, and as they are after a step."""
+    from raypar.planner.plan_search import state_bytes
+    from raypar.worker.measure_profile import profile_job
+    from raypar.worker.run_in_one_process import OneProcessRun
+    from raypar.worker.step.optimizer import optimizer_state
+
+    spec = spec_of(Ref(Tied), steps=1)
+    with OneProcessRun(spec, plan, "zb-v" if len(plan.stages) > plan.positions else "1f1b") as local:
+        local.step(0)
+        profile = profile_job(spec, workers=1, graph=local.graph, shards={stage.shards for stage in plan.stages})
+        there = []
+        for core in local.cores:
+            states = [entry for o in core.end.optimizers.values() for entry in optimizer_state(o).values()]
+            kept = sum(v.nbytes for entry in states for v in entry.values() if isinstance(v, torch.Tensor))
+            there.append((sum(p.nbytes for stage in core.stages.values() for p in stage.parameters.values()), kept))
+    found = state_bytes(profile, MicrobatchRouting(plan, spec.cut))
+    return [(parameters, optimizer) for parameters, _, optimizer in found], there
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan.mesh(dp=2, layers=4),
+        ParallelPlan.mesh(pp=2, layers=4),
+        ParallelPlan.mesh(pp=2, chunks=2, placement="v", layers=4),
+    ],
+    ids=["one stage", "two stages", "two stages a worker"],
+)
+def test_the_memory_sheet_counts_a_tie_as_often_as_a_worker_has_it(plan):
+    found, there = bytes_of_tied(plan)
+    assert found == there
+
+
+def test_the_memory_sheet_counts_a_tie_on_shards():
+    found, there = bytes_of_tied(ParallelPlan.mesh(pp=2, tp=2, layers=4))
+    assert [parameters for parameters, _ in found] == [parameters for parameters, _ in there]
+    for (_, predicted), (_, kept) in zip(found, there, strict=True):
+        assert kept == pytest.approx(predicted, abs=4 * 40), "each shard has a step count of its own for each parameter"
+
+
+def test_a_profile_knows_what_a_layer_takes_that_is_a_stage_of_its_own():
+    """A tie counts in each of its layers."""
+    from raypar.worker.measure_profile import profile_job
     from raypar.worker.run_in_one_process import OneProcessRun
 
     spec, plan = spec_of(Ref(Tied)), ParallelPlan.mesh(pp=4, tp=2, layers=4)
     with OneProcessRun(spec, plan, "1f1b") as local:
         held = [sum(p.nbytes for p in core.stages[rank // 2].parameters.values()) for rank, core in enumerate(local.cores)]
-        assert parameter_bytes_per_shard(spec, local.graph, 2) == tuple(map(max, held[::2], held[1::2]))
+        state = profile_job(spec, workers=1, graph=local.graph, shards={2}).state
+        assert [state.on_fullest_shard("parameter", place) for place in plan.stages] == list(map(max, held[::2], held[1::2]))

@@ -48,7 +48,12 @@ def trained(spec, plan, steps: range, root: Path, resume: Path | None = None, *,
 @pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize(
     "before, after",
-    [((1, 2, 2), (2, 1, 3)), ((2, 1, 3), (1, 2, 1)), ((1, 1, 1), (1, 2, 4)), ((1, 1, 4), (2, 2, 2))],
+    [
+        ((1, 2, 2), (2, 1, 3)),
+        pytest.param((2, 1, 3), (1, 2, 1), marks=pytest.mark.full),
+        pytest.param((1, 1, 1), (1, 2, 4), marks=pytest.mark.full),
+        ((1, 1, 4), (2, 2, 2)),
+    ],
     ids=lambda shape: "x".join(map(str, shape)),
 )
 def test_a_run_that_changes_its_shards_has_the_bits_of_a_reference_that_changes_them_at_the_same_step(

@@ -2,11 +2,10 @@
 
 import ast
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from helpers.toy_instructions import add_toy_instructions
 
 from raypar.errors import ScheduleError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
@@ -15,15 +14,12 @@ from raypar.schedule.instructions import (
     ACTIVATIONS,
     INPUT_GRADIENTS,
     INSTRUCTIONS,
-    KEPT_SIZE,
     STASH,
     VALUES,
     WEIGHT_GRADIENTS,
     Backward,
     BackwardInput,
     BackwardWeight,
-    Compute,
-    DrawingStyle,
     ExchangeTies,
     ExchangeVotes,
     Forward,
@@ -131,33 +127,7 @@ def test_no_module_asks_an_instruction_for_its_class():
 
 @pytest.fixture
 def added(monkeypatch):
-    """A forward that keeps its inputs only (L), and the instruction that makes its activations again (C).
-
-    `R` would be the letter of recomputation, but it is that of receives.
-    """
-    monkeypatch.setitem(KEPT_SIZE, "inputs", 0)
-
-    @dataclass(frozen=True, slots=True)
-    class LeanForward(Compute):
-        letter = "L"
-        cost = ("forward",)
-        needs = (VALUES,)
-        makes = (VALUES,)
-        allocates = ("inputs",)
-        drawing = DrawingStyle("#000080", "forward, nothing kept (L)", "lean forward")
-
-    @dataclass(frozen=True, slots=True)
-    class Recompute(Compute):
-        letter = "C"
-        cost = ("forward",)
-        needs = ("inputs",)
-        allocates = (ACTIVATIONS,)
-        frees = ("inputs",)
-        drawing = DrawingStyle("#008080", "recomputation (C)", "recompute")
-
-    monkeypatch.setitem(INSTRUCTIONS, "L", LeanForward)
-    monkeypatch.setitem(INSTRUCTIONS, "C", Recompute)
-    return SimpleNamespace(LeanForward=LeanForward, Recompute=Recompute)
+    return add_toy_instructions(monkeypatch)
 
 
 LEAN = "0L0,0L1,0L2,0C0,0B0,0C1,0B1,0C2,0B2\n1L0,1C0,1B0,1L1,1C1,1B1,1L2,1C2,1B2\n"

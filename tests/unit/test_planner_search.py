@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from raypar.errors import PlanError
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
+from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
+from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
+from raypar.plan.state_bytes import StateBytes
 from raypar.planner.candidate_plans import enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_report import plan_report, plan_report_as_dict
@@ -121,7 +123,14 @@ def test_every_plan_that_is_considered_has_the_shards_that_were_asked_for():
 
 def test_shards_compute_their_part_hold_their_part_and_sum_four_times_a_layer():
     cut, link = Microbatches(4), LinkProfile(0.5, 1000.0)
-    profile = replace(model(2, link=link, parameter_bytes=800), held={2: (500, 500)})
+    parameters = {f"{i}.{kind}": size for i in range(2) for kind, size in (("cut", 600), ("whole", 200))}
+    layers = tuple({name: size for name, size in parameters.items() if name.startswith(str(i))} for i in range(2))
+    outline = ModelOutline(
+        (), elements=layers, cuts={2: {f"{i}.cut": TensorCut(0, 6, even_ranges_by_shard(6, 2)) for i in range(2)}}
+    )
+    optimizer = {name: 2000 * size // 800 for name, size in parameters.items()}
+    state = StateBytes(outline, {"parameter": parameters, "gradient": parameters, "optimizer": optimizer})
+    profile = replace(model(2, link=link, parameter_bytes=800), state=state)
     plan = ParallelPlan.mesh(tp=2, layers=2)
     sums_ms = 2 * 2 * (0.5 + 2 * 1 / 2 * 100 / 1000)
     found = simulation_costs(profile, plan, split=False)

@@ -80,15 +80,13 @@ def outline_graph_with_layouts(graph: Graph, shards: Iterable[int], styles: Mapp
     return replace(outline_graph(graph), cuts=cuts, layouts=layouts)
 
 
-def held_elements_by_layer(
-    graph: Graph, layout: TensorParallelLayout, shard: int, *, ties_once: bool = True
-) -> tuple[int, ...]:
-    """By layer: how many elements of its parameters a shard holds. `ties_once`: at their first use; else in every layer."""
+def held_elements_by_layer(graph: Graph, layout: TensorParallelLayout, shard: int) -> tuple[int, ...]:
+    """By layer: how many elements of its parameters a shard holds, a tied parameter at its first use."""
     counted: set[str] = set()
     found = []
     for index in range(len(graph.layers)):
         fresh = {name: shape for name, shape in parameter_shapes(graph, index, index + 1).items() if name not in counted}
-        counted |= fresh.keys() if ties_once else set()
+        counted |= fresh.keys()
         found.append(sum(layout.elements_on_shard(name, shape.numel(), shard) for name, shape in fresh.items()))
     return tuple(found)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from raypar.errors import ConfigError, UserCodeError
+from raypar.errors import ConfigError, PlanError, UserCodeError
 from raypar.model.without_dynamo import without_dynamo
+from raypar.plan.pieces import Piece
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import OptimizerSpec
 
@@ -42,6 +44,25 @@ def _is_number_in_quotes(value: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def select_owned_parameters(parameters: Mapping[str, nn.Parameter], pieces: Iterable[Piece]) -> dict[str, nn.Parameter]:
+    """The trained ones of a stage's `parameters`, in their order: those whose optimizer state this rank keeps, and empty ones.
+
+    `pieces`: what it keeps of optimizer state (`Ownership.pieces`), of other stages too. Of each trained parameter they must be
+    all elements that are here, because an optimizer steps whole tensors; raises `PlanError` where they are not.
+    """
+    kept: Counter[str] = Counter()
+    for piece in pieces:
+        kept[piece.name] += piece.size
+    for name, parameter in parameters.items():
+        trained = parameter.numel() if parameter.requires_grad else 0
+        if kept[name] != trained:
+            raise PlanError(
+                f"{name}: the optimizer would train {trained} elements, but this rank keeps optimizer state of {kept[name]}",
+                cure="report this",
+            )
+    return {name: p for name, p in parameters.items() if kept[name] or (p.requires_grad and not p.numel())}
 
 
 def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,0 +1,89 @@
+"""How many bytes the state of a model takes on each rank of a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raypar.plan.ownership import SHARED_OUT_FROM, Ownership, StateKind
+from raypar.plan.parallel_plan import ParallelPlan, StagePlan
+from raypar.plan.stage_connections import ModelOutline
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """A model's tensors, and the bytes of each kind of their state. What a rank keeps of them, `Ownership` says."""
+
+    outline: ModelOutline
+    """The model's parameters and buffers, and how they are cut over shards."""
+    by_tensor: Mapping[StateKind, Mapping[str, int]]
+    """Kind of state -> tensor -> bytes when the tensor is whole; a tensor that is not named has no state of the kind."""
+    _on_ranks: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What has been answered of ranks; plans that give a rank the same stages share it."""
+    _of_layers: dict[tuple[StateKind, int], tuple[tuple[dict[str, int], ...], ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """What has been answered of layers: see `_by_layer`."""
+
+    def of_plan(self, plan: ParallelPlan, zero: int = 0) -> dict[StateKind, tuple[int, ...]]:
+        """Kind of state -> by rank, its bytes in memory, under a ZeRO stage.
+
+        Raises `PlanError` for a number of shards that the outline does not know.
+        """
+        ownership = Ownership(plan, self.outline, zero)
+        return {kind: tuple(self._on_rank(ownership, rank, kind) for rank in range(plan.world)) for kind in self.by_tensor}
+
+    def on_fullest_shard(self, kind: StateKind, stage: StagePlan) -> int:
+        """Bytes of a kind of state in a stage, each layer by itself and of the shard that has most of it.
+
+        So a tied parameter counts in each of its layers, as in a reduction of gradients.
+        """
+        layers = self._by_layer(kind, stage.shards)[stage.first : stage.last]
+        return sum(max(sum(kept.values()) for kept in on_shards) for on_shards in layers)
+
+    def _on_rank(self, ownership: Ownership, rank: int, kind: StateKind) -> int:
+        plan, seat = ownership.plan, ownership.plan.seats[rank]
+        stages = [plan.stages[stage] for stage in plan.stages_of(rank)]
+        shards, shared_out = stages[0].shards, ownership.zero >= SHARED_OUT_FROM[kind]
+        share = (seat.replica, stages[0].replicas) if shared_out else None
+        key = (kind, tuple((stage.first, stage.last) for stage in stages), seat.shard, shards, share)
+        if key not in self._on_ranks:
+            if shared_out:
+                kept = self._kept(ownership, rank, kind)
+            else:  # the layers' own tensors: together they are the rank's, and other plans have the same layers
+                layers = [layer for stage in stages for layer in self._by_layer(kind, shards)[stage.first : stage.last]]
+                kept = {name: nbytes for on_shards in layers for name, nbytes in on_shards[seat.shard].items()}
+            copies = self._copies(stages, kind)
+            self._on_ranks[key] = sum(copies[name] * nbytes for name, nbytes in kept.items())
+        return self._on_ranks[key]
+
+    def _by_layer(self, kind: StateKind, shards: int) -> tuple[tuple[dict[str, int], ...], ...]:
+        """By layer and shard: tensor -> bytes of a kind of state, the layer being a stage of its own."""
+        if (kind, shards) not in self._of_layers:
+            apart = ParallelPlan.mesh(pp=len(self.outline.elements), tp=shards)
+            ownership = Ownership(apart, self.outline)
+            self._of_layers[kind, shards] = tuple(
+                tuple(self._kept(ownership, apart.rank(layer, 0, shard), kind) for shard in range(shards))
+                for layer in range(len(apart.stages))
+            )
+        return self._of_layers[kind, shards]
+
+    def _kept(self, ownership: Ownership, rank: int, kind: StateKind) -> dict[str, int]:
+        """Tensor -> bytes of its pieces of a kind of state that a rank keeps."""
+        sizes, nbytes = ownership.sizes(rank), self.by_tensor[kind]
+        elements: Counter[str] = Counter()
+        for piece in ownership.pieces(rank, kind):
+            elements[piece.name] += piece.size
+        return {name: nbytes.get(name, 0) * count // sizes[name] for name, count in elements.items()}
+
+    def _copies(self, stages: Sequence[StagePlan], kind: StateKind) -> Counter[str]:
+        """Tensor -> how often a worker with these stages has its state in memory.
+
+        Of a tied parameter each stage has a tensor of its own, and each layer that uses it a gradient of its own.
+        """
+        found: Counter[str] = Counter()
+        for stage in stages:
+            uses = [name for layer in self.outline.elements[stage.first : stage.last] for name in layer]
+            found.update(uses if kind == "gradient" else set(uses))
+        return found

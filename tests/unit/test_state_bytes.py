@@ -1,0 +1,130 @@
+"""How many bytes of state a rank is predicted to hold: what `Ownership` says it keeps, times what each tensor takes."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan, StagePlan
+from raypar.plan.ownership import Ownership
+from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
+from raypar.plan.state_bytes import StateBytes
+from raypar.planner.memory_sheet import memory_sheet
+from raypar.planner.model_profile import LayerProfile, ModelProfile
+from raypar.planner.plan_search import state_bytes
+
+MODEL = ModelOutline(
+    (),
+    elements=({"embed": 600, "mask": 50}, {"1.weight": 1200, "1.old": 300}, {"2.norm": 100}, {"3.bias": 20, "embed": 600}),
+    cuts={2: {"embed": TensorCut(0, 30, even_ranges_by_shard(30, 2)), "1.weight": TensorCut(0, 3, even_ranges_by_shard(3, 2))}},
+    buffers=frozenset({"mask"}),
+    frozen=frozenset({"1.old"}),
+)
+"""The last layer uses the first one's embedding again, the second has a frozen parameter; three rows on 2 shards: 1 and 2."""
+
+TRAINED = {"embed": 600, "1.weight": 1200, "2.norm": 100, "3.bias": 20}
+STATE = StateBytes(
+    MODEL,
+    {
+        "parameter": {name: 4 * size for name, size in {**TRAINED, "1.old": 300}.items()},
+        "gradient": {name: 4 * size for name, size in TRAINED.items()},
+        "optimizer": {name: 8 * size for name, size in TRAINED.items()},
+    },
+)
+PROFILE = ModelProfile(tuple(LayerProfile(f"l{i}", 1.0, 2.0, 1.0, 1.0) for i in range(4)), state=STATE)
+
+
+def predicted(plan: ParallelPlan, blocks: int = 1, zero: int = 0) -> list[tuple[int, int, int]]:
+    """By rank: bytes of parameters, gradients and optimizer state."""
+    return list(state_bytes(PROFILE, MicrobatchRouting(plan, Microbatches(blocks, blocks)), zero))
+
+
+def test_a_tie_inside_a_stage_is_one_tensor_with_one_state_and_a_gradient_for_each_layer_that_uses_it():
+    assert predicted(ParallelPlan.mesh(layers=4)) == [(4 * 2220, 4 * (1920 + 600), 8 * 1920)]
+
+
+def test_a_tie_over_two_stages_of_one_worker_is_a_tensor_in_each_of_them():
+    plan = ParallelPlan.mesh(pp=2, chunks=2, placement="v", layers=4)
+    first = {"embed": 2 * 600, "3.bias": 20}
+    assert predicted(plan)[0] == tuple(n * sum(first.values()) for n in (4, 4, 8))
+
+
+def test_frozen_parameters_have_neither_gradients_nor_optimizer_state():
+    assert predicted(ParallelPlan.mesh(pp=4, layers=4))[1] == (4 * 1500, 4 * 1200, 8 * 1200)
+
+
+def test_each_shard_holds_what_its_cuts_say_and_what_is_not_cut_whole():
+    found = predicted(ParallelPlan.mesh(pp=4, tp=2, layers=4))
+    assert [parameters for parameters, _, _ in found] == [4 * n for n in (300, 300, 700, 1100, 100, 100, 320, 320)]
+    assert [optimizer for _, _, optimizer in found] == [8 * n for n in (300, 300, 400, 800, 100, 100, 320, 320)]
+
+
+def test_gradients_are_the_open_sums_of_a_replicas_blocks():
+    for blocks, sums in ((1, 1), (2, 2), (4, 3), (8, 4)):
+        assert predicted(ParallelPlan.mesh(pp=4, layers=4), blocks)[2][1] == 4 * 100 * sums
+    assert [g for _, g, _ in predicted(ParallelPlan.mesh(dp=2, layers=4), 8)] == [4 * (1920 + 600) * 3] * 2
+
+
+@pytest.mark.parametrize(
+    "zero, shared", [(0, ""), (1, "optimizer"), (2, "optimizer gradient"), (3, "optimizer gradient parameter")]
+)
+def test_replicas_share_out_what_the_zero_stage_says(zero, shared):
+    """One stage without a tie, large enough to be shared evenly."""
+    size = 4 << 20
+    outline = ModelOutline((), elements=({"a": size},))
+    profile = ModelProfile(
+        (LayerProfile("l", 1.0, 2.0, 1.0, 1.0),),
+        state=StateBytes(outline, {kind: {"a": n * size} for kind, n in (("parameter", 4), ("gradient", 4), ("optimizer", 8))}),
+    )
+    routing = MicrobatchRouting(ParallelPlan.mesh(dp=4, layers=1), Microbatches(4, 4))
+    for found in state_bytes(profile, routing, zero):
+        for nbytes, kind, width in zip(found, ("parameter", "gradient", "optimizer"), (4, 4, 8), strict=True):
+            assert nbytes == width * size // (4 if kind in shared else 1)
+    plan = routing.plan
+    assert memory_sheet(profile, plan, "1f1b", routing.microbatches, 3, zero).optimizer == 8 * size // (4 if zero else 1)
+
+
+PLANS = [
+    ParallelPlan.mesh(dp=3, layers=4),
+    ParallelPlan.of([3, 2], layers=4),
+    ParallelPlan.mesh(dp=2, pp=2, tp=2, layers=4),
+    ParallelPlan.of([3, 2], [2, 1], layers=4),
+    ParallelPlan.mesh(dp=2, pp=2, chunks=2, layers=4),
+]
+"""The embedding's two layers are in one stage, or on two workers."""
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.describe())
+def test_a_rank_holds_the_pieces_that_ownership_gives_it(plan, zero):
+    state, keeps = StateBytes(MODEL, {"parameter": STATE.by_tensor["parameter"], "optimizer": STATE.by_tensor["optimizer"]}), {}
+    found = state.of_plan(plan, zero)
+    for kind, width in (("parameter", 4), ("optimizer", 8)):
+        keeps[kind] = tuple(width * Ownership(plan, MODEL, zero).elements(rank, kind) for rank in range(plan.world))
+    assert found == keeps
+
+
+def test_layers_without_tensors_count_by_their_bytes_and_are_cut_evenly():
+    layers = tuple(LayerProfile(f"l{i}", 1.0, 2.0, 1.0, 1.0, parameter_bytes=800, optimizer_bytes=1600) for i in range(4))
+    for shards in (1, 2, 4):
+        routing = MicrobatchRouting(ParallelPlan.mesh(pp=2, tp=shards, layers=4), Microbatches(1))
+        assert set(state_bytes(ModelProfile(layers), routing)) == {(1600 // shards, 1600 // shards, 3200 // shards)}
+
+
+def test_the_fullest_shard_of_a_stage_is_told_layer_by_layer():
+    def found(first: int, last: int, shards: int) -> int:
+        return STATE.on_fullest_shard("parameter", StagePlan(first, last, 0, 1, shards))
+
+    assert [found(i, i + 1, 2) for i in range(4)] == [4 * n for n in (300, 1100, 100, 320)]
+    assert found(0, 4, 2) == 4 * 1820 and found(0, 4, 1) == 4 * 2820, "a tie, in each of its layers"
+
+
+def test_answers_are_kept_so_that_a_search_over_thousands_of_plans_asks_once():
+    outline = ModelOutline((), elements=tuple({f"{i}.{j}": 1000 for j in range(20)} for i in range(200)))
+    nbytes = {name: 4000 for layer in outline.elements for name in layer}
+    state = StateBytes(outline, {"parameter": nbytes, "gradient": nbytes, "optimizer": nbytes})
+    plans = [ParallelPlan.mesh(dp=dp, pp=20, layers=200) for dp in range(1, 201)]
+    begin_s = time.perf_counter()
+    assert {found for plan in plans for found in state.of_plan(plan)["parameter"]} == {10 * 20 * 4000}
+    assert time.perf_counter() - begin_s < 5, "0.3 s when nothing else runs"
+    assert replace(state) == state, "what has been answered is no part of the value"
