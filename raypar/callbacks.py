@@ -288,17 +288,22 @@ def _own_metrics(answer: Mapping[Any, Any], facts: Mapping[str, Any]) -> dict[st
 
 @dataclass
 class EarlyStopping(Callback):
-    """Stop when `metric` has not fallen by more than `min_delta` below its best for `patience` validations in a row.
+    """Stops the run when `metric` has not fallen by more than `min_delta` below its best for `patience` values in a row.
 
-    `metric`: of a validation (`validation_loss`), or of a step (`loss`), or one that a callback before this one added.
+    `metric` may belong to a validation (`validation_loss`) or to a step (`loss`), or be added by a callback before this one.
     A resumed run continues the count: earlier values are read from its metrics.jsonl.
     """
 
     patience: int = 3
+    """Values in a row without a new best after which the run stops."""
     min_delta: float = 0.0
+    """How far below the best a value must be to count as a new best."""
     metric: str = "validation_loss"
+    """Name of the metric."""
     best: float = math.inf
+    """The lowest value so far."""
     waited: int = 0
+    """Values since the best."""
 
     def on_start(self, info: RunStartInfo) -> None:
         """Catch up with the earlier metrics of a resumed run."""

@@ -69,7 +69,9 @@ class FunctionConfig(_Section):
     """A function and its arguments: `{function: module:name, args: {...}}`, or just `module:name`."""
 
     function: Annotated[str, AfterValidator(_import_path)]
+    """`module:name` of the function or class."""
     args: dict[str, Any] = {}
+    """Keyword arguments."""
 
     @model_validator(mode="before")
     @classmethod
@@ -339,7 +341,9 @@ class TrackerConfig(_Section):
     """An experiment tracker: `{tracker: tensorboard | wandb | mlflow, args: {...}}`, or just its name."""
 
     tracker: Literal["tensorboard", "wandb", "mlflow"]
+    """The kind of tracker."""
     args: dict[str, Any] = {}
+    """Arguments of the tracker's class."""
 
     @model_validator(mode="before")
     @classmethod

@@ -66,6 +66,7 @@ class RunFolder:
     """One run's folder: paths of its files. Only `create` makes a folder on disk."""
 
     path: Path
+    """The folder."""
 
     @property
     def name(self) -> str:

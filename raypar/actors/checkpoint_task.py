@@ -18,6 +18,7 @@ class CheckpointTask:
     `CheckpointFailed`."""
 
     parts: DriverParts
+    """The objects of the driver."""
 
     def __post_init__(self) -> None:
         self._disk = ThreadPoolExecutor(1, "raypar-disk")

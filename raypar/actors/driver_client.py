@@ -150,8 +150,11 @@ class RunFollower:
 
     def __init__(self, driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], None], asked: list[str]) -> None:
         self.driver = driver
+        """The driver actor."""
         self.request = request
+        """What the driver was asked to run."""
         self.tell = tell
+        """Gets every event of the run, once."""
         self.asked = asked
         """Signals received: the first one asks the driver to save and end, the second one ends the run at once."""
         self.epoch = self.cursor = 0

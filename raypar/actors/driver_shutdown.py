@@ -25,6 +25,7 @@ class DriverShutdown:
     """Ends the run on the cluster and this driver with it."""
 
     parts: DriverParts
+    """The objects of the driver."""
     write_members_file: Callable[[], None]
     """Writes members.json."""
 

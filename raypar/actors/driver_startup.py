@@ -32,6 +32,7 @@ class DriverStartup:
     """
 
     parts: DriverParts
+    """The objects of the driver."""
 
     async def start(self) -> on.RunEvent | None:
         """Place and start the workers of the job's plan, and build their stages.

@@ -25,6 +25,7 @@ class GenerationChange:
     """Claims a generation, releases the workers from the former one, and gives each its part of the new plan."""
 
     parts: DriverParts
+    """The objects of the driver."""
     last_order: do.AdoptPlan | None = None
     """The action with which this driver's last generation began; None before the first."""
     first_step: int = -1

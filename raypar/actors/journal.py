@@ -26,12 +26,16 @@ KEPT_STEPS = 1000
 
 @dataclass(frozen=True)
 class MembershipRecord:
-    """The members of a generation: `members[rank]` is the number of the worker in that seat of `plan`."""
+    """The plan and members of a generation."""
 
     generation: int
+    """The generation, from 1."""
     plan: ParallelPlan
+    """Its plan."""
     members: tuple[int, ...]
+    """By rank: the worker number."""
     schedule: str
+    """The name of its schedule."""
 
 
 class DriverReplaced(ClusterError):

@@ -89,7 +89,10 @@ class JournaledLines:
     """
 
     def __init__(self, journal: LineBackupStore | None, file: str) -> None:
-        self.journal, self.file = journal, file
+        self.journal = journal
+        """The store; None: lines are kept in memory only."""
+        self.file = file
+        """The file's name in the journal."""
         self.stored = 0
         """How many of the last lines are in the journal."""
 
@@ -126,22 +129,25 @@ class JournaledLines:
 
 @dataclass
 class JsonlFile:
-    """A file of JSON lines. Call `open` first, then `append` for each line, and `close` at the end; from one thread at a time.
-
-    `tell(kind, text)` gets lines for the user: once when the file cannot be written, once when it can again, and when another
-    process has changed it.
-    """
+    """A file of JSON lines. Call `open` first, then `append` for each line, then `close`; from one thread at a time."""
 
     path: Path
+    """The file."""
     tell: Callable[[str, str], None]
+    """Gets (kind, text) for the user: once when the file cannot be written, once when it can again, and when another process
+    has changed it."""
     journal: LineBackupStore | None = None
+    """Where lines are kept a second time."""
     mirrored: bool = False
     """Store every line in the journal too, not only those that cannot be written to the file."""
     kept_bytes: int = KEPT_BYTES
+    """Limit of the lines in memory."""
     opened: bool = False
+    """Whether `open` was called."""
     recent: RecentLines = field(init=False)
     """The last lines: all that are not in the file, and older ones from which it can be written again."""
     blocks: JournaledLines = field(init=False)
+    """The last lines, as the journal has them."""
     unwritten: int = 0
     """How many of the last lines are not in the file."""
     lost: int = 0

@@ -18,12 +18,16 @@ JOIN_S = 60.0
 
 @dataclass(frozen=True)
 class LocalNode:
-    """A raylet of the local Ray cluster. `node`: Ray's id in hex. The run cannot outlive the head's: it is connected there."""
+    """A raylet of the local Ray cluster."""
 
     node: str
+    """Ray's id of the node, in hex."""
     pid: int
+    """The raylet's process."""
     cpus: int
+    """Its logical CPUs."""
     head: bool = False
+    """Whether it is the head's raylet. The run ends with it: the client is connected to Ray there."""
 
 
 def cpus_per_node(workers: int, nodes: int) -> int:

@@ -25,6 +25,7 @@ class MembersFileText:
 
     def __init__(self, request: RunRequest) -> None:
         self.request = request
+        """The run's request."""
         self._last: dict[str, Any] | None = None
         """The facts in the last text."""
         self._again = False

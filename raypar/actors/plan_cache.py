@@ -19,6 +19,7 @@ class PlanCache:
 
     def __init__(self, request: RunRequest) -> None:
         self.request = request
+        """The run's request: its first plan, model outline and profile."""
         self.schedules: dict[ParallelPlan, str] = {request.plan: request.schedule_name}
         """Plan -> name of the schedule it was chosen with."""
         self._found: dict[int, ParallelPlan | PlanError] = {request.plan.world: request.plan}

@@ -70,14 +70,19 @@ class RunRecorder:
     """
 
     def __init__(self, request: RunRequest, journal: Journal | None = None) -> None:
-        self.request, self.journal = request, journal
+        self.request = request
+        """The run's request."""
+        self.journal = journal
+        """The run's journal; None: nothing is stored in one."""
         self.folder = Path(request.folder)
         """The run folder."""
         run = RunFolder(self.folder)
         self._new_events: list[dict[str, Any]] = []
         """Events for the client since the last `new_events`."""
         self.metrics = JsonlFile(run.metrics, self._say, journal)
+        """metrics.jsonl."""
         self.events = JsonlFile(run.events, self._say, journal, mirrored=True)
+        """events.jsonl."""
         self._step_seconds: deque[float] = deque(maxlen=50)
         """Durations of the last steps, from which the remaining time is predicted."""
         self.traced_step: dict[str, Any] | None = None

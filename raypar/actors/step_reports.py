@@ -19,7 +19,10 @@ class StepReports:
     """The reports of workers, by step (from 0) and rank."""
 
     def __init__(self, machine: RunMachine, plans: PlanCache) -> None:
-        self.machine, self.plans = machine, plans
+        self.machine = machine
+        """Knows the members and the plan."""
+        self.plans = plans
+        """Knows how many microbatches a worker computes."""
         self.outcomes: dict[int, tuple[float, float]] = {}
         """Step -> (loss, norm) as the user has seen them: a replayed step must give the same."""
         self.in_journal: dict[int, Report] = {}

@@ -51,7 +51,12 @@ class WorkerActor:
     """
 
     def __init__(self, credential: RunCredential, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
-        self.credential, self.number, self.pickled_spec = credential, number, spec
+        self.credential = credential
+        """The run's name and secret, for connections to other workers."""
+        self.number = number
+        """The worker's number."""
+        self.pickled_spec = spec
+        """The `JobSpec`, pickled; opened by `hello`."""
         self.coordinate = f"worker {number}"
         """The worker's seat in words, for messages."""
         self.working_dir = WorkingDirGuard()

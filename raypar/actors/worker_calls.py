@@ -26,7 +26,14 @@ class WorkerCalls:
     def __init__(
         self, machine: RunMachine, pool: WorkerPool, plans: PlanCache, tasks: BackgroundTasks, started: Container[int]
     ) -> None:
-        self.machine, self.pool, self.plans, self.tasks = machine, pool, plans, tasks
+        self.machine = machine
+        """Knows the members and their seats."""
+        self.pool = pool
+        """Has the handles of the workers."""
+        self.plans = plans
+        """Knows what a worker that is out of memory holds."""
+        self.tasks = tasks
+        """Awaits answers, and posts events to the run machine."""
         self.started = started
         """Workers that have started."""
         self._answered: set[asyncio.Task[None]] = set()

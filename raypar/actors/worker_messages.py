@@ -16,6 +16,7 @@ class CallFailure:
     kind: FailureKind
     """Who is to blame: user code, raypar, a lost worker, or an abort."""
     error: Exception
+    """The error itself."""
 
 
 @dataclass(frozen=True)

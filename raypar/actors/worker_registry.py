@@ -42,7 +42,10 @@ class WorkerRegistry:
         note: Callable[..., None],
         has_seat: Callable[[int], bool],
     ) -> None:
-        self.pool, self.journal = pool, journal
+        self.pool = pool
+        """Places, starts and kills the worker actors."""
+        self.journal = journal
+        """Keeps hellos and numbers of workers for a new driver."""
         self.post = post
         """Gives an event to the run machine."""
         self.note = note
@@ -50,6 +53,7 @@ class WorkerRegistry:
         self.has_seat = has_seat
         """Whether a worker has a seat."""
         self.node_losses = NodeLossTracker()
+        """Recognises that a whole node was lost."""
         self.liveness = LivenessConnections()
         """Connections that show the end of a worker's process."""
         self.cpu_wait = CpuWaitDeadlineExtension()

@@ -28,9 +28,13 @@ class EventPrinter:
 
     def __init__(self, *, steps: int, as_json: bool = False, start_s: float | None = None, out: TextIO | None = None) -> None:
         self.out = out or sys.stdout
+        """Where lines are printed."""
         self.start_s = time.monotonic() if start_s is None else start_s
         """When the command was started."""
-        self.steps, self.as_json = steps, as_json
+        self.steps = steps
+        """Number of steps of the job."""
+        self.as_json = as_json
+        """Whether events are printed as JSON lines."""
         self.live = self.out.isatty()
         """Whether the progress line can be redrawn."""
         self.drawn_s = float("-inf")
