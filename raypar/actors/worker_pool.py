@@ -201,10 +201,10 @@ class WorkerPool:
             self.dismiss(number)()
 
 
-def placement_wait_text(there: int, wanted: int, grows: bool) -> str:
+def placement_wait_text(there: int, wanted: int, may_add_nodes: bool) -> str:
     """The line for the user while workers are not placed: `waiting for 3 more workers: the cluster has a place for 1 of 4`."""
     more = "1 more worker" if wanted - there == 1 else f"{wanted - there} more workers"
-    return f"waiting for {more}: the cluster has a place for {there} of {wanted}" + ", an autoscaler is running" * grows
+    return f"waiting for {more}: the cluster has a place for {there} of {wanted}" + ", an autoscaler is running" * may_add_nodes
 
 
 def placement_timeout_error(there: int, wanted: int, wait_s: float, cluster: ClusterCapacity, gpus: bool) -> ClusterError:
