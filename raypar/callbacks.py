@@ -30,75 +30,98 @@ class Stop:
     """Returned by `on_step` or `on_validation`: end the run after the step under way, with a checkpoint."""
 
     reason: str
+    """Why, in words, for the user."""
 
 
 Metrics = Mapping[str, float | int | str | bool | None]
 HookResult = Stop | Metrics | None
-"""What `on_step` and `on_validation` may return; a mapping is metrics of your own, written with those of the step."""
+"""What `on_step` and `on_validation` may return. A mapping holds metrics of your own, which are written with the run's."""
 
 
 @dataclass(frozen=True)
 class RunStartInfo:
-    """`folder`: the run folder; `first`: number of the first step to come, from 1; larger in a resumed run."""
+    """The facts for `on_start`."""
 
     run: str
+    """The run's name."""
     folder: str
+    """The run folder."""
     first: int
+    """Number of the first step to come, from 1; larger in a resumed run."""
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """A committed step, counted from 1. `count`: what the loss is averaged over (tokens, samples); `bubble`: a fraction.
-
-    `seconds`: wall time since the step before; `norm`: of the gradient before clipping; `metrics`: all of these and more.
-    """
+    """The facts of a committed step, for `on_step`."""
 
     step: int
+    """Number of the step, from 1."""
     loss: float
+    """The mean loss of the batch."""
     norm: float
+    """Norm of the gradient before clipping."""
     count: float
+    """How many units (tokens, samples) the loss is averaged over."""
     seconds: float
+    """Wall time since the step before."""
     samples_per_s: float
+    """Samples per second of wall time."""
     count_per_s: float
+    """Units of `count` per second of wall time."""
     bubble: float
+    """Fraction of the workers' time in which they did not compute."""
     skipped: bool = False
+    """Whether the parameters were left as they were, because loss or norm was not finite (`non_finite: skip`)."""
     metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """All of the step's metrics: the values above and more."""
 
 
 @dataclass(frozen=True)
 class ValidationInfo:
-    """A validation pass after `step` steps."""
+    """The facts of a validation pass, for `on_validation`."""
 
     step: int
+    """Number of steps done."""
     validation_loss: float
+    """The mean loss of the validation samples."""
     count: float
+    """How many units (tokens, samples) the loss is averaged over."""
     seconds: float
+    """Time of the pass."""
     metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """All of the pass's metrics."""
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint of `step` steps, whole and under its final name."""
+    """The facts of a finished checkpoint, for `on_checkpoint`."""
 
     step: int
+    """Number of steps done."""
     path: str
+    """Its folder, whole and under its final name."""
 
 
 @dataclass(frozen=True)
 class RunEndInfo:
-    """How the run ended, after `step` steps, and why in words."""
+    """How the run ended, for `on_end`."""
 
     end: Literal["done", "stopped", "interrupted", "failed"]
+    """The kind of end."""
     why: str
+    """The reason, in words."""
     step: int
+    """Number of steps done."""
 
 
 @dataclass(frozen=True)
 class RunFailureInfo:
-    """What a failed run failed with."""
+    """The facts of a failed run, for `on_exception`."""
 
     error: Exception
+    """The error that ended the run."""
     step: int
+    """Number of steps done."""
 
 
 StartInfo, EndInfo, FailureInfo, Answer = RunStartInfo, RunEndInfo, RunFailureInfo, HookResult
@@ -106,25 +129,28 @@ StartInfo, EndInfo, FailureInfo, Answer = RunStartInfo, RunEndInfo, RunFailureIn
 
 
 class Callback:
-    """Override what you need. Hooks must be quick: the next step's metrics wait for them, though training does not."""
+    """Base of users' callbacks: override the hooks you need.
+
+    Hooks must be quick: training does not wait for them, but the next step's metrics do.
+    """
 
     def on_start(self, info: RunStartInfo) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_step(self, info: StepInfo) -> HookResult:
-        """After every committed step."""
+        """Called after every committed step."""
 
     def on_validation(self, info: ValidationInfo) -> HookResult:
-        """After every validation pass."""
+        """Called after every validation pass."""
 
     def on_checkpoint(self, info: CheckpointInfo) -> None:
-        """After every checkpoint."""
+        """Called after every checkpoint."""
 
     def on_exception(self, info: RunFailureInfo) -> None:
-        """Before `on_end` of a run that failed."""
+        """Called before `on_end`, if the run has failed."""
 
     def on_end(self, info: RunEndInfo) -> None:
-        """Last of all, however the run ended."""
+        """Called last, however the run ended."""
 
 
 _INFOS: dict[str, type[Any]] = {
@@ -150,21 +176,23 @@ RETRY_TIMES = 10.0
 
 @dataclass
 class _Outage:
-    """The state of a tracker that cannot write. `retry_s`: when to call it again (monotonic); `missed`: calls it has missed."""
+    """The state of a tracker that cannot write."""
 
     retry_s: float = 0.0
+    """When to call the tracker again (monotonic clock)."""
     missed: int = 0
+    """Calls that the tracker has missed."""
 
 
 class Callbacks:
-    """All callbacks of a run. Every one of them is called even if one before it raises.
+    """All callbacks of a run. Each is called even if one before it raises.
 
     A tracker that cannot write (a full disk, a server that is down) does not end the run: `lines` then has a warning.
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._callbacks = tuple(callbacks)
-        """In the order in which they are called."""
+        """The callbacks, in the order of their calls."""
         self._outages: dict[int, _Outage] = {}
         """Index of a tracker that cannot write -> its outage."""
         self._lines: list[tuple[str, str]] = []
@@ -178,10 +206,10 @@ class Callbacks:
     def call(
         self, hook: str, facts: Mapping[str, Any], around: Callable[[str], AbstractContextManager[Any]] = nullcontext
     ) -> tuple[str | None, dict[str, Any]]:
-        """Call one hook of each inside `around(its name)`; returns the first reason to stop and the metrics they added.
+        """Call one hook of every callback; returns the first reason to stop, and the metrics that the callbacks add.
 
-        Raises `UserCodeError` with the traceback of the first that raised, after all were called; not for trackers that
-        cannot write.
+        `around`: makes the context of a call, from the callback's name. If a callback raises, the others are called all the
+        same; then `UserCodeError` is raised with the first traceback. A tracker that cannot write does not count.
         """
         info = _info(_INFOS[hook], facts)
         stop: str | None = None
@@ -238,6 +266,7 @@ class Callbacks:
         self._lines.append(("warning", f"{text}\n  cure: free disk space, or see to the tracker's server"))
 
     def _works_again(self, index: int) -> None:
+        """End the outage of a tracker, and tell how many calls it has missed."""
         missed, name = self._outages.pop(index).missed, type(self._callbacks[index]).__name__
         if missed:  # else only its start was disturbed
             lacks = f"{missed} step{'s' * (missed != 1)} or validations, which metrics.jsonl has"
@@ -249,6 +278,7 @@ WRITING_HOOKS = ("on_step", "on_validation")
 
 
 def _own_metrics(answer: Mapping[Any, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics that a callback has returned. Raises `ValueError` or `TypeError` for metrics that cannot be added."""
     taken = sorted(set(answer) & set(facts))
     if taken:
         raise ValueError(f"metric {taken[0]!r} is one of the run's own: choose another name")
@@ -258,17 +288,22 @@ def _own_metrics(answer: Mapping[Any, Any], facts: Mapping[str, Any]) -> dict[st
 
 @dataclass
 class EarlyStopping(Callback):
-    """Stop when `metric` has not fallen by more than `min_delta` below its best for `patience` validations in a row.
+    """Stops the run when `metric` has not fallen by more than `min_delta` below its best for `patience` values in a row.
 
-    `metric`: of a validation (`validation_loss`), or of a step (`loss`), or one that a callback before this one added.
+    `metric` may belong to a validation (`validation_loss`) or to a step (`loss`), or be added by a callback before this one.
     A resumed run continues the count: earlier values are read from its metrics.jsonl.
     """
 
     patience: int = 3
+    """Values in a row without a new best after which the run stops."""
     min_delta: float = 0.0
+    """How far below the best a value must be to count as a new best."""
     metric: str = "validation_loss"
+    """Name of the metric."""
     best: float = math.inf
+    """The lowest value so far."""
     waited: int = 0
+    """Values since the best."""
 
     def on_start(self, info: RunStartInfo) -> None:
         """Catch up with the earlier metrics of a resumed run."""
@@ -276,7 +311,7 @@ class EarlyStopping(Callback):
             from raypar.run_folder import RunFolder
 
             folder = RunFolder(Path(info.folder))
-            for line in folder.read(folder.metrics):
+            for line in folder.read_lines(folder.metrics):
                 if line["step"] < info.first:
                     self._look(line)
 
@@ -340,7 +375,7 @@ class Tracker(Callback):
         self.log(info.step, _numbers(info.metrics))
 
     def on_validation(self, info: ValidationInfo) -> None:
-        """The validation loss only: seconds and count of a validation would mix with those of steps."""
+        """Send the validation loss only: seconds and count of a validation would mix with those of steps."""
         self.log(info.step, {"validation_loss": info.validation_loss})
 
 
@@ -497,7 +532,7 @@ def _noted(note: Path) -> str | None:
 
 def _keep_note(note: Path, text: str) -> None:
     """Store the tracker's run id for a resumed run. Raises `OSError`, which names the file."""
-    from raypar.run_folder import replace_file_atomically
+    from raypar.atomic_write import replace_file_atomically
 
     try:
         replace_file_atomically(note, text.encode())
@@ -547,7 +582,7 @@ def check_callbacks(given: Any) -> tuple[Callback, ...]:
 
 
 def _shown(given: Any) -> str:
-    """`MyCallback()`, for a message."""
+    """A callback as text for a message: `MyCallback()`."""
     kind = given if isinstance(given, type) else type(given)
     return f"{kind.__name__}()" if issubclass(kind, Callback) else "MyCallback()"
 

@@ -1,4 +1,4 @@
-"""The command line: finds the subcommand, imports only that one, turns errors into two lines and an exit code.
+"""The command line: imports and runs one subcommand, and turns errors into two lines and an exit code.
 
 Exit codes: 0 done, 1 failed, 2 bad input (nothing was started), 130 Ctrl-C.
 """
@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from raypar import __version__
+from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.errors import ConfigError, Interrupted, RayparError
 from raypar.untrusted_files import READABLE
 from raypar.user_code import recording_ctrl_c
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors of a disk that takes nothing more."""
+UNWRITABLE_DISK_ERRNOS = DISK_FULL_ERRNOS | {errno.EROFS}
+"""Error numbers for a disk that takes nothing more: full, or read-only."""
 
 COMMANDS = {
     "train": "train a job; leaves a run folder",
@@ -34,11 +35,11 @@ COMMANDS = {
     "prepare": "a memory-mapped token file from a text",
     "debug": "a job's whole plan in one process, with breakpoints",
 }
-"""Name -> one line of help; the code is `raypar.commands.<name>`."""
+"""Name of a subcommand -> its line of help. Its code is the module `raypar.commands.<name>`."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises `ConfigError` instead of printing the usage and leaving."""
+    """An argument parser that raises `ConfigError` where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
@@ -52,14 +53,14 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit code. `--help` and `--version` raise SystemExit, as argparse does.
 
-    Without `argv` (as a command) a process that has loaded Ray exits at once: destroying torch's and Ray's objects one by one
-    takes a second or more, for which a user who has pressed Ctrl-C would wait.
+    Without `argv` the arguments are the process's own, and a process that has loaded Ray exits here, at once: to destroy the
+    objects of torch and Ray one by one takes a second or more, and users who have pressed Ctrl-C would wait for it.
     """
     if argv is not None:
-        return _guarded(argv)
-    status = _guarded(sys.argv[1:])
+        return _run_and_explain_errors(argv)
+    status = _run_and_explain_errors(sys.argv[1:])
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more Ctrl-C ends this at once, without a traceback of what is left
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more Ctrl-C ends the process at once, without a traceback
     if "ray" in sys.modules:
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -68,14 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _guarded(argv: Sequence[str]) -> int:
+def _run_and_explain_errors(argv: Sequence[str]) -> int:
+    """The exit code of a subcommand; its errors are printed."""
     words = list(argv)
     try:
         with recording_ctrl_c():
-            status = _run(words)
+            status = _run_subcommand(words)
         sys.stdout.flush()
         return status
-    except Interrupted as stopped:  # as it was asked to: no error
+    except Interrupted as stopped:  # at the user's request: this is no error
         print(stopped.what + (f"\nnext: {stopped.cure}" if stopped.cure else ""), file=sys.stderr)
         return stopped.exit_code
     except RayparError as error:
@@ -92,7 +94,7 @@ def _guarded(argv: Sequence[str]) -> int:
         if isinstance(error, PermissionError) and error.filename is not None:
             print(f"error: cannot use {error.filename}: {error.strerror}\n  cure: {READABLE}", file=sys.stderr)
             return ConfigError.exit_code
-        if error.errno not in DISK:
+        if error.errno not in UNWRITABLE_DISK_ERRNOS:
             raise
         what = f"cannot write {error.filename or 'what is printed'}: {error.strerror}"
         print(f"error: {what}\n  cure: free disk space, or choose a place you may write to", file=sys.stderr)
@@ -101,7 +103,8 @@ def _guarded(argv: Sequence[str]) -> int:
         return 1
 
 
-def _run(words: list[str]) -> int:
+def _run_subcommand(words: list[str]) -> int:
+    """Run the subcommand that the first word names; without one print the overview. Raises `RayparError`."""
     if not words or words[0].startswith("-"):
         _overview().parse_args(words)
         _overview().print_help()
@@ -125,6 +128,7 @@ def _run(words: list[str]) -> int:
 
 
 def _overview() -> argparse.ArgumentParser:
+    """The parser of `raypar` without a subcommand: `--help` and `--version`."""
     width = max(map(len, COMMANDS))
     parser = _Parser(
         prog="raypar",
@@ -140,6 +144,7 @@ def _overview() -> argparse.ArgumentParser:
 
 
 def _nearest(word: str, among: Sequence[str] | dict[str, str]) -> str | None:
+    """The word of `among` that is most like `word`; None if none is like it."""
     import difflib
 
     return next(iter(difflib.get_close_matches(word, among, n=1, cutoff=0.5)), None)

@@ -1,6 +1,6 @@
-"""The job file: read, checked and turned into the plain values the rest of raypar works with.
+"""Reads and checks a job file; the result is a `Job`, from which the plain values for the rest of raypar are made.
 
-The only module that knows pydantic. It imports neither torch nor ray, so that a wrong key is reported at once.
+No other module uses pydantic. This module imports neither torch nor ray, so that a wrong key is reported at once.
 """
 
 from __future__ import annotations
@@ -46,29 +46,32 @@ _AUTO, _GIVEN = "<auto>", "<given>"
 JOB_BYTES = 1 << 20
 """Size limit of a job file."""
 MAX_WORKERS, MAX_PARTS, MAX_SAMPLES = 2**16, 2**16, 2**24
-"""Limits of numbers in a job file, since lists of that length are made: workers; microbatches, blocks or chunks of a step;
-samples of a step."""
+"""Limits of numbers in a job file, because lists of that length are made: of workers; of microbatches, blocks or chunks of a
+step; of samples of a step."""
 Workers = Annotated[PositiveInt, Field(le=MAX_WORKERS)]
 Parts = Annotated[PositiveInt, Field(le=MAX_PARTS)]
 
 
 class _Section(BaseModel):
-    """Strict: a string is no number, an unknown key is an error."""
+    """Base of all sections of a job file. Strict: a string is not taken for a number, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def _import_path(text: str) -> str:
+    """`text`, if it has the form `module:name`. Raises `ValueError`."""
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", text):
         raise ValueError("module:name, for example torch.optim:AdamW")
     return text
 
 
 class FunctionConfig(_Section):
-    """`{function: module:name, args: {...}}`, or just `module:name`."""
+    """A function and its arguments: `{function: module:name, args: {...}}`, or just `module:name`."""
 
     function: Annotated[str, AfterValidator(_import_path)]
+    """`module:name` of the function or class."""
     args: dict[str, Any] = {}
+    """Keyword arguments."""
 
     @model_validator(mode="before")
     @classmethod
@@ -76,34 +79,41 @@ class FunctionConfig(_Section):
         return {"function": value} if isinstance(value, str) else value
 
     def to_ref(self) -> Ref:
-        """For `JobSpec`."""
+        """The function as a `Ref`, for `JobSpec`."""
         return Ref(self.function, self.args)
 
 
 class DataConfig(FunctionConfig):
-    """A map-style data set. `names`: of a tuple sample's fields; `processes`: CPU processes that read ahead."""
+    """The map-style data set of a job, and how its samples become the model's input and the loss's target."""
 
     input: str | None = None
+    """The field that the first layer of a sequential model reads; None: `x`."""
     target: str | None = None
+    """The field that the loss gets as its target; None: `y`."""
     names: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names of the fields of a sample that is a tuple; empty: `x`, `y`, `z`."""
     processes: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
+    """CPU processes that load samples ahead of the steps; 0: the worker itself loads them."""
 
     def to_data(self) -> DataSpec:
-        """For `JobSpec`."""
+        """The data set as a `DataSpec`, for `JobSpec`."""
         return DataSpec(self.to_ref(), self.names, self.input, self.target, self.processes)
 
 
 class ValidationConfig(DataConfig):
-    """`every` steps (0: at the end only), the first `samples` samples (0: all)."""
+    """The data set for validation, and when it is used."""
 
     every: NonNegativeInt = 0
+    """Steps from one validation to the next; there is one at the end too. 0: at the end only."""
     samples: NonNegativeInt = 0
+    """How many samples are used, from the first on; 0: all."""
 
 
 class OptimizerConfig(FunctionConfig):
-    """`groups`: `{match: pattern of parameter names, ...overrides}`; the first match wins."""
+    """The optimizer class, its arguments, and groups of parameters with other arguments."""
 
     groups: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
+    """`{match: pattern of parameter names, ...other arguments}`; a parameter belongs to the first group that matches."""
 
     @field_validator("groups")
     @classmethod
@@ -113,13 +123,13 @@ class OptimizerConfig(FunctionConfig):
         return groups
 
     def to_optimizer(self) -> OptimizerSpec:
-        """For `JobSpec`."""
+        """The optimizer as an `OptimizerSpec`, for `JobSpec`."""
         groups = tuple((g["match"], {k: v for k, v in g.items() if k != "match"}) for g in self.groups)
         return OptimizerSpec(self.to_ref(), groups)
 
 
 def _counts(value: Any) -> Any:
-    """One count, or one per stage."""
+    """`value`, if it is one count or a list with one count per stage. Raises `ValueError`."""
     each = value if isinstance(value, (list, tuple)) and value else [value]
     if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in each):
         raise ValueError("a number >= 1, or a list with one per stage")
@@ -129,37 +139,41 @@ def _counts(value: Any) -> Any:
 
 
 Counts = Annotated[Any, BeforeValidator(_counts)]
-"""int or tuple[int, ...]."""
+"""One count (int), or one per stage (tuple of int)."""
 
 
 class PlanConfig(_Section):
-    """Placement and schedule. `stages`: workers along the pipeline; `chunks`: stages per worker (None: the
-    schedule's default); `cuts`: first layer of stages 1, 2, ...; `warmup`: forwards before the first backward, per stage.
-
-    `shards`: workers that share the layers of one replica of a stage. `styles`: pattern of layer names -> how such a layer is
-    cut over the shards; the first match counts, other layers get inferred styles. `sequence_parallel`: between sharded layers
-    values [batch, sequence, features] are cut over the sequence.
-    """
+    """Which workers hold which layers, and in which order they compute."""
 
     stages: Workers = 1
+    """Worker positions along the pipeline; each has `chunks` stages."""
     replicas: Counts = 1
+    """Workers that hold the same stages and compute different microbatches; one number, or one per position."""
     shards: Counts = 1
+    """Workers that share the layers of one replica; one number, or one per position."""
     schedule: str = "1f1b"
+    """Name of the schedule."""
     chunks: Parts | None = None
+    """Stages per worker; None: the schedule's default."""
     cuts: Annotated[tuple[PositiveInt, ...] | None, Field(strict=False)] = None
+    """First layer of stages 1, 2, ...; None: stages of nearly equal numbers of layers."""
     schedule_file: str | None = None
+    """A file with the schedule, in place of `schedule`."""
     warmup: Annotated[tuple[NonNegativeInt, ...] | None, Field(strict=False)] = None
+    """By worker position: forwards before the first backward; None: as the schedule has it."""
     styles: dict[str, str] = {}
+    """Pattern of layer names -> sharding style of such a layer. The first match counts; other layers get inferred styles."""
     sequence_parallel: bool = False
+    """Whether values [batch, sequence, features] between sharded layers are cut along the sequence."""
 
     @property
     def replicas_per_stage(self) -> tuple[int, ...]:
-        """One count per worker position."""
+        """Number of replicas of each worker position."""
         return self.replicas if isinstance(self.replicas, tuple) else (self.replicas,) * self.stages
 
     @property
     def shards_per_stage(self) -> tuple[int, ...]:
-        """One count per worker position."""
+        """Number of shards of each worker position."""
         return self.shards if isinstance(self.shards, tuple) else (self.shards,) * self.stages
 
     @property
@@ -192,7 +206,7 @@ class PlanConfig(_Section):
         return self
 
     def to_plan(self, layers: int) -> ParallelPlan:
-        """The plan for a model of that many layers. Raises `PlanError` when they do not fill the stages."""
+        """The plan for a model with `layers` layers. Raises `PlanError` if they do not fill the stages."""
         from raypar.schedule.registry import placement_of_schedule, resolve_chunks_per_worker
 
         return ParallelPlan.of(
@@ -206,44 +220,47 @@ class PlanConfig(_Section):
 
 
 class CheckpointConfig(_Section):
-    """`every` steps (0: never but at the end), the last `keep` are kept."""
+    """When checkpoints are saved, and how many of them are kept."""
 
     every: NonNegativeInt = 0
+    """Steps from one checkpoint to the next; 0: no checkpoint before the end."""
     keep: PositiveInt = 2
+    """How many checkpoints are kept: the newest ones."""
     at_end: bool = True
+    """Whether the end of the run is saved."""
 
 
 class ElasticConfig(_Section):
-    """How a run survives lost workers: it continues with the others while there are `min_workers` or more; with fewer it waits
-    for others, up to `wait_for_workers_s`.
-
-    Lost workers are replaced, up to `max_workers` (None: as many as the plan has). `standbys` extra workers are started and
-    wait, so that an empty seat is filled at once. Joining workers get seats between two steps, when all have started or
-    `grow_after_s` after the first, if that saves more time than the move costs.
-
-    `step_deadline_s`: a step has hung if it takes longer than this and than 5 times the longest of the last 100 steps; workers
-    that do not answer then are given up. A worker with the only copy of some state (a copy in the mirror counts as another) is
-    waited for `last_copy_wait_s` longer, while nothing says that its process or its node has ended. `mirror`: how often the
-    state is copied to another worker's memory, for when the last live copy dies: every so many steps, or `auto`, as often as
-    2 % of the time allows.
-    `stragglers`: a worker that computes more than `straggler_times` as long as its replicas for 20 steps in a row (in a stage
-    with one replica: as its own first 20) is reported (`report`), or leaves when another can take its place (`replace`).
-    """
+    """How a run continues when workers are lost, and when workers join."""
 
     min_workers: PositiveInt = 1
+    """With fewer workers than this the run waits for others, up to the job's `wait_for_workers_s`."""
     max_workers: Workers | None = None
+    """Lost workers are replaced up to this number; None: as many as the plan has."""
     standbys: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
+    """Extra workers that are started and wait, so that an empty seat is filled at once."""
     grow_after_s: NonNegativeFloat = 5.0
+    """Joining workers get seats between two steps: when all of them have started, or this long after the first one. They get
+    none if moving the state costs more time than they save."""
     step_deadline_s: PositiveFloat = 3.0
+    """A step has hung if it takes longer than this and longer than 5 times the longest of the last 100 steps. Workers that do
+    not answer then are given up."""
     last_copy_wait_s: NonNegativeFloat = 600.0
+    """How much longer a silent worker is waited for if it has the only copy of some state (a copy in the mirror counts as
+    another one). The wait ends early if its process or its node is known to have ended."""
     mirror: Literal["auto", "off"] | PositiveInt = "auto"
+    """Steps from one copy of the state into another worker's memory to the next; the copy is used when the last live one is
+    lost. `auto`: as often as 2 % of the time allows."""
     stragglers: Literal["report", "replace"] = "report"
+    """What happens to a straggler: a line for the user, or it leaves as soon as another worker can take its place."""
     straggler_times: Annotated[float, Field(gt=1)] = 1.5
+    """A straggler computes more than this many times as long as its replicas, for 20 steps in a row; without other replicas, as
+    its own first 20 steps."""
 
     @field_validator("mirror", mode="before")
     @classmethod
     def _words(cls, value: Any) -> Any:
-        """YAML reads `off` as a truth value."""
+        """Undo what YAML makes of `off`: a truth value."""
         value = {False: "off", True: "auto"}[value] if isinstance(value, bool) else value
         if value not in ("auto", "off") and not (isinstance(value, int) and value > 0):
             raise ValueError("auto, off, or a number of steps")
@@ -261,26 +278,28 @@ class ElasticConfig(_Section):
 
 
 def _switch(value: Any) -> Any:
-    """`true`: with the defaults; `false`: not elastic. A bare `elastic:` could be meant either way."""
+    """The section that `elastic: true` (the defaults) or `elastic: false` (None) stands for. Raises `ConfigError` for a bare
+    `elastic:`, which could be meant either way."""
     if value is None:
         raise ConfigError("elastic is empty", cure="write `elastic: {}` (or true) for the defaults, `elastic: false` for none")
     return ({} if value else None) if isinstance(value, bool) else value
 
 
 class InitFromConfig(_Section):
-    """Weights to begin with: `{path: FILE, strip_prefix: "model.", ...}`, or just the path.
-
-    `path`: a .safetensors file, a folder with an index, a state_dict, an export, a checkpoint or a run of raypar. `rename`:
-    regular expression -> replacement. `allow_missing`: patterns of the model's names that keep their own initial values;
-    `allow_unexpected`: patterns of the file's names that are not used.
-    """
+    """Weights to begin with: `{path: FILE, strip_prefix: "model.", ...}`, or just the path."""
 
     path: str
+    """A .safetensors file, a folder with an index, a state_dict, an export, a checkpoint or a run of raypar."""
     strip_prefix: str = ""
+    """Removed from the beginning of the file's names."""
     add_prefix: str = ""
+    """Added before the file's names."""
     rename: dict[str, str] = {}
+    """Regular expression -> replacement, for the file's names."""
     allow_missing: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Patterns of the model's names that may be missing in the file; they keep their own initial values."""
     allow_unexpected: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Patterns of the file's names that are not used."""
 
     @model_validator(mode="before")
     @classmethod
@@ -288,13 +307,14 @@ class InitFromConfig(_Section):
         return {"path": os.fspath(value)} if isinstance(value, (str, os.PathLike)) else value
 
     def to_source(self) -> WeightsSource:
-        """For `JobSpec`."""
+        """The section as a `WeightsSource`, for `JobSpec`."""
         given = self.path, self.strip_prefix, self.add_prefix, tuple(self.rename.items())
         return WeightsSource(*given, self.allow_missing, self.allow_unexpected)
 
 
 def parse_init_from(given: Any) -> WeightsSource | None:
-    """The source that `Trainer`'s argument `init_from` gives: a section's value, or a `WeightsSource`. Raises `ConfigError`."""
+    """`Trainer`'s argument `init_from` (a `WeightsSource`, or the section's value) as a `WeightsSource`. Raises
+    `ConfigError`."""
     if given is None or isinstance(given, WeightsSource):
         return given
     if isinstance(given, Mapping) and any(hasattr(value, "untyped_storage") for value in given.values()):
@@ -305,21 +325,25 @@ def parse_init_from(given: Any) -> WeightsSource | None:
     try:
         return InitFromConfig.model_validate(given).to_source()
     except ValidationError as error:
-        raise _told(error, ("init_from",)) from None
+        raise _config_error(error, ("init_from",)) from None
 
 
 class EarlyStoppingConfig(_Section):
-    """Stop when the validation loss has not fallen by more than `min_delta` for `patience` validations."""
+    """When a run stops early: if the validation loss has not fallen by more than `min_delta` for `patience` validations."""
 
     patience: PositiveInt = 3
+    """Validations in a row without a lower loss after which the run stops."""
     min_delta: NonNegativeFloat = 0.0
+    """How much the loss has to fall to count as lower."""
 
 
 class TrackerConfig(_Section):
-    """`{tracker: tensorboard | wandb | mlflow, args: {...}}`, or just its name."""
+    """An experiment tracker: `{tracker: tensorboard | wandb | mlflow, args: {...}}`, or just its name."""
 
     tracker: Literal["tensorboard", "wandb", "mlflow"]
+    """The kind of tracker."""
     args: dict[str, Any] = {}
+    """Arguments of the tracker's class."""
 
     @model_validator(mode="before")
     @classmethod
@@ -328,43 +352,74 @@ class TrackerConfig(_Section):
 
 
 class Job(_Section):
-    """A whole job file. `device`: results on CPUs and GPUs differ. `max_time_s`, `wait_for_workers_s`: seconds;
-    `trace_every`: steps between measured steps, 0: a few."""
+    """A whole job file."""
 
     name: str
+    """Names the run and its folder."""
     seed: int = 0
+    """Seed of all random numbers of the job."""
     steps: Annotated[PositiveInt, Field(le=MAX_STEPS)]
+    """Optimizer steps in all."""
     batch_size: Annotated[PositiveInt, Field(le=MAX_SAMPLES)]
+    """Samples of one step."""
     microbatches: Parts
+    """Into how many microbatches a batch is cut."""
     virtual_replicas: Annotated[NonNegativeInt, Field(le=MAX_PARTS)] = 0
+    """Contiguous blocks of microbatches, in which gradients are summed first; 0: one per microbatch, at most 16."""
     model: FunctionConfig
+    """The function that builds the model."""
     loss: FunctionConfig
+    """The loss function, or a function that makes it."""
     data: DataConfig
+    """The training data."""
     optimizer: OptimizerConfig
+    """The optimizer of every worker."""
     lr_schedule: FunctionConfig | None = None
+    """The learning rate scheduler; None: a constant rate."""
     clip_norm: PositiveFloat | None = None
+    """Largest norm of the whole gradient; None: it is not clipped."""
     validation: ValidationConfig | None = None
+    """The validation data; None: no validation."""
     plan: Annotated[
         Annotated[Literal["auto"], Tag(_AUTO)] | Annotated[PlanConfig, Tag(_GIVEN)],
         Discriminator(lambda value: _AUTO if isinstance(value, str) else _GIVEN),
     ] = PlanConfig()
+    """The parallel plan; `auto`: the planner chooses it."""
     elastic: Annotated[ElasticConfig | None, BeforeValidator(_switch)] = None
+    """How the run survives lost workers; None: it does not."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """When checkpoints are saved."""
     run_dir: str = "runs/"
+    """The folder in which run folders are made."""
     reduction: Literal["canonical", "fast"] = "canonical"
+    """How gradients are summed: in an order that does not depend on the number of replicas and stages, or in a faster one."""
     dtype: Literal["float32", "float64"] = "float32"
+    """Type of the parameters."""
     init: Literal["model", "by-name"] = "model"
+    """Initial values: those that the model function gives, or those of every module's `reset_parameters` under a seed made from
+    the module's name."""
     deferred_init: Literal["auto", "always", "never"] = "auto"
+    """Whether large tensors of the model are computed only by the workers that own them; the values are the same."""
     init_from: InitFromConfig | None = None
+    """A file with weights to begin with; None: the values that `init` says."""
     device: Literal["cpu", "gpu"] = "cpu"
+    """What workers compute on. Results on CPUs and GPUs differ."""
     threads: Annotated[PositiveInt, Field(le=MAX_WORKERS)] = 1
+    """PyTorch threads of each worker."""
     non_finite: Literal["stop", "skip"] = "stop"
+    """What happens at a loss or gradient norm that is NaN or infinite: the run fails, or the step changes no parameters."""
     max_time_s: PositiveFloat | None = None
+    """Time after which the run saves and stops, in seconds."""
     early_stopping: EarlyStoppingConfig | None = None
+    """When the run stops before its last step; None: it does not."""
     callbacks: Annotated[tuple[FunctionConfig, ...], Field(strict=False)] = ()
+    """Callables that make the user's callbacks."""
     trackers: Annotated[tuple[TrackerConfig, ...], Field(strict=False)] = ()
+    """Experiment trackers that get the metrics."""
     wait_for_workers_s: NonNegativeFloat = 300.0
+    """How long the run waits for a cluster that has room for its workers, in seconds."""
     trace_every: NonNegativeInt = 0
+    """Steps from one measured step to the next; 0: a few steps only."""
 
     _source_dir: Path = PrivateAttr(default_factory=Path.cwd)
 
@@ -397,21 +452,22 @@ class Job(_Section):
 
     @property
     def schedule_name(self) -> str:
-        """The schedule asked for. Raises `PlanError` for `plan: auto`."""
-        return self._given().schedule
+        """The name of the job's schedule. Raises `PlanError` for `plan: auto`."""
+        return self._given_plan().schedule
 
     @property
     def workers(self) -> int:
-        """How many workers the plan needs; for `plan: auto` as many as this machine has processors for."""
+        """Number of workers of the plan; for `plan: auto` the number of processors of this machine."""
         if isinstance(self.plan, PlanConfig):
             return self.plan.workers
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def to_plan(self, layers: int) -> ParallelPlan:
-        """The plan for a model of that many layers. Raises `PlanError`."""
-        return self._given().to_plan(layers)
+        """The plan for a model with `layers` layers. Raises `PlanError`."""
+        return self._given_plan().to_plan(layers)
 
-    def _given(self) -> PlanConfig:
+    def _given_plan(self) -> PlanConfig:
+        """The section `plan`. Raises `PlanError` for `plan: auto`."""
         if not isinstance(self.plan, PlanConfig):
             raise PlanError(
                 "plan is auto: there is no plan before the planner has run", cure="set plan.stages and plan.replicas"
@@ -419,7 +475,7 @@ class Job(_Section):
         return self.plan
 
     def to_spec(self) -> JobSpec:
-        """The job as a `JobSpec`, with nothing about the cluster."""
+        """The part of the job that workers need, as a `JobSpec`: nothing about the cluster."""
         validation = self.validation
         plan = self.plan if isinstance(self.plan, PlanConfig) else PlanConfig()
         return JobSpec(
@@ -449,12 +505,12 @@ class Job(_Section):
         )
 
     def to_yaml(self) -> str:
-        """A job file that loads to this job, defaults written out."""
+        """The text of a job file that loads to this job, with all defaults written out."""
         return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False, default_flow_style=None)
 
 
 class _Arguments(Job):
-    """A job with the arguments of `Trainer` that a job file does not have."""
+    """A job with those arguments of `Trainer` that a job file does not have; used to check them."""
 
     most_workers: PositiveInt | None = None
     local_nodes: PositiveInt = 1
@@ -480,7 +536,7 @@ ARGUMENTS = {
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """Read a job file, apply `a.b=c` overrides (values in YAML), check everything. Raises `ConfigError` or `PlanError`."""
+    """The checked job of a job file, after overrides `a.b=c` (values in YAML). Raises `ConfigError` or `PlanError`."""
     path = Path(path)
     cure = "give the path of a YAML file such as jobs/quickstart.yaml"
     text = read_limited_text(path, follow=True, limit=JOB_BYTES, cure=cure, what="job file ")
@@ -488,30 +544,31 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def parse_job(text: str, overrides: Sequence[str] = (), *, source: str = "job", name: str | None = None) -> Job:
-    """The job in a YAML text. `name`: the job's name if the text gives none; `source`: name of the text in messages."""
+    """The checked job of a YAML text. `name`: the job's name if the text gives none; `source`: name of the text in messages."""
     tree = parse_yaml(text, source)
     if not isinstance(tree, dict):
         raise ConfigError(f"{source} holds a {type(tree).__name__}, not keys and values", cure=f"keys: {', '.join(_keys(Job))}")
     for override in overrides:
-        _apply(tree, override)
+        _apply_override(tree, override)
     if name is not None:
         tree.setdefault("name", name)
     try:
         return Job.model_validate(tree)
     except ValidationError as error:
-        raise _told(error, ()) from None
+        raise _config_error(error, ()) from None
 
 
 def parse_plan_section(given: Mapping[str, Any]) -> PlanConfig:
-    """The section `plan` alone, as `Trainer` takes it. Raises `ConfigError` or `PlanError`."""
+    """`Trainer`'s argument `plan`, a dict like the section of a job file, checked. Raises `ConfigError` or `PlanError`."""
     try:
         return PlanConfig.model_validate(dict(given))
     except ValidationError as error:
-        raise _told(error, ("plan",)) from None
+        raise _config_error(error, ("plan",)) from None
 
 
 def parse_elastic_section(given: bool | Mapping[str, Any] | ElasticConfig | None) -> ElasticConfig | None:
-    """The section `elastic` alone, as `Trainer` takes it; True: with its defaults. Raises `ConfigError`."""
+    """`Trainer`'s argument `elastic`, checked: a dict like the section of a job file, or True for its defaults. Raises
+    `ConfigError`."""
     if isinstance(given, bool) or given is None:
         return ElasticConfig() if given else None
     if not isinstance(given, (Mapping, ElasticConfig)):
@@ -519,13 +576,13 @@ def parse_elastic_section(given: bool | Mapping[str, Any] | ElasticConfig | None
     try:
         return given if isinstance(given, ElasticConfig) else ElasticConfig.model_validate(dict(given))
     except ValidationError as error:
-        raise _told(error, ("elastic",)) from None
+        raise _config_error(error, ("elastic",)) from None
 
 
 def check_trainer_arguments(given: Mapping[str, Any]) -> None:
-    """Check arguments of `Trainer` as the same keys of a job file are checked. Raises `ConfigError` or `PlanError`.
+    """Check `Trainer`'s arguments by the rules for the same keys of a job file. Raises `ConfigError` or `PlanError`.
 
-    `given`: by the argument's name, without the functions: `Trainer` takes callables too.
+    `given`: argument name -> value, without the arguments that are functions.
     """
     key_of = {argument: key for key, argument in ARGUMENTS.items()}
     function = {"function": "given:elsewhere"}
@@ -536,11 +593,11 @@ def check_trainer_arguments(given: Mapping[str, Any]) -> None:
     try:
         _Arguments.model_validate(tree)
     except ValidationError as error:
-        raise _told(error, (), of_trainer=True) from None
+        raise _config_error(error, (), of_trainer=True) from None
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
-    """Set one key; `module:name` entries and `plan: auto` become mappings where a key inside them is set."""
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one key by `a.b=c`. A `module:name` entry or `plan: auto` becomes a mapping if a key inside it is set."""
     path, equals, text = override.partition("=")
     parts = path.strip().split(".")
     if not equals or not all(parts):
@@ -568,6 +625,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _item(items: list[Any], part: str, at: str) -> Any:
+    """The item of a list by its number as text. Raises `ConfigError`."""
     if not part.isdigit() or int(part) >= len(items):
         raise ConfigError(f"{at}: there are {len(items)} entries, numbered from 0", cure="give the number of one of them")
     return items[int(part)]
@@ -577,6 +635,7 @@ def _item(items: list[Any], part: str, at: str) -> Any:
 
 
 def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a field's type names."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in typing.get_args(annotation):
@@ -584,10 +643,12 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _keys(model: type[BaseModel]) -> list[str]:
+    """The keys of a section."""
     return list(model.model_fields)
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The keys of a section and of all sections in it, such as `plan.stages`."""
     for name, info in model.model_fields.items():
         yield prefix + name
         for inner in _sections(info.annotation):
@@ -595,6 +656,7 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _section_at(path: Sequence[str | int]) -> type[BaseModel]:
+    """The section of a job file to which `path` leads."""
     model: type[BaseModel] = Job
     for part in path:
         field = model.model_fields.get(part) if isinstance(part, str) else None
@@ -603,8 +665,8 @@ def _section_at(path: Sequence[str | int]) -> type[BaseModel]:
     return model
 
 
-def _nearest(key: str, path: Sequence[str | int]) -> str | None:
-    """The full name of a key of the same name in another section, else of the most similar key in this one."""
+def _suggest_key(key: str, path: Sequence[str | int]) -> str | None:
+    """A suggestion for an unknown key: the full name of the same key in another section, else of the most similar one here."""
     elsewhere = [k for k in _all_keys(Job) if k.rpartition(".")[2] == key]
     if elsewhere:
         return elsewhere[0]
@@ -612,21 +674,22 @@ def _nearest(key: str, path: Sequence[str | int]) -> str | None:
     return ".".join(map(str, [*path, found[0]])) if found else None
 
 
-def _told(error: ValidationError, inside: tuple[str, ...], *, of_trainer: bool = False) -> ConfigError:
-    """One error for all of pydantic's findings. `inside`: the section that was checked; `of_trainer`: name arguments."""
-    found = [_explain({**one, "loc": (*inside, *one["loc"])}, of_trainer) for one in error.errors()]
+def _config_error(error: ValidationError, inside: tuple[str, ...], *, of_trainer: bool = False) -> ConfigError:
+    """One `ConfigError` for all findings of pydantic. `inside`: the section that was checked; `of_trainer`: whether the message
+    names arguments of `Trainer`, not keys of a job file."""
+    found = [_explain_finding({**one, "loc": (*inside, *one["loc"])}, of_trainer) for one in error.errors()]
     return ConfigError("; ".join(what for what, _ in found[:5]), cure=found[0][1])
 
 
 _HALF_PRECISION = ("bfloat16", "float16", "bf16", "fp16", "half")
 
 
-def _explain(error: Mapping[str, Any], of_trainer: bool = False) -> tuple[str, str]:
-    """(what, cure) of one of pydantic's findings."""
+def _explain_finding(error: Mapping[str, Any], of_trainer: bool = False) -> tuple[str, str]:
+    """(what, cure) of one finding of pydantic."""
     path = [part for part in error["loc"] if part not in (_AUTO, _GIVEN)]
     key = shorten(".".join(map(str, path))) or "the job file"
     if error["type"] == "extra_forbidden":
-        near = _nearest(str(path[-1]), path[:-1])
+        near = _suggest_key(str(path[-1]), path[:-1])
         valid = ", ".join(_keys(_section_at(path[:-1])))
         return f"unknown key {key}" + (f": did you mean {near}?" if near else ""), f"valid keys here: {valid}"
     if error["type"] == "missing":

@@ -1,4 +1,4 @@
-"""The tree of errors raised on purpose: each says what broke, then the cure.
+"""All errors that raypar raises on purpose. Each says what broke, then the cure.
 
 `assert` and plain Python exceptions are for our own mistakes; everything a user can cause or cure is a `RayparError`.
 Every error survives pickling between actors because both texts are in `args`.
@@ -10,14 +10,17 @@ from collections.abc import Iterator
 
 
 class RayparError(Exception):
-    """Base of every error raised on purpose. `exit_code` is what the command line returns for it."""
+    """Base of every error raised on purpose: what broke, and the cure."""
 
     exit_code = 1
+    """The exit code of the command line for this error."""
 
     def __init__(self, what: str, cure: str = "") -> None:
         super().__init__(what, cure)
         self.what = what
+        """What broke, with numbers."""
         self.cure = cure
+        """What the user can do about it; may be empty."""
 
     def __str__(self) -> str:
         return f"{self.what}\n  cure: {self.cure}" if self.cure else self.what
@@ -62,7 +65,7 @@ class ActiveError(ClusterError):
 
 
 class OutlivedError(ActiveError):
-    """It had outlived its client: now it has saved and ended, and the same again goes on from there."""
+    """The driver had outlived its client and has saved and ended now; run the same command again to resume."""
 
 
 class CommError(RayparError):
@@ -70,19 +73,19 @@ class CommError(RayparError):
 
 
 class GroupAborted(CommError):
-    """The group was aborted (by us, by a lost peer or by a newer generation); it is never used again."""
+    """The communication group was aborted: by this worker, a lost peer or a newer generation. It is never used again."""
 
 
 class CommTimeout(CommError):
-    """A wait passed its deadline; the text names what was waited for."""
+    """A wait in communication passed its deadline; the message names what was waited for."""
 
 
 class WorkerLost(RayparError):
-    """A worker died or was removed; the text has its coordinate."""
+    """A worker died or was removed; the message has its coordinate."""
 
 
 class OutOfMemory(RayparError):
-    """A worker had no memory left; the text says what it holds, and what would fit."""
+    """A worker had no memory left; the message says what the worker holds, and what would fit."""
 
 
 class UserCodeError(RayparError):
@@ -100,13 +103,15 @@ class Interrupted(RayparError):
 
 
 def error_first_line(error: Exception) -> str:
-    """What it says in a line; messages of Ray and of workers have many, and the first says it."""
+    """The first line of an error's message, which says what happened where Ray and workers write many."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def exception_chain(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
-    """An error and what it was raised from, each once: two may be each other's cause. `contexts`: also what was handled when an
-    error was raised without `from`."""
+    """An error and its causes, each once, even if two are each other's cause.
+
+    `contexts`: for an error raised without `from`, also the error that was being handled then.
+    """
     seen: set[int] = set()  # by id, for errors may be equal
     while error is not None and id(error) not in seen:
         seen.add(id(error))

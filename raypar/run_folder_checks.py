@@ -13,11 +13,12 @@ from typing import Any
 from raypar.untrusted_files import shorten
 
 Check = Callable[[Any], bool]
+"""Whether a value is valid."""
 MAX_GENERATIONS = 10**6
 MAX_STEPS = 10**9
 """Limit of a job's `steps`, and so of steps in a run folder."""
 MAX_WORKER_NUMBER = 2**31
-"""Limit of workers' numbers, which count all that a run has ever hired."""
+"""Limit of worker numbers, which count all workers that a run has ever started."""
 MAX_TIME_S = 1e11
 """Largest Unix time that can be shown as a date (the year 5138)."""
 
@@ -67,7 +68,7 @@ NEEDED = {
     "lost": ("worker",), "joined": ("worker",), "draining": ("worker",), "generation": ("generation", "workers"),
     "checkpoint": ("step", "path"), "end": ("end",), "warning": ("text",),
 }  # fmt: skip
-"""Kind of event -> fields that its sentences need."""
+"""Kind of event -> fields that its line for users needs."""
 METRICS: dict[str, Check] = {
     "time": TIME, "step": lambda value: STEP(value) and value > 0, "loss": _real, "norm": _real, "validation_loss": _real,
     "count": _real, "count_per_s": _real, "bubble": _real, "seconds": _number(MAX_TIME_S),
@@ -88,7 +89,7 @@ NEVER_NULL = ("time", "peak_rss_bytes", "stages", "members", "spares", "nodes")
 
 
 def check_event_line(line: Any) -> None:
-    """Raises `ValueError` unless `line` is a valid line of events.jsonl."""
+    """Raise `ValueError` unless `line` is a valid line of events.jsonl."""
     _object(line)
     _fields(line, EVENT, ("kind", *NEEDED.get(line["kind"], ())) if _text(line.get("kind")) else ("kind",))
     if line["kind"] in ("generation", "recovering") and line.get("workers") is not None:
@@ -103,7 +104,7 @@ def check_event_line(line: Any) -> None:
 
 
 def check_metrics_line(line: Any) -> None:
-    """Raises `ValueError` unless `line` is a valid line of metrics.jsonl."""
+    """Raise `ValueError` unless `line` is a valid line of metrics.jsonl."""
     _object(line)
     _fields(line, METRICS, ("step",))
     if "kind" in line:
@@ -115,7 +116,7 @@ def check_metrics_line(line: Any) -> None:
 
 
 def check_run_folder_json(name: str, found: Any) -> None:
-    """Raises `ValueError` unless `found` is a valid plan.json, members.json or cluster.json (`name`)."""
+    """Raise `ValueError` unless `found` is a valid plan.json, members.json or cluster.json (`name`)."""
     _object(found)
     fields = {"plan.json": PLAN, "members.json": MEMBERS, "cluster.json": CLUSTER}[name]
     _fields(found, fields, ("phase",) if name == "members.json" else ())

@@ -15,15 +15,15 @@ MAX_NODES = 20_000
 
 
 class YamlTooLargeError(ConfigError):
-    """More levels, or more values after expanding aliases, than raypar reads."""
+    """A YAML text has more levels, or more values after expanding aliases, than raypar reads."""
 
 
 class _TooMuch(yaml.composer.ComposerError):
-    """`YamlTooLargeError` while PyYAML composes nodes; `parse_yaml` converts it."""
+    """Raised while PyYAML composes nodes; `parse_yaml` converts it into `YamlTooLargeError`."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes `3e-4` for a string; here it is a number. A key given twice is an error."""
+    """PyYAML's safe loader with limits. `3e-4` is a number here (YAML 1.1: a string), and a key given twice is an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -1,4 +1,4 @@
-"""`Trainer(...).fit()`: a job as Python objects."""
+"""`Trainer(...).fit()`: trains a job that is given as Python objects."""
 
 from __future__ import annotations
 
@@ -146,15 +146,15 @@ class Trainer:
         self.resume_from_checkpoint = resume_from_checkpoint
 
     def fit(self, *, verbose: bool = True) -> Result:
-        """Train to the end. Raises what a failed run failed with, and `RayparError` when nothing could be started."""
+        """Train to the end. Raises the error of a failed run, and `RayparError` if nothing could be started."""
         from raypar.console.event_printer import EventPrinter
 
         make_importable(Path.cwd())
         tell: EventHandler = EventPrinter(steps=self.spec.steps) if verbose else lambda event: None
         options = ResultNeutralOptions(
-            folder=self._create_folder,
+            make_folder=self._create_folder,
             save_every=self.save_every,
-            keep=self.keep,
+            keep_checkpoints=self.keep,
             stop_at_step=self.stop_at_step,
             max_time_s=self.max_time_s,
             callbacks=self.callbacks,
@@ -163,7 +163,7 @@ class Trainer:
             wait_for_workers_s=self.wait_for_workers_s,
             elastic=self.elastic,
         )
-        plan, schedule, orders = self._plan()
+        plan, schedule, make_schedule = self._plan()
         spec = self._with_styles()
         workers = self.workers or os.cpu_count() or 1
 
@@ -174,7 +174,7 @@ class Trainer:
                     f"the plan has {fixed.world} workers = {fixed.describe()}, but workers is {self.workers}",
                     cure='give a smaller plan, plan="auto", or leave workers out',
                 )
-            return choose_plan(spec, checked, plan, schedule, workers, orders)
+            return choose_plan(spec, checked, plan, schedule, workers, make_schedule)
 
         choose: PlanChooser = check_and_choose
         if self.resume_from_checkpoint is not None:
@@ -185,7 +185,7 @@ class Trainer:
         return result
 
     def _plan(self) -> tuple[Callable[[int], ParallelPlan] | None, str, Callable[[MicrobatchRouting], Schedule] | None]:
-        """A function of the number of layers (None: the planner's choice), the schedule's name, and what makes it."""
+        """(maker of the plan from the number of layers, or None for the planner's choice; the schedule's name; its maker)."""
         given = self.plan
         if isinstance(given, ParallelPlan):
             return lambda layers: given, self.schedule, None
@@ -199,7 +199,7 @@ class Trainer:
         return config.to_plan, config.schedule_file or config.schedule, make_schedule_builder(config)
 
     def _with_styles(self) -> JobSpec:
-        """The job, cut over shards as the plan's dict says."""
+        """The job with the sharding styles of the plan's dict."""
         from raypar.config import parse_plan_section
 
         if not isinstance(self.plan, Mapping):
@@ -208,7 +208,8 @@ class Trainer:
         return replace(self.spec, styles=tuple(config.styles.items()), sequence_parallel=config.sequence_parallel)
 
     def _create_folder(self, chosen: ChosenPlan) -> RunFolder:
+        """A new run folder with plan.json."""
         folder = RunFolder.create(self.run_dir, self.spec.name)
-        with folder.unless_it_fails():
+        with folder.removed_if_filling_fails():
             folder.plan.write_text(plan_json(chosen))
         return folder

@@ -1,7 +1,7 @@
 """Reads files that are not trusted: regular files only, up to a size limit, and JSON up to a nesting depth.
 
-Used for checkpoints, run folders, job files, schedules and token files. Opening a FIFO or device does not hang: it is refused
-before it is opened or read.
+Used for checkpoints, run folders, job files, schedules and token files. A FIFO or a device is refused before it is opened, so
+that no read hangs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ TEXT_BYTES = 4 << 20
 SCHEDULE_BYTES = 64 << 20
 """Size limit of a schedule file: some million instructions."""
 PIECE_BYTES = 1 << 20
+"""Size of one read: memory is allocated only for bytes that exist."""
 MAX_DEPTH = 64
 """Nesting limit of JSON and YAML. raypar's own files have 6 levels at most."""
 
 READABLE = "make it, and the folders that it is in, readable (chmod u+rx), or work as a user who may read it"
-"""The cure where a permission lacks."""
+"""The cure for a missing permission."""
 _CURE = "give the path of a file"
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -52,17 +53,17 @@ def cure_of_read_error(error: OSError) -> str:
 
 
 class JsonTooDeep(ValueError):
-    """More than `MAX_DEPTH` brackets within each other."""
+    """A JSON text has more than `MAX_DEPTH` brackets within each other."""
 
 
 @contextlib.contextmanager
 def open_regular_file(
     path: Path, *, follow: bool, error: type[InputError] = ConfigError, cure: str = _CURE, what: str = ""
 ) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; anything else is refused without waiting for it, as opening a FIFO would.
+    """Open a regular file for reading. Anything else is refused at once: opening a FIFO, for example, would wait for a writer.
 
-    `follow`: whether `path` may be a symbolic link: yes for a path that the user gave, no for a name that was read from a file
-    or that lies in a folder of which only the folder was given. `what`: `job file `, for messages. Raises `error`.
+    `follow`: whether `path` may be a symbolic link. It may if the user gave this very path; it may not if the name was read
+    from a file, or if the user gave only its folder. `what`: `job file `, for messages. Raises `error`.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -133,7 +134,7 @@ def parse_untrusted_json(content: bytes) -> Any:
 
 
 def json_nesting_depth(content: bytes) -> int:
-    """How deep the brackets of a JSON text are nested, outside of strings; `MAX_DEPTH` + 1 stands for any more."""
+    """How deep the brackets of a JSON text are nested, outside of strings; `MAX_DEPTH` + 1 for any greater depth."""
     left = _STRING.sub(b"", content).translate(_SAME_BRACKET, _NO_BRACKET)
     depth = 0
     while left and depth <= MAX_DEPTH:
@@ -158,3 +159,14 @@ def _without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"key {shorten(twice)!r} is given twice")
     return found
+
+
+@contextlib.contextmanager
+def explain_read_errors(path: Path) -> Iterator[None]:
+    """Turn an `OSError` of the body into a `ConfigError` that names the file of the error, else `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {error.filename or path}: {error.strerror or error}", cure=cure_of_read_error(error)
+        ) from error

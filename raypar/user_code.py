@@ -1,7 +1,8 @@
-"""User code: where it is imported from, which of its exceptions are caught, and how a real Ctrl-C is told from its own.
+"""How raypar calls user code: where the code is imported from, which exceptions are caught, what counts as a Ctrl-C.
 
-`SystemExit` (`sys.exit()` in a data set) and `KeyboardInterrupt` are no `Exception`: uncaught, the one ends a worker without a
-message and the other looks like a Ctrl-C. Wherever user code is called, `USER_CODE_ERRORS` is caught instead of `Exception`.
+`SystemExit` (`sys.exit()` in a data set) and `KeyboardInterrupt` are not subclasses of `Exception`. Uncaught, `SystemExit` ends
+a worker without a message, and `KeyboardInterrupt` looks like a Ctrl-C. Calls of user code therefore catch
+`USER_CODE_ERRORS` instead of `Exception`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ USER_CODE_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
 
 
 class _RecordingHandler:
-    """Python's SIGINT handler that also remembers that it was called."""
+    """Python's own SIGINT handler, which also remembers that it was called."""
 
     def __init__(self) -> None:
         self.pressed = False
+        """Whether there was a Ctrl-C."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.pressed = True
@@ -31,7 +33,7 @@ class _RecordingHandler:
 
 @contextlib.contextmanager
 def recording_ctrl_c() -> Iterator[None]:
-    """Within this context `reraise_ctrl_c` can tell a Ctrl-C from a `KeyboardInterrupt` that user code raises."""
+    """Within the body, `reraise_ctrl_c` can tell a Ctrl-C from a `KeyboardInterrupt` that user code raises."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -46,7 +48,7 @@ def recording_ctrl_c() -> Iterator[None]:
 def reraise_ctrl_c(error: BaseException) -> None:
     """Raise `error` again if it comes from a real Ctrl-C, which is not an error of the user's code.
 
-    Only the main thread receives one, and no process that ignores SIGINT, as data processes do.
+    A Ctrl-C reaches the main thread only, and no process that ignores SIGINT, such as a data process.
     """
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return
@@ -66,6 +68,6 @@ def error_text(error: BaseException) -> str:
 
 
 def make_importable(folder: Path) -> None:
-    """Let functions of a job file be imported from the folder that the job was started in; workers inherit this path."""
+    """Put `folder` first on the import path: a job file's functions are imported from it. Workers inherit the path."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

@@ -62,7 +62,7 @@ class CountingDriver(DriverActor):
 
     def _set_up(self, request: Any, credential: Any) -> None:
         DriverActor._set_up(self, request, credential)
-        call_all, stepped, tell = self.calls.call_all, self.reports.stepped, self.feed.tell
+        call_all, stepped, tell = self.parts.calls.call_all, self.parts.reports.keep_step_report, self.feed.tell
 
         def counting_calls(call: Any, event: Any) -> None:
             def counted(worker: Any) -> Any:
@@ -83,7 +83,11 @@ class CountingDriver(DriverActor):
                 (Path(request.folder) / COUNTS_FILE).write_text(json.dumps(found))
             tell(kind, **facts)
 
-        self.calls.call_all, self.reports.stepped, self.feed.tell = counting_calls, weighing, leaving_counts
+        self.parts.calls.call_all, self.parts.reports.keep_step_report, self.feed.tell = (
+            counting_calls,
+            weighing,
+            leaving_counts,
+        )
 
 
 def job(stages: int, microbatches: int) -> JobSpec:
@@ -97,7 +101,7 @@ def run(microbatches: int, steps: int) -> dict[str, int]:
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
     with tempfile.TemporaryDirectory(prefix="rp-") as folder:
         place = RunFolder.create(folder, "control")
-        options = ResultNeutralOptions(folder=lambda planned: place)
+        options = ResultNeutralOptions(make_folder=lambda planned: place)
         result = launch_run(
             spec,
             lambda checked: choose_plan(spec, checked, lambda layers: plan, "1f1b", plan.world),

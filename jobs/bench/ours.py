@@ -168,7 +168,7 @@ class RayparOnRay:
         self.pool = WorkerPool(RunCredential.fresh(f"bench-{os.getpid()}"))
         self.loop.run_until_complete(self.pool.reserve(plan, CONNECT_TIMEOUT_S, print))
         for number in range(plan.world):
-            self.pool.hire(number, pickle.dumps(spec), host, 600.0)
+            self.pool.start_worker(number, pickle.dumps(spec), host, 600.0)
         addresses = [hello.address for hello in self._ask("hello", [()] * plan.world)]
         ranks = {number: number for number in range(plan.world)}
         made = [pickle.dumps(AdoptOrder(part, ranks, 0, run_begins=True)) for part in parts]

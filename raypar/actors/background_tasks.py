@@ -11,7 +11,7 @@ from raypar.errors import RayparError, UserCodeError
 
 
 class BackgroundTasks:
-    """Starts tasks, holds on to them while they run, and reports those that raise."""
+    """Starts tasks, keeps references to them while they run, and reports those that raise."""
 
     def __init__(self, post: Callable[[on.RunEvent], None]) -> None:
         self.post = post

@@ -19,6 +19,7 @@ from ray.experimental.internal_kv import _internal_kv_get
 from raypar.errors import ClusterError, ConfigError
 
 ANSWER_S = 10.0
+"""How long Ray's control store may take to answer."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +28,22 @@ class ClusterCapacity:
 
     nodes: int
     """Nodes that are alive."""
-    total: int
+    cpus: int
     """CPUs of these nodes."""
-    free: int
+    free_cpus: int
     """CPUs that nothing uses."""
-    ever: int | None
+    max_cpus: int | None
     """CPUs to which an autoscaler may grow the cluster; None if it does not say."""
     gpus: int = 0
     """GPUs of the nodes that are alive."""
-    gpus_ever: int | None = None
+    max_gpus: int | None = None
     """GPUs to which an autoscaler may grow the cluster; None if it does not say."""
-    grows: bool = False
+    may_add_nodes: bool = False
     """Whether there is an autoscaler that may add nodes."""
 
 
 def cluster_capacity() -> ClusterCapacity:
-    """The capacity that Ray reports. `free` lags a little behind."""
+    """The capacity that Ray reports. `free_cpus` lags a little behind."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     total = sum(node["Resources"].get("CPU", 0.0) for node in alive)
     gpus = sum(node["Resources"].get("GPU", 0.0) for node in alive)
@@ -60,7 +61,10 @@ def max_workers_per_node(gpus: int = 0) -> int:
 
 
 def autoscaler_capacity(resource: str) -> int | None:
-    """How much of `resource` an autoscaler may bring, from its published configuration, which only a private API of Ray has."""
+    """How much of `resource` the cluster may have after an autoscaler has grown it; None if the autoscaler does not say.
+
+    Read from the autoscaler's published configuration, which only a private API of Ray has.
+    """
     try:
         from ray._private.state import state
 
@@ -115,18 +119,18 @@ def require_capacity(workers: int, cluster: ClusterCapacity, gpus: int = 0, plan
     `plan`: the plan in words, for the message. Nothing is raised where an autoscaler runs that does not say how far it goes:
     the run then waits for workers.
     """
-    if cluster.grows and cluster.ever is None:
+    if cluster.may_add_nodes and cluster.max_cpus is None:
         return
     if gpus:
         from raypar.comm.nccl.bindings import check_gpu_count
 
-        check_gpu_count(workers, max(cluster.gpus, cluster.gpus_ever or 0))
-    most = cluster.total if cluster.ever is None else max(cluster.total, cluster.ever)
+        check_gpu_count(workers, max(cluster.gpus, cluster.max_gpus or 0))
+    most = cluster.cpus if cluster.max_cpus is None else max(cluster.cpus, cluster.max_cpus)
     if workers > most:
-        scaler = "no autoscaler adds any" if cluster.ever is None else f"its autoscaler stops at {cluster.ever}"
+        scaler = "no autoscaler adds any" if cluster.max_cpus is None else f"its autoscaler stops at {cluster.max_cpus}"
         raise ClusterError(
             f"the plan needs {workers} workers of 1 CPU each{f' ({plan})' if plan else ''}, but the cluster has "
-            f"{cluster.total} CPUs on {cluster.nodes} node(s) and {scaler}",
+            f"{cluster.cpus} CPUs on {cluster.nodes} node(s) and {scaler}",
             cure=f"set plan.stages x plan.replicas x plan.shards <= {most}, add nodes, or leave the address out to run on "
             "this machine",
         )
@@ -134,12 +138,16 @@ def require_capacity(workers: int, cluster: ClusterCapacity, gpus: int = 0, plan
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A live node. `node`: Ray's id in hex; `ip`: its address, which all nodes of one machine share."""
+    """A live node of a Ray cluster."""
 
     node: str
+    """Ray's id of the node, in hex."""
     ip: str
+    """Its address, which all nodes of one machine share."""
     cpus: int
+    """Its logical CPUs."""
     head: bool
+    """Whether it is the head of the cluster."""
 
     def __str__(self) -> str:
         return f"{self.node[:8]} ({self.ip}, {self.cpus} CPUs{', the head' * self.head})"

@@ -1,7 +1,7 @@
 """The driver of one run: an event loop around `elastic.run_machine`, which makes all decisions.
 
-Every event goes to the run machine. The driver carries out what the machine decides, with the objects that `_set_up`
-makes; whatever comes of that is an event again.
+Every event goes to the run machine. The driver carries out the machine's decisions with the objects of `DriverParts`, and
+their outcomes are events again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import raypar.plan.vote_result  # noqa: F401
 from raypar.actors import membership_event_text
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.checkpoint_task import CheckpointTask
+from raypar.actors.driver_parts import DriverParts
 from raypar.actors.driver_shutdown import DriverShutdown
 from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.event_feed import EventFeed
@@ -58,7 +59,7 @@ ASK_AGAIN_S = 0.25
 
 
 class DriverActor:
-    """Async actor: call `start`, then poll `events` until one says that the run is over.
+    """The driver of a run as an async actor: call `start`, then poll `events` until an event says that the run is over.
 
     Ray restarts the driver of an elastic run when it dies. The new driver finds the run in the journal and starts by itself.
     """
@@ -76,14 +77,26 @@ class DriverActor:
         """Work beside the event loop."""
         self.starting = asyncio.Lock()
         """Held by `start`: a client and a restarted driver may call it at the same time."""
-        self.asked = False
+        self.begin_again_called = False
         """Whether `begin_again` has been called."""
-        self.begun = False
+        self.has_request = False
         """Whether `start` has found or been given a request."""
-        self.finding = False
-        """Whether this driver is taking over and does not know the members yet."""
+        self.taking_over = False
+        """Whether this driver is taking over from a former driver and does not know the members yet."""
         self.step_calls = 0
         """Calls to workers for steps, for the report at the end."""
+        self.parts: DriverParts
+        """The objects of this driver; set, with the four that use them, once the request is known (`_set_up`)."""
+        self.members_text: MembersFileText
+        """The content of members.json."""
+        self.startup: DriverStartup
+        """Starts the workers, or takes over those of a former driver."""
+        self.generations: GenerationChange
+        """Changes from one generation of workers to the next."""
+        self.checkpoint_task: CheckpointTask
+        """Saves checkpoints while training continues."""
+        self.shutdown: DriverShutdown
+        """Ends the run and this actor."""
         context = ray.get_runtime_context()
         with warnings.catch_warnings():  # Ray asks itself by a name that it has deprecated
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -92,38 +105,46 @@ class DriverActor:
             threading.Thread(target=self._ask_to_begin, args=(context.current_actor,), name="raypar-begin", daemon=True).start()
 
     def _ask_to_begin(self, itself: Any) -> None:
-        """Call this actor's own `begin_again` until the call arrives.
+        """Call this actor's own `begin_again` until a call arrives.
 
         Ray drops the actor's calls to itself ("The actor is restarting"), whatever the number of retries, until its own process
         knows that the actor is back.
         """
-        while not self.asked:
+        while not self.begin_again_called:
             with contextlib.suppress(Exception):  # not `ray.get`, which would warn: this is an actor with an event loop
                 itself.begin_again.remote().future().result(ASK_AGAIN_S)
 
     def _set_up(self, request: RunRequest, credential: RunCredential) -> None:
         """Make the run machine and the objects that carry out what it decides; the request is known now."""
         journal, feed, tasks = self.journal, self.feed, self.tasks
-        self.request = request
-        self.machine = machine = RunMachine(
-            request.policy, plan=request.plan, layout=lambda plan: Ownership(plan, request.outline).held
-        )
-        self.plans = plans = PlanCache(request)
-        self.pool = pool = WorkerPool(credential, request.gpus, request.environment)
-        self.recorder = recorder = RunRecorder(request, journal)
-        self.status = MembersFileText(request)
-        self.side_effects = side_effects = SideEffectThread(recorder, machine, feed, tasks)
-        self.registry = registry = WorkerRegistry(
+        machine = RunMachine(request.policy, plan=request.plan, layout=lambda plan: Ownership(plan, request.outline).held)
+        plans = PlanCache(request)
+        pool = WorkerPool(credential, request.gpus, request.environment)
+        recorder = RunRecorder(request, journal)
+        side_effects = SideEffectThread(recorder, machine, feed, tasks)
+        registry = WorkerRegistry(
             pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members
         )
-        machine.membership.nodes = registry.where
-        self.reports = reports = StepReports(machine, plans)
-        self.calls = calls = WorkerCalls(machine, pool, plans, tasks, registry.hellos)
-        shared = request, machine, journal, plans, pool, registry, recorder, side_effects, reports, calls, tasks
-        self.beginning = DriverStartup(*shared, feed)
-        self.generations = GenerationChange(*shared)
-        self.saving = CheckpointTask(machine, pool, recorder, side_effects, calls, tasks.post)
-        self.ending = DriverShutdown(journal, pool, recorder, side_effects, feed, self._keep_status)
+        machine.membership.nodes = registry.node_of_worker
+        self.parts = parts = DriverParts(
+            request=request,
+            machine=machine,
+            journal=journal,
+            plans=plans,
+            pool=pool,
+            registry=registry,
+            recorder=recorder,
+            side_effects=side_effects,
+            reports=StepReports(machine, plans),
+            calls=WorkerCalls(machine, pool, plans, tasks, registry.hellos),
+            tasks=tasks,
+            feed=feed,
+        )
+        self.members_text = MembersFileText(request)
+        self.startup = DriverStartup(parts)
+        self.generations = GenerationChange(parts)
+        self.checkpoint_task = CheckpointTask(parts)
+        self.shutdown = DriverShutdown(parts, self._write_members_file)
 
     # -- called by the client ----------------------------------------------------------------------------------------------
 
@@ -134,7 +155,7 @@ class DriverActor:
         request, and the client sends it again.
         """
         async with self.starting:
-            if self.begun:
+            if self.has_request:
                 return
             if request is not None:
                 await asyncio.to_thread(self._begin_journal, request)
@@ -143,25 +164,25 @@ class DriverActor:
             record = await asyncio.to_thread(self.journal.last_record)
             end = await asyncio.to_thread(self.journal.end)
             self._set_up(request, await asyncio.to_thread(self.journal.credential))
-            self.begun = True
+            self.has_request = True
         if end is not None:
-            self.machine.phase = Phase.OVER
-            self.tasks.spawn(self.ending.again(end))
+            self.parts.machine.phase = Phase.OVER
+            self.tasks.spawn(self.shutdown.finish_former_end(end))
         elif record is not None:
-            self.finding = True
-            self.tasks.spawn(self._go_on(record))
+            self.taking_over = True
+            self.tasks.spawn(self._continue_run(record))
         else:
             self.tasks.spawn(self._run())
-            self.tasks.spawn(self.tasks.guarded(self.beginning.start()))
+            self.tasks.spawn(self.tasks.guarded(self.startup.start()))
 
     async def begin_again(self) -> None:
         """Continue the run after Ray has restarted this driver.
 
         Nobody awaits this call, so it retries for `BEGIN_AGAIN_S` if Ray's store does not answer, and then tells the client.
         """
-        if self.asked:
+        if self.begin_again_called:
             return
-        self.asked = True
+        self.begin_again_called = True
         deadline = time.monotonic() + BEGIN_AGAIN_S
         while True:
             try:
@@ -175,8 +196,8 @@ class DriverActor:
                     return
             await asyncio.sleep(TICK_S)
 
-    async def _go_on(self, record: MembershipRecord) -> None:
-        """Take over the run, then start the loop. Events that came meanwhile are handled after the takeover's own event."""
+    async def _continue_run(self, record: MembershipRecord) -> None:
+        """Take over the run, then start the loop. Events that came meanwhile are handled after the event of the takeover."""
         await self.tasks.guarded(self._take_over(record))
         told = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
         for event in (told[-1], *told[:-1]):
@@ -184,9 +205,9 @@ class DriverActor:
         self.tasks.spawn(self._run())
 
     async def _take_over(self, record: MembershipRecord) -> on.RunEvent:
-        """The event of the takeover."""
-        event = await self.beginning.take_over(record)
-        self.finding = False
+        """Take over the run of a former driver; returns the event for the run machine."""
+        event = await self.startup.take_over(record)
+        self.taking_over = False
         return event
 
     def _begin_journal(self, request: RunRequest) -> None:
@@ -205,51 +226,55 @@ class DriverActor:
         return time.monotonic() - self.feed.heard_s
 
     async def stop(self, reason: str, grace_s: float) -> None:
-        """Ctrl-C: finish the steps in flight within `grace_s`, or void them; save; end."""
+        """End the run on a Ctrl-C: finish the steps in flight within `grace_s`, or void them; then save."""
         self.queue.put_nowait(on.StopRequested(reason, interrupt=True, grace_s=grace_s))
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Handle events until the run is over. A bug in here must not leave actors behind either."""
+        """Handle events until the run is over. Even after a bug in this loop the run's actors are removed."""
+        parts = self.parts
         self.tasks.spawn(self._tick())
-        self.tasks.spawn(self.registry.watch(self.request.silent_s, lambda: self.machine.phase is Phase.OVER))
+        self.tasks.spawn(parts.registry.watch(parts.request.silent_s, lambda: parts.machine.phase is Phase.OVER))
         try:
-            while self.machine.phase is not Phase.OVER:
+            while parts.machine.phase is not Phase.OVER:
                 event = await self.queue.get()
                 if isinstance(event, on.CallFailed) and event.worker is not None and isinstance(event.error, OutOfMemory):
-                    event = replace(event, error=await asyncio.to_thread(self.calls.explained, event.worker, event.error))
+                    event = replace(
+                        event, error=await asyncio.to_thread(parts.calls.explain_out_of_memory, event.worker, event.error)
+                    )
                 if isinstance(event, on.CallFailed) and event.kind == "lost" and event.worker is not None:
-                    event = replace(event, preempted=self.registry.preempted(event.worker, event.error))
-                    self._lost(event.worker, error_first_line(event.error), died_with_node(event.error))
-                for decision in self.machine.handle(event, time.monotonic()):
+                    event = replace(event, preempted=parts.registry.preempted(event.worker, event.error))
+                    self._report_lost_worker(event.worker, error_first_line(event.error), died_with_node(event.error))
+                for decision in parts.machine.handle(event, time.monotonic()):
                     self._carry_out(decision)
-                self._keep_status()
+                self._write_members_file()
         except Exception as error:
             wrong = RayparError(f"the driver failed:\n{traceback.format_exc()}", cure="please report it with the lines above")
             wrong.__cause__ = error
             self.tasks.spawn(
-                self.ending.end(do.Teardown("failed", str(error), self.machine.progress.emitted, wrong), self.step_calls)
+                self.shutdown.end_run(do.Teardown("failed", str(error), parts.machine.progress.emitted, wrong), self.step_calls)
             )
 
     async def _tick(self) -> None:
         """Post a `Tick` four times a second; stop the run after its maximal time, or when no client polls any more."""
+        parts = self.parts
         self.feed.heard_s = time.monotonic()
-        start = self.feed.heard_s - self.recorder.age_s
-        while self.machine.phase is not Phase.OVER:
+        start = self.feed.heard_s - parts.recorder.age_s
+        while parts.machine.phase is not Phase.OVER:
             before = time.monotonic()
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             late_s = now - before - TICK_S
-            crowding = self.registry.crowding
-            crowding.report("driver", thread_cpu_wait_s(threading.get_native_id()), now)
+            cpu_wait = parts.registry.cpu_wait
+            cpu_wait.report("driver", thread_cpu_wait_s(threading.get_native_id()), now)
             if late_s > TICK_S:
                 self.queue.put_nowait(on.Tick(stalled_s=late_s))
             else:
                 self.queue.put_nowait(
-                    on.Tick(crowding.uncounted_s(now, before), self.registry.unheard(), self.registry.ended())
+                    on.Tick(cpu_wait.uncounted_s(now, before), parts.registry.unheard_workers(), parts.registry.ended_workers())
                 )
-            limit = self.request.max_time_s
+            limit = parts.request.max_time_s
             if limit is not None and now - start > limit:
                 start = float("inf")
                 self.queue.put_nowait(on.StopRequested(f"max_time of {limit:.0f} s is over"))
@@ -258,135 +283,149 @@ class DriverActor:
                 self.queue.put_nowait(on.StopRequested(f"no client has asked for news for {ABANDONED_S:.0f} s"))
 
     def _carry_out(self, decision: do.ActionWithReason) -> None:
-        """Begin what the machine has decided about steps, and what it wants to tell the user; outcomes become events."""
-        generation, seen = self.machine.membership.generation, self.side_effects.seen
+        """Begin what the machine has decided about steps, and show what it tells the user. Outcomes become events."""
+        parts = self.parts
+        generation, seen = parts.machine.membership.generation, parts.side_effects.seen
         match decision.action:
             case do.RunStep(step, into_mirror):
-                trace = step in self.request.trace
-                self.step_calls += len(self.machine.membership.members)
-                self.calls.call_all(
+                trace = step in parts.request.traced_steps
+                self.step_calls += len(parts.machine.membership.members)
+                parts.calls.call_all(
                     lambda w: w.step.remote(generation, step, trace, into_mirror),
-                    lambda number, report: self.reports.stepped(number, generation, step, self._warn(number, report)),
+                    lambda number, report: parts.reports.keep_step_report(
+                        number, generation, step, self._show_warnings(number, report)
+                    ),
                 )
             case do.WriteJournal(step):
-                self.reports.commit(step)
-                facts = {"time": time.time(), **self.reports.brief(step)}
-                self.side_effects.perform(lambda: self.journal.commit(step, facts), lambda _: on.StepJournalled(step))
+                parts.reports.mark_committed(step)
+                facts = {"time": time.time(), **parts.reports.merged_report(step)}
+                parts.side_effects.perform(lambda: self.journal.commit(step, facts), lambda _: on.StepJournalled(step))
             case do.EmitStep(step):
-                reports, fresh = self.reports.emit(step), step == self.generations.resumed_at
-                self.side_effects.perform(
-                    lambda: self.recorder.step(step, reports, fresh=fresh), lambda stop: seen(on.StepEmitted(step, stop))
+                reports, fresh = parts.reports.take_reports(step), step == self.generations.first_step
+                parts.side_effects.perform(
+                    lambda: parts.recorder.record_step(step, reports, fresh=fresh),
+                    lambda stop: seen(on.StepEmitted(step, stop)),
                 )
             case do.Validate(done):
-                self.reports.validations = {}
-                self.calls.call_all(
+                parts.reports.validations = {}
+                parts.calls.call_all(
                     lambda w: w.validate.remote(generation, done),
-                    lambda number, report: self.reports.validated(number, generation, done, self._warn(number, report)),
+                    lambda number, report: parts.reports.keep_validation_report(
+                        number, generation, done, self._show_warnings(number, report)
+                    ),
                 )
             case do.EmitValidation(done):
-                found = list(self.reports.validations.values())
-                self.side_effects.perform(
-                    lambda: self.recorder.validation(done, found), lambda stop: seen(on.ValidationEmitted(done, stop))
+                found = list(parts.reports.validations.values())
+                parts.side_effects.perform(
+                    lambda: parts.recorder.record_validation(done, found), lambda stop: seen(on.ValidationEmitted(done, stop))
                 )
             case do.StartCheckpoint(done):
-                self.tasks.spawn(self.saving.save(done))
+                self.tasks.spawn(self.checkpoint_task.save(done))
             case do.AbortGroups(why):
-                self.tasks.spawn(self.calls.abort(why))
+                self.tasks.spawn(parts.calls.abort(why))
             case do.RequestStacks(ranks):
-                self.tasks.spawn(self.calls.probe(ranks))
+                self.tasks.spawn(parts.calls.probe(ranks))
             case do.WarnUser(text):
-                self.side_effects.note("waiting" if self.machine.waits else "warning", text=text)
+                parts.side_effects.note("waiting" if parts.machine.waits else "warning", text=text)
             case do.TellUser(text):
-                self.side_effects.note("note", text=text)
+                parts.side_effects.note("note", text=text)
             case do.ReportStraggler():
-                self._straggles(decision.action)
+                self._report_straggler(decision.action)
             case _:
                 self._change_membership(decision)
 
     def _change_membership(self, decision: do.ActionWithReason) -> None:
         """Begin what the machine has decided about workers, the next generation, and the end of the run."""
+        parts = self.parts
         match decision.action:
             case do.StartWorker(worker):
-                self.tasks.spawn(self._hire(worker))
+                self.tasks.spawn(self._start_worker(worker))
             case do.ReportFirstStepAfterRecovery():
-                self.generations.resumed(decision.action)
+                self.generations.report_first_step(decision.action)
             case do.ClaimGeneration(number):
-                self.side_effects.note("recovering", text=decision.reason, generation=number)
-                self.tasks.spawn(self.generations.claim(number))
+                parts.side_effects.note("recovering", text=decision.reason, generation=number)
+                self.tasks.spawn(self.generations.claim_generation(number))
             case do.FenceWorkers(number, workers):
                 for worker in workers:
-                    self.generations.fence(number, worker, decision.reason)
+                    self.generations.fence_worker(number, worker, decision.reason)
             case do.ApplyKeptGradients():
-                self.generations.settle(decision.action)
+                self.generations.apply_kept_gradients(decision.action)
             case do.ChoosePlan(number, workers):
-                self.tasks.spawn(self.generations.choose(number, workers))
+                self.tasks.spawn(self.generations.choose_plan(number, workers))
             case do.AdoptPlan():
-                self.tasks.spawn(self.generations.adopt(decision.action, decision.reason))
+                self.tasks.spawn(self.generations.adopt_plan(decision.action, decision.reason))
             case do.CompareReplayedStep(step, doubted):
                 self._check_replay(step, doubted)
-                self.feed.tell("replay", step=step + 1, until=self.machine.progress.journalled)
+                self.feed.tell("replay", step=step + 1, until=parts.machine.progress.journalled)
             case do.KillWorker(worker, why):
                 if why == "drained":
                     text = f"worker {worker} has left: {decision.reason}"
-                    self.side_effects.note("left", text=text, **self.registry.who(worker))
-                    self.registry.dismiss(worker)
+                    parts.side_effects.note("left", text=text, **parts.registry.worker_facts(worker))
+                    parts.registry.dismiss(worker)
                 else:
-                    self.registry.suspect(worker)
-                    self._lost(worker, membership_event_text.describe_why_worker_given_up(why))
+                    parts.registry.avoid_suspect_node_of(worker)
+                    self._report_lost_worker(worker, membership_event_text.describe_why_worker_given_up(why))
             case do.Teardown():
-                self.tasks.spawn(self.ending.end(decision.action, self.step_calls))
+                self.tasks.spawn(self.shutdown.end_run(decision.action, self.step_calls))
             case _:
                 raise TypeError(f"the driver cannot carry out {decision.action!r}")
 
     # -- workers that come and go --------------------------------------------------------------------------------------------
 
-    async def _hire(self, number: int) -> None:
-        """Start one more worker, under a number that no other worker ever gets."""
-        request = self.request
-        await asyncio.to_thread(self.journal.hired, number)
+    async def _start_worker(self, number: int) -> None:
+        """Start one more worker under `number`, which no other worker ever gets."""
+        parts = self.parts
+        request = parts.request
+        await asyncio.to_thread(self.journal.store_worker_number, number)
         text = f"a worker is wanted: worker {number} starts as soon as there is room"
-        self.side_effects.note("hiring", text=text, worker=number)
-        await self.registry.hire(number, request.spec, request.host, request.orphan_timeout_s, request.start_deadline_s)
+        parts.side_effects.note("hiring", text=text, worker=number)
+        await parts.registry.start_worker(
+            number, request.spec, request.listen_host, request.orphan_timeout_s, request.start_deadline_s
+        )
 
-    def _lost(self, number: int, why: str, with_node: bool = False) -> None:
-        """Report a lost worker, once, and its node if that is lost too; remove what is left of the worker."""
-        if number not in self.pool.workers:
+    def _report_lost_worker(self, number: int, why: str, with_node: bool = False) -> None:
+        """Report a lost worker, and its node if the node is lost too; remove what is left of the worker. Idempotent."""
+        parts = self.parts
+        if number not in parts.pool.workers:
             return
-        coordinate, who = self.calls.coordinate(number), self.registry.who(number)
-        self.side_effects.note("lost", **membership_event_text.worker_lost_event(coordinate, who, why))
-        self.registry.dismiss(number)
-        node = self.registry.fell(number, with_node)
+        coordinate, who = parts.calls.coordinate(number), parts.registry.worker_facts(number)
+        parts.side_effects.note("lost", **membership_event_text.worker_lost_event(coordinate, who, why))
+        parts.registry.dismiss(number)
+        node = parts.registry.note_lost_worker(number, with_node)
         if node is not None:
-            self.side_effects.note("node", **node)
+            parts.side_effects.note("node", **node)
 
-    def _straggles(self, found: do.ReportStraggler) -> None:
+    def _report_straggler(self, found: do.ReportStraggler) -> None:
         """Report a straggler. If it has to leave, the worker in its place is started on another node."""
-        coordinate, who = self.calls.coordinate(found.worker), self.registry.who(found.worker)
+        parts = self.parts
+        coordinate, who = parts.calls.coordinate(found.worker), parts.registry.worker_facts(found.worker)
         if found.leaves and not found.recovered:
-            self.registry.slow(found.worker)
+            parts.registry.avoid_slow_node_of(found.worker)
         facts = {"times": round(found.slowdown, 2), "steps": found.steps, "over": found.recovered, "leaves": found.leaves}
         text = membership_event_text.straggler_text(found, coordinate, who)
-        self.side_effects.note("straggler", text=text, coordinate=coordinate, **facts, **who)
+        parts.side_effects.note("straggler", text=text, coordinate=coordinate, **facts, **who)
 
     # -- what the user sees ----------------------------------------------------------------------------------------------------
 
-    def _warn(self, number: int, report: Report) -> Report:
+    def _show_warnings(self, number: int, report: Report) -> Report:
         """Show the warnings in a worker's report that no other worker has given; returns the report."""
-        for line in self.reports.warnings(report):
-            self.side_effects.note("warning", text=f"{self.calls.coordinate(number)}: {line}")
+        parts = self.parts
+        for line in parts.reports.new_warnings(report):
+            parts.side_effects.note("warning", text=f"{parts.calls.coordinate(number)}: {line}")
         return report
 
     def _check_replay(self, step: int, doubted: bool) -> None:
         """Compare a replayed step with its first execution; `doubted`: the first one may have been wrong, so only warn."""
-        changed = self.reports.changed(step)
-        if changed is None:
+        parts = self.parts
+        difference = parts.reports.replay_difference(step)
+        if difference is None:
             return
-        before, found = changed
+        before, found = difference
         if doubted:
-            self.side_effects.note(
+            parts.side_effects.note(
                 "warning", text=f"step {step + 1}: (loss, norm) {before} was seen, {found} is right from now on"
             )
-            self.reports.outcomes[step] = found
+            parts.reports.outcomes[step] = found
         else:
             error = RayparError(
                 f"step {step + 1} was executed again and gave (loss, norm) {found} instead of {before}",
@@ -394,8 +433,13 @@ class DriverActor:
             )
             self.queue.put_nowait(on.CallFailed("error", error))
 
-    def _keep_status(self) -> None:
+    def _write_members_file(self) -> None:
         """Write members.json if anything in it has changed."""
-        text = None if self.finding else self.status.changed(self.machine, self.registry.who, self.plans.schedule)
+        parts = self.parts
+        text = (
+            None
+            if self.taking_over
+            else self.members_text.text_if_changed(parts.machine, parts.registry.worker_facts, parts.plans.schedule)
+        )
         if text is not None:
-            self.side_effects.aside(self.recorder.keep_status, text)
+            parts.side_effects.aside(parts.recorder.write_members_file, text)

@@ -28,10 +28,10 @@ GRACE_S = 1.5
 """How long the steps in flight may take after Ctrl-C before they are voided."""
 
 TURN_S = 0.5
-"""Time of one wait for the driver; signals are looked at in between."""
+"""Longest single wait for the driver; signals are handled between two waits."""
 
 DRIVER_SILENT_S = 30.0
-"""How long the driver may take to answer: it only reports what has happened."""
+"""How long the driver may take for an answer, which only reports what has happened."""
 
 DRIVER_START_S = 300.0
 """How long the driver's process may take to start: more than half a minute on a busy machine."""
@@ -45,12 +45,16 @@ DRIVER_BACK_S = 60.0
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended: kind of end, reason, number of steps of the job that are done, error of a failed run."""
+    """How a run ended."""
 
     end: EndKind
+    """The kind of end."""
     why: str
+    """The reason, in words."""
     done: int
+    """Number of steps of the job that are done."""
     error: Exception | None
+    """The error of a failed run."""
 
 
 def follow_run(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEnd:
@@ -137,7 +141,7 @@ def active_run_error(run: str) -> ActiveError:
 
 
 def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], None], asked: list[str]) -> RunEnd:
-    """How the run ended. Until then every event of the driver is told, once. `asked`: the signals received so far."""
+    """Follow the run until it ends; returns how. Every event is told once. `asked`: the signals received so far."""
     return RunFollower(driver, request, tell, asked).follow()
 
 
@@ -146,8 +150,11 @@ class RunFollower:
 
     def __init__(self, driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], None], asked: list[str]) -> None:
         self.driver = driver
+        """The driver actor."""
         self.request = request
+        """What the driver was asked to run."""
         self.tell = tell
+        """Gets every event of the run, once."""
         self.asked = asked
         """Signals received: the first one asks the driver to save and end, the second one ends the run at once."""
         self.epoch = self.cursor = 0

@@ -1,4 +1,4 @@
-"""The end of a driver: it removes everything of the run, tells the client, and only then exits."""
+"""Ends a driver: removes everything of the run from the cluster, tells the client, and only then exits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from typing import Any
 
 import ray
 
-from raypar.actors.event_feed import EventFeed
-from raypar.actors.journal import Journal
-from raypar.actors.run_recorder import RunRecorder
-from raypar.actors.side_effect_thread import SideEffectThread
+from raypar.actors.driver_parts import DriverParts
 from raypar.actors.worker_messages import pickle_error_for_client
-from raypar.actors.worker_pool import WorkerPool, remove_leftover_placement_groups
+from raypar.actors.worker_pool import remove_leftover_placement_groups
 from raypar.elastic import actions as do
 
 CLIENT_GONE_S = 60.0
@@ -27,16 +24,14 @@ CLIENT_GONE_S = 60.0
 class DriverShutdown:
     """Ends the run on the cluster and this driver with it."""
 
-    journal: Journal
-    pool: WorkerPool
-    recorder: RunRecorder
-    side_effects: SideEffectThread
-    feed: EventFeed
-    keep_status: Callable[[], None]
+    parts: DriverParts
+    """The objects of the driver."""
+    write_members_file: Callable[[], None]
     """Writes members.json."""
 
-    async def end(self, teardown: do.Teardown, step_calls: int) -> None:
+    async def end_run(self, teardown: do.Teardown, step_calls: int) -> None:
         """Remove everything, tell the client, and exit once the client has seen the end or is gone."""
+        parts = self.parts
         facts = {
             "end": teardown.end,
             "why": teardown.why,
@@ -44,41 +39,43 @@ class DriverShutdown:
             "error": pickle_error_for_client(teardown.error),
         }
         if teardown.end == "deposed":  # another driver uses the workers, the journal and the run folder
-            self.feed.tell("end", **facts)
+            parts.feed.tell("end", **facts)
             return
         with contextlib.suppress(Exception):
-            await asyncio.to_thread(self.journal.end, facts)
+            await asyncio.to_thread(parts.journal.end, facts)
         try:
-            await self.pool.close()
+            await parts.pool.close()
         except Exception as error:
-            self.feed.tell("warning", text=f"not every worker could be removed: {error}")
+            parts.feed.tell("warning", text=f"not every worker could be removed: {error}")
         try:
-            await self.side_effects.awaited(lambda: self.recorder.end(teardown, step_calls))
+            await parts.side_effects.awaited(lambda: parts.recorder.record_end(teardown, step_calls))
         except Exception as error:
-            self.feed.tell("warning", text=f"the end of the run could not be recorded: {error}")
-        self.keep_status()
-        await self.side_effects.awaited(lambda: None)
-        self.feed.pass_on(self.recorder.new_events())
+            parts.feed.tell("warning", text=f"the end of the run could not be recorded: {error}")
+        self.write_members_file()
+        await parts.side_effects.awaited(lambda: None)
+        parts.feed.pass_on(parts.recorder.new_events())
         await self._leave(facts)
 
-    async def again(self, facts: dict[str, Any]) -> None:
+    async def finish_former_end(self, facts: dict[str, Any]) -> None:
         """Finish the end that a former driver had begun when it was killed; a failing part does not stop the others."""
-        for work in (lambda: remove_leftover_placement_groups(self.pool.run), lambda: self.recorder.finish(facts)):
+        parts = self.parts
+        for work in (lambda: remove_leftover_placement_groups(parts.pool.run), lambda: parts.recorder.record_former_end(facts)):
             try:
                 await asyncio.to_thread(work)
             except Exception as error:
-                self.feed.tell("warning", text=f"the end of the run, which a former driver had begun: {error}")
-        self.feed.pass_on(self.recorder.new_events())
+                parts.feed.tell("warning", text=f"the end of the run, which a former driver had begun: {error}")
+        parts.feed.pass_on(parts.recorder.new_events())
         await self._leave(facts)
 
     async def _leave(self, facts: dict[str, Any]) -> None:
-        """Tell the end; once the client has seen it or is gone, erase the journal and end this actor."""
-        self.feed.tell("end", **facts)
-        self.feed.heard_s = time.monotonic()
-        while time.monotonic() - self.feed.heard_s < CLIENT_GONE_S:
+        """Tell the client of the end; once it has seen that or is gone, erase the journal and end this actor."""
+        parts = self.parts
+        parts.feed.tell("end", **facts)
+        parts.feed.heard_s = time.monotonic()
+        while time.monotonic() - parts.feed.heard_s < CLIENT_GONE_S:
             await asyncio.sleep(1.0)
-        while True:  # `exit_actor` ends an actor after a call, and nobody calls this one any more
+        while True:  # `exit_actor` takes effect after a call only, and nobody calls this actor any more
             with contextlib.suppress(Exception):
-                await asyncio.to_thread(self.journal.erase)
+                await asyncio.to_thread(parts.journal.erase)
                 await asyncio.to_thread(ray.kill, ray.get_runtime_context().current_actor, no_restart=True)
             await asyncio.sleep(1.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class EventFeed:
-    """A queue that one client polls: it asks for the events after the last one it has."""
+    """The events for one client, which polls for those after the last one that it has received."""
 
     def __init__(self) -> None:
         self.epoch = time.time_ns()

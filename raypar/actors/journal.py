@@ -1,6 +1,6 @@
 """The state of a run that outlives its driver, in Ray's key-value store: generations, committed steps, members, workers.
 
-Two drivers may believe at once that the run is theirs. A generation belongs to the driver that writes its key first
+Two drivers may take themselves for the driver of one run. A generation belongs to the driver that writes its key first
 (compare-and-set), and only the driver of the newest generation commits steps.
 """
 
@@ -26,12 +26,16 @@ KEPT_STEPS = 1000
 
 @dataclass(frozen=True)
 class MembershipRecord:
-    """The members of a generation: `members[rank]` is the number of the worker in that seat of `plan`."""
+    """The plan and members of a generation."""
 
     generation: int
+    """The generation, from 1."""
     plan: ParallelPlan
+    """Its plan."""
     members: tuple[int, ...]
+    """By rank: the worker number."""
     schedule: str
+    """The name of its schedule."""
 
 
 class DriverReplaced(ClusterError):
@@ -64,10 +68,10 @@ class Journal:
         return True
 
     def commit(self, step: int, facts: Any = None) -> None:
-        """Store that step `step` is committed, with its report `facts`.
+        """Store that `step` is committed, with its report `facts`.
 
-        What a former driver has stored of this step stays: a step is committed only after all workers have applied it, so the
-        two are the same. Raises `DriverReplaced` when another driver has taken over.
+        A former driver's entry for this step stays: a step is committed only after all workers have applied it, so both entries
+        are the same. Raises `DriverReplaced` when another driver has taken over.
         """
         newer = _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}")
         if newer not in (None, self.identity):  # our own claim may be under way in another thread
@@ -79,16 +83,16 @@ class Journal:
         if step >= KEPT_STEPS:
             _internal_kv_del(f"{self.prefix}step/{step - KEPT_STEPS}")
 
-    def committed(self) -> list[int]:
-        """The last committed steps, ascending; older ones have been deleted."""
+    def committed_steps(self) -> list[int]:
+        """The last committed steps, ascending; older ones were deleted."""
         return sorted(self._numbers("step"))
 
-    def facts(self, step: int) -> Any:
-        """The report given to `commit` for this step; None if the journal does not have it (any more)."""
+    def step_report(self, step: int) -> Any:
+        """The report of a committed step; None if the journal does not have it, or no longer."""
         value = _internal_kv_get(f"{self.prefix}step/{step}")
         return None if value is None else pickle.loads(value)[1]
 
-    def validated(self, done: int, line: dict[str, Any]) -> None:
+    def store_validation(self, done: int, line: dict[str, Any]) -> None:
         """Store the metrics line of the validation after `done` steps; remove old lines."""
         _internal_kv_put(f"{self.prefix}validation/{done}", pickle.dumps(line), overwrite=True)
         if not self._validations:
@@ -103,7 +107,7 @@ class Journal:
         return sorted(self._numbers("validation"))
 
     def validation(self, done: int) -> dict[str, Any] | None:
-        """The metrics line given to `validated`; None if the journal does not have it."""
+        """The metrics line given to `store_validation`; None if the journal does not have it."""
         value = _internal_kv_get(f"{self.prefix}validation/{done}")
         return None if value is None else pickle.loads(value)
 
@@ -119,7 +123,7 @@ class Journal:
         return {block: value.decode() for block, value in found.items() if value is not None}
 
     def drop_lines(self, file: str, block: int | None = None) -> None:
-        """Remove one block of `file`, or all: its lines are in the file now."""
+        """Remove one block of `file`, or all blocks: their lines are in the file now."""
         _internal_kv_del(f"{self.prefix}lines/{file}/{'' if block is None else block}", del_by_prefix=block is None)
 
     def record(self, record: MembershipRecord) -> None:
@@ -138,21 +142,21 @@ class Journal:
                 return found
         return None
 
-    def claimed(self) -> int:
+    def newest_claimed_generation(self) -> int:
         """The newest generation that any driver has claimed; 1 is the first driver's."""
         return max(self._numbers("generation"), default=1)
 
     # -- workers -----------------------------------------------------------------------------------------------------------
 
-    def hired(self, number: int) -> None:
+    def store_worker_number(self, number: int) -> None:
         """Store that `number` has been given to a worker; no other worker ever gets it."""
         _internal_kv_put(f"{self.prefix}hired", str(number + 1).encode(), overwrite=True)
 
-    def numbers(self) -> int:
+    def count_worker_numbers(self) -> int:
         """How many worker numbers have been given."""
         return int(_internal_kv_get(f"{self.prefix}hired") or 0)
 
-    def met(self, number: int, hello: WorkerHello) -> None:
+    def store_hello(self, number: int, hello: WorkerHello) -> None:
         """Store the hello of a worker that has started, so that a new driver knows the worker."""
         _internal_kv_put(f"{self.prefix}hello/{number}", pickle.dumps(hello), overwrite=True)
 

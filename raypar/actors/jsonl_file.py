@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl or events.jsonl of a run, so that a full disk or a damaged file loses no lines.
+"""Writes metrics.jsonl or events.jsonl of a run so that no line is lost by a full disk or a damaged file.
 
 The last lines are in up to three places: the file, memory (`RecentLines`) and the journal (`JournaledLines`).
 
@@ -18,20 +18,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from raypar.run_folder import (
-    Line,
-    jsonl_line_sort_key,
-    merge_jsonl_lines,
-    parse_jsonl_lines,
-    read_lines_file,
-    regular_file_opener,
-    replace_file_atomically,
-)
+from raypar.atomic_write import regular_file_opener, replace_file_atomically
+from raypar.jsonl_lines import Line, jsonl_line_sort_key, merge_jsonl_lines, parse_jsonl_lines, read_lines_file
 
 KEPT_BYTES = 8 << 20
 """Limit of each file's lines in memory: 20,000 steps or more. Older lines are in the file only."""
 MIRRORED_LINES = 1000
-"""How many of the last events are always in the journal. Of steps it has the facts anyway (`WriteJournal.commit`)."""
+"""How many of the last events are always in the journal. Of steps it has the reports anyway (`Journal.commit`)."""
 BLOCK_LINES = 64
 """Lines in one entry of the journal."""
 
@@ -42,7 +35,7 @@ NEVER_MATCHES = (-1, -1)
 
 
 class LineBackupStore(Protocol):
-    """Stores lines a second time, in numbered blocks; the journal does."""
+    """A store for second copies of lines, in numbered blocks. The journal is one."""
 
     def keep_lines(self, file: str, block: int, text: str) -> None:
         """Store the lines of a block, in place of those it had."""
@@ -73,7 +66,7 @@ class RecentLines:
         return len(self.texts)
 
     def add(self, text: str) -> list[int]:
-        """Add a line; returns the numbers of those that are dropped for it."""
+        """Add a line; returns the numbers of the lines that are dropped to make room."""
         self.texts.append(text)
         self.count += 1
         self.size += len(text)
@@ -96,9 +89,12 @@ class JournaledLines:
     """
 
     def __init__(self, journal: LineBackupStore | None, file: str) -> None:
-        self.journal, self.file = journal, file
+        self.journal = journal
+        """The store; None: lines are kept in memory only."""
+        self.file = file
+        """The file's name in the journal."""
         self.stored = 0
-        """How many of the last lines are stored."""
+        """How many of the last lines are in the journal."""
 
     def found(self) -> dict[int, str]:
         """Block number -> its lines, as former drivers have left them."""
@@ -133,22 +129,25 @@ class JournaledLines:
 
 @dataclass
 class JsonlFile:
-    """A file of JSON lines. Call `open` first, then `append` for each line, and `close` at the end; from one thread at a time.
-
-    `tell(kind, text)` gets lines for the user: once when the file cannot be written, once when it can again, and when another
-    process has changed it.
-    """
+    """A file of JSON lines. Call `open` first, then `append` for each line, then `close`; from one thread at a time."""
 
     path: Path
+    """The file."""
     tell: Callable[[str, str], None]
+    """Gets (kind, text) for the user: once when the file cannot be written, once when it can again, and when another process
+    has changed it."""
     journal: LineBackupStore | None = None
+    """Where lines are kept a second time."""
     mirrored: bool = False
     """Store every line in the journal too, not only those that cannot be written to the file."""
     kept_bytes: int = KEPT_BYTES
+    """Limit of the lines in memory."""
     opened: bool = False
+    """Whether `open` was called."""
     recent: RecentLines = field(init=False)
     """The last lines: all that are not in the file, and older ones from which it can be written again."""
     blocks: JournaledLines = field(init=False)
+    """The last lines, as the journal has them."""
     unwritten: int = 0
     """How many of the last lines are not in the file."""
     lost: int = 0
@@ -164,12 +163,12 @@ class JsonlFile:
         self.recent, self.blocks = RecentLines(self.kept_bytes), JournaledLines(self.journal, self.path.name)
 
     def open(self, correct: Callable[[list[Line]], list[Line]] = list) -> list[Line]:
-        """The lines of the file and those that only the journal has, each once; repairs the file. `append` continues there.
+        """Repair the file; returns its lines and those that only the journal has, each once. `append` continues after them.
 
-        `correct`: returns the lines as they should be, from those found.
+        `correct`: makes the lines as they should be from the lines found.
         """
         self.opened = True
-        for left in self.path.parent.glob(".*.tmp"):  # by a driver that was killed while it wrote
+        for left in self.path.parent.glob(".*.tmp"):  # left by a driver that was killed while it wrote
             with contextlib.suppress(OSError):
                 left.unlink()
         content = self._content()
@@ -217,7 +216,7 @@ class JsonlFile:
     # -- memory and journal --------------------------------------------------------------------------------------------
 
     def _keep(self, text: str) -> None:
-        """Keep a line in memory, before it is counted as unwritten; warns of the first line that is lost for it."""
+        """Keep a line in memory, before it is counted as unwritten; warn if an unwritten line is lost for the first time."""
         for number in self.recent.add(text):
             if number != self.recent.count - 1 - self.unwritten:  # not the oldest unwritten one: it is in the file
                 continue
@@ -230,7 +229,7 @@ class JsonlFile:
                 self.blocks.drop(number // BLOCK_LINES)
 
     def _store(self) -> None:
-        """Store in the journal the lines that are to be there: unwritten ones, and the last ones if `mirrored`."""
+        """Store lines in the journal: unwritten ones, and the last ones if `mirrored`."""
         number = max(self.unwritten, min(MIRRORED_LINES, len(self.recent)) if self.mirrored else 0)
         self.blocks.store(self.recent, number)
         if self.mirrored and number and (self.recent.count - 1) % BLOCK_LINES == 0:  # a block was begun: the oldest is over
@@ -239,7 +238,7 @@ class JsonlFile:
     # -- the file ------------------------------------------------------------------------------------------------------
 
     def _flush(self, *, mending: bool = False, alone: bool = False) -> None:
-        """Write unwritten lines, or the whole file if its signature is another. Failures are told, not raised.
+        """Write unwritten lines, or the whole file if another process has changed it. Failures are told, not raised.
 
         `mending`: the file is known to be damaged, so do not warn of it. `alone`: see `_restore`.
         """
@@ -321,7 +320,7 @@ class JsonlFile:
             number += 1
 
     def _content(self) -> bytes | None:
-        """See `read_lines_file`."""
+        """The bytes of the file (`read_lines_file`)."""
         return read_lines_file(self.path)
 
     def _current_signature(self) -> Signature:

@@ -21,7 +21,8 @@ A shorter interruption of the network does not count as the end of a process."""
 
 
 class LivenessListener:
-    """The worker's side: a listening socket that never accepts, so needs no thread. The kernel closes it with the process."""
+    """The worker's side: a listening socket that never accepts, so that it needs no thread. The kernel closes it when the
+    process ends."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""More nodes for the local Ray cluster: raylets on this machine that stand for machines, and may be killed."""
+"""Adds nodes to the local Ray cluster: raylets on this machine that act as further machines and may be killed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ JOIN_S = 60.0
 
 @dataclass(frozen=True)
 class LocalNode:
-    """A raylet of the local Ray cluster. `node`: Ray's id in hex. The run cannot outlive the head's: it is connected there."""
+    """A raylet of the local Ray cluster."""
 
     node: str
+    """Ray's id of the node, in hex."""
     pid: int
+    """The raylet's process."""
     cpus: int
+    """Its logical CPUs."""
     head: bool = False
+    """Whether it is the head's raylet. The run ends with it: the client is connected to Ray there."""
 
 
 def cpus_per_node(workers: int, nodes: int) -> int:

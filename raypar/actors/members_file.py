@@ -1,4 +1,4 @@
-"""The text of members.json: phase, plan and workers of a run right now, for users and for scripts."""
+"""Makes the text of members.json: the present phase, plan and workers of a run, for users and scripts."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class MembersFileText:
 
     def __init__(self, request: RunRequest) -> None:
         self.request = request
+        """The run's request."""
         self._last: dict[str, Any] | None = None
         """The facts in the last text."""
         self._again = False
@@ -32,8 +33,8 @@ class MembersFileText:
         self._at = 0.0
         """When the last text was made (Unix time)."""
 
-    def changed(
-        self, machine: RunMachine, who: Callable[[int], dict[str, Any]], schedule: Callable[[ParallelPlan], str]
+    def text_if_changed(
+        self, machine: RunMachine, worker_facts: Callable[[int], dict[str, Any]], schedule: Callable[[ParallelPlan], str]
     ) -> str | None:
         """The new text; None if only the number of steps has changed. While steps are replayed: one every `AGAIN_S` seconds."""
         plan = machine.membership.plan or self.request.plan
@@ -45,8 +46,8 @@ class MembersFileText:
             "plan": plan.describe(),
             "stages": [asdict(stage) for stage in plan.stages],
             "schedule": schedule(plan),
-            "members": [{"coordinate": plan.coordinate(machine.membership.members.index(n)), **who(n)} for n in there],
-            "spares": [who(n) for n in sorted(machine.membership.spares)],
+            "members": [{"coordinate": plan.coordinate(machine.membership.members.index(n)), **worker_facts(n)} for n in there],
+            "spares": [worker_facts(n) for n in sorted(machine.membership.spares)],
             "starting": sorted(machine.hiring.starting),
             "wanted": machine.policy.wanted,
             "why": why,

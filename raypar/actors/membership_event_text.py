@@ -46,28 +46,28 @@ def format_shards(plan: ParallelPlan) -> str:
 
 
 def recovery_finished_text(order: AdoptPlan, seconds: float, again: int) -> str:
-    """The line when a new generation has committed its first step. `again`: steps to replay, which were reported before."""
+    """The line for the user when a new generation has committed its first step. `again`: steps to replay, reported before."""
     text = f"training goes on with {len(order.members)} workers, {order.plan.describe()}, after {seconds:.2f} s"
     return f"{text}; {again} steps are executed again" if again else text
 
 
-def worker_lost_event(coordinate: str, who: Mapping[str, Any], why: str) -> dict[str, Any]:
-    """The event of a lost worker: text and facts. `who`: facts of the worker (`WorkerRegistry.who`)."""
-    where = f", node {who['node']}, pid {who['pid']}" if "pid" in who else ""
-    text = f"{coordinate} (worker {who['worker']}{where}) is lost: {why}"
-    return {"text": text, "coordinate": coordinate, "why": why, **who}
+def worker_lost_event(coordinate: str, worker_facts: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """The event of a lost worker: text and facts. `worker_facts`: facts of the worker (`WorkerRegistry.worker_facts`)."""
+    where = f", node {worker_facts['node']}, pid {worker_facts['pid']}" if "pid" in worker_facts else ""
+    text = f"{coordinate} (worker {worker_facts['worker']}{where}) is lost: {why}"
+    return {"text": text, "coordinate": coordinate, "why": why, **worker_facts}
 
 
 def describe_why_worker_given_up(why: str) -> str:
-    """Why a worker that has not died is given up: it hangs, cannot be reached, or computes wrongly."""
+    """The reason, in words, why a worker that has not died is given up: it hangs, cannot be reached, or computes wrongly."""
     cause = "did not answer (it hangs, or cannot be reached)" if why == "did not answer" else why
     return f"{cause}; its process is killed"
 
 
-def straggler_text(found: ReportStraggler, coordinate: str, who: Mapping[str, Any]) -> str:
-    """The line when a worker has become slow, or is not slow any more."""
+def straggler_text(found: ReportStraggler, coordinate: str, worker_facts: Mapping[str, Any]) -> str:
+    """The line for the user when a worker has become slow, or is not slow any more."""
     place = coordinate.partition("(")[2].rstrip(")")
-    at = f"worker {found.worker} ({place}, node {who.get('node', 'unknown')})"
+    at = f"worker {found.worker} ({place}, node {worker_facts.get('node', 'unknown')})"
     like = "in its first steps" if found.alone else "its replicas"
     if found.recovered:
         return f"{at} is as fast as {like} again"

@@ -1,12 +1,14 @@
-"""Recognises that a whole node was lost, from the losses of its workers and Ray's node table. Pure; time is an argument."""
+"""Recognises the loss of a whole node, from the losses of its workers and Ray's node table. Pure; time is an argument."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
+from raypar.elastic.message_wording import format_worker_numbers
+
 TOGETHER_S = 10.0
-"""Losses within this time count as one event: the loss of some workers shows only by their silence."""
+"""Losses within this time count as one event: of some workers only silence shows that they are lost."""
 NOTICED_S = 90.0
 """How long after a worker its node may be reported dead: Ray takes up to a minute to notice that."""
 
@@ -31,9 +33,9 @@ class NodeLossTracker:
             return None
         del self._lost[node]
         if with_node:
-            return node_loss_event(node, f"node {node[:8]} is lost, with {format_worker_list(together)}", together)
+            return node_loss_event(node, f"node {node[:8]} is lost, with {format_worker_numbers(together)}", together)
         return node_loss_event(
-            node, f"no worker is left on node {node[:8]}: {format_worker_list(together)} were lost together", together
+            node, f"no worker is left on node {node[:8]}: {format_worker_numbers(together)} were lost together", together
         )
 
     def died(self, node: str, now_s: float) -> dict[str, Any] | None:
@@ -42,17 +44,11 @@ class NodeLossTracker:
         None if no worker was lost with the node, or if its loss was reported before.
         """
         with_it = sorted(number for number, at_s in self._lost.pop(node, {}).items() if now_s - at_s < NOTICED_S)
-        return (
-            node_loss_event(node, f"node {node[:8]} is lost, with {format_worker_list(with_it)}", with_it) if with_it else None
-        )
+        if not with_it:
+            return None
+        return node_loss_event(node, f"node {node[:8]} is lost, with {format_worker_numbers(with_it)}", with_it)
 
 
 def node_loss_event(node: str, text: str, workers: Collection[int]) -> dict[str, Any]:
     """The node-lost event, with its text and facts."""
     return {"text": text, "node": node[:8], "workers": list(workers)}
-
-
-def format_worker_list(workers: Collection[int]) -> str:
-    """`worker 0`, `workers 0, 2 and 3`."""
-    *most, last = map(str, workers)
-    return f"workers {', '.join(most)} and {last}" if most else f"worker {last}"

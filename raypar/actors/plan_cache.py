@@ -1,4 +1,4 @@
-"""The plans of a run, each computed once: plan by number of workers, schedule by plan, assignments, predicted times."""
+"""The plans of a run, each computed once, with their schedules, assignments and predicted times."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from raypar.schedule.program_assignment import ProgramAssignment, assign_program
 
 
 class PlanCache:
-    """Plans and what follows from them. Methods may be called from any thread."""
+    """Plan by number of workers, and what follows from a plan. Methods may be called from any thread."""
 
     def __init__(self, request: RunRequest) -> None:
         self.request = request
+        """The run's request: its first plan, model outline and profile."""
         self.schedules: dict[ParallelPlan, str] = {request.plan: request.schedule_name}
         """Plan -> name of the schedule it was chosen with."""
         self._found: dict[int, ParallelPlan | PlanError] = {request.plan.world: request.plan}
@@ -36,7 +37,7 @@ class PlanCache:
         return on.PlanChosen(generation, found, "", self._step_s(found), self._step_s(now) if now is not None else 0.0)
 
     def prepare(self, workers: int) -> None:
-        """Search the plan for so many workers before it is needed."""
+        """Search the plan for `workers` workers before it is needed."""
         self._for(workers)
 
     def _for(self, workers: int) -> ParallelPlan | PlanError:
@@ -84,11 +85,11 @@ class PlanCache:
         )
 
     def memory(self, plan: ParallelPlan, rank: int) -> tuple[str, str]:
-        """Two texts for a worker that ran out of memory: what it holds, and which plan would fit."""
+        """Two texts about a worker that ran out of memory: what it holds, and which plan would fit."""
         return out_of_memory_advice(self.request.profile, plan, self.schedule(plan), self.request.batching, rank)
 
     def passes(self, plan: ParallelPlan) -> tuple[int, ...]:
-        """By rank: microbatches that a worker takes through its stages in a step, counted for each of its chunks."""
+        """By rank: the forward passes of a worker in a step, one for each microbatch and chunk."""
         if plan not in self._passes:
             routing = MicrobatchRouting(plan, self.request.batching)
             self._passes[plan] = tuple(

@@ -1,4 +1,4 @@
-"""Removes the local Ray cluster when this process ends, even by SIGKILL: a shell waits for the end and cleans up."""
+"""Removes the local Ray cluster when this process ends, even by SIGKILL: a shell process waits for the end and cleans up."""
 
 from __future__ import annotations
 

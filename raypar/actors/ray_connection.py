@@ -76,7 +76,7 @@ class RayConnection:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The content of cluster.json, by which another process of this machine finds the cluster of a run under way."""
+        """The content of cluster.json, from which other processes of this machine find the cluster of a run."""
         return {"kind": self.kind, "address": self.address, "nodes": [asdict(node) for node in self.nodes]}
 
 
@@ -146,7 +146,7 @@ def uses_existing_ray(address: str | None) -> bool:
 
 
 def check_local_node_count(address: str | None, nodes: int) -> None:
-    """Raise `ConfigError` if there cannot be so many local nodes: fewer than 1, or several beside a cluster to join."""
+    """Raise `ConfigError` for an impossible number of local nodes: fewer than 1, or several beside a cluster to join."""
     address = address or os.environ.get("RAY_ADDRESS")
     if nodes < 1:
         raise ConfigError(f"{nodes} local nodes", cure="ask for 1 or more")
@@ -194,7 +194,7 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
 
 
 def check_address_answers(address: str) -> None:
-    """Raise `ClusterError` when nothing listens at `host:port`: Ray itself would try for minutes without a word."""
+    """Raise `ClusterError` if nothing listens at `host:port`; Ray itself would retry silently for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdigit():
         return
@@ -302,7 +302,7 @@ def fresh_python_random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def delay_ctrl_c() -> Iterator[None]:
-    """Raise a Ctrl-C that Ray's start would swallow once the body is over."""
+    """Delay a Ctrl-C until the body is over; Ray's start would swallow it."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield

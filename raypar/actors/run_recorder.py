@@ -25,17 +25,19 @@ from raypar.actors.run_request import RunRequest
 from raypar.actors.step_reports import merge_reports
 from raypar.actors.step_timeline_files import write_step_timeline_files
 from raypar.actors.worker_messages import WorkerHello
+from raypar.atomic_write import replace_file_atomically
 from raypar.elastic.actions import Teardown
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CheckpointError, RayparError
+from raypar.jsonl_lines import Line, jsonl_line_sort_key
 from raypar.plan import ParallelPlan
-from raypar.run_folder import Line, RunFolder, jsonl_line_sort_key, replace_file_atomically
+from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 from raypar.worker.process.environment_guard import EnvironmentGuard
 
 RETOLD = 1000
-"""How many of the last lines a new driver sends the client again: more than the client can have missed."""
+"""How many of the last lines a new driver sends to the client again: more than the client can have missed."""
 
 COMPARED = 3
 """How many of the last steps in metrics.jsonl are compared with the journal, to see whether the file is this run's."""
@@ -43,7 +45,7 @@ COMPARED = 3
 
 @dataclass(frozen=True)
 class RecordedProgress:
-    """What the user has seen of a run, as its folder and its journal say together."""
+    """How much of a run the user has seen, found from the run folder and the journal."""
 
     steps: int
     """Number of steps that the user has seen."""
@@ -62,32 +64,40 @@ class RecordedProgress:
 
 
 class RunRecorder:
-    """Writes and shows what happens in one run, each thing once and in order. Call it from one thread at a time."""
+    """Writes the files of a run folder and calls the callbacks, for everything once and in order.
+
+    Call its methods from one thread at a time.
+    """
 
     def __init__(self, request: RunRequest, journal: Journal | None = None) -> None:
-        self.request, self.journal = request, journal
+        self.request = request
+        """The run's request."""
+        self.journal = journal
+        """The run's journal; None: nothing is stored in one."""
         self.folder = Path(request.folder)
         """The run folder."""
         run = RunFolder(self.folder)
         self._new_events: list[dict[str, Any]] = []
         """Events for the client since the last `new_events`."""
         self.metrics = JsonlFile(run.metrics, self._say, journal)
+        """metrics.jsonl."""
         self.events = JsonlFile(run.events, self._say, journal, mirrored=True)
-        self._seconds: deque[float] = deque(maxlen=50)
-        """Durations of the last steps, for the time that is left."""
-        self.traced: dict[str, Any] | None = None
+        """events.jsonl."""
+        self._step_seconds: deque[float] = deque(maxlen=50)
+        """Durations of the last steps, from which the remaining time is predicted."""
+        self.traced_step: dict[str, Any] | None = None
         """The last measured step: its number, spans, ledger and nodes."""
-        self.replanned = True
-        """Whether the plan differs from the picture's, or is not known yet (`seat`)."""
+        self.plan_differs_from_picture = True
+        """Whether the plan differs from the picture's, or is not known yet (`note_generation`)."""
         self.callbacks: Any = None
-        """The user's callbacks; None before `begin`."""
+        """The user's callbacks; None before `start_callbacks`."""
         self._guard: EnvironmentGuard | None = None
         """Guards the state of the driver's process, where callbacks run."""
         self._with_torch = False
         """Whether `_guard` covers PyTorch's state too."""
         self.nodes: list[str] = []
         """By rank: the node of the worker in that seat."""
-        self._last: dict[str, Any] = {}
+        self._last_loss_and_norm: dict[str, Any] = {}
         """Loss and norm of the last step, for a checkpoint's manifest."""
         self.checkpoint_path: Path | None = None
         """The last checkpoint."""
@@ -99,24 +109,24 @@ class RunRecorder:
         events, self._new_events = self._new_events, []
         return events
 
-    def meet(self, hellos: Sequence[WorkerHello]) -> list[str]:
+    def compare_fingerprints(self, hellos: Sequence[WorkerHello]) -> list[str]:
         """Warnings for differences between the workers' fingerprints."""
         return [
             f"not bitwise: the workers differ in {line}"
             for line in describe_fingerprint_differences([h.fingerprint for h in hellos])
         ]
 
-    def seat(self, plan: ParallelPlan, nodes: Sequence[str]) -> None:
+    def note_generation(self, plan: ParallelPlan, nodes: Sequence[str]) -> None:
         """Note that a generation with this plan begins; `nodes[rank]` is the node of the worker in that seat."""
-        self.replanned, self.nodes = plan != self.request.plan, list(nodes)
+        self.plan_differs_from_picture, self.nodes = plan != self.request.plan, list(nodes)
 
     def take_over(self) -> RecordedProgress:
-        """Continue the run folder of a former driver, which may have been damaged since; returns what the user has seen.
+        """Continue the run folder of a former driver, which may have been damaged since; returns the user's progress.
 
-        The client is sent again what it may have missed.
+        Events that the client may have missed are sent again.
         """
         first, journal = self.request.policy.steps_before_run, self.journal
-        known = [] if journal is None else journal.committed()
+        known = [] if journal is None else journal.committed_steps()
         events = self.events.open()
         rebuilt: list[int] = []
         lines = self.metrics.open(lambda found: self._completed(found, known, rebuilt))
@@ -129,13 +139,13 @@ class RunRecorder:
         validations = [line for line in lines if "validation_loss" in line]
         path, _ = checkpoint_files.latest_usable_checkpoint(self.folder / "checkpoints")
         self.checkpoint_path = path
-        self._seconds.extend(line["seconds"] for line in steps[-50:])
+        self._step_seconds.extend(line["seconds"] for line in steps[-50:])
         for line in lines[-RETOLD:]:
             facts = {key: value for key, value in line.items() if key != "time"}
             if "loss" in line:
                 facts |= {key: math.nan for key in ("loss", "norm") if facts.get(key) is None}
                 facts |= {key: 0.0 for key in ("count", "bubble") if facts.get(key) is None}
-                eta_s = (self.request.policy.end - line["step"]) * statistics.median(self._seconds)
+                eta_s = (self.request.policy.end - line["step"]) * statistics.median(self._step_seconds)
                 self._new_events.append({"kind": "step", **facts, "eta_s": eta_s})
             else:
                 loss = facts["validation_loss"]
@@ -149,7 +159,7 @@ class RunRecorder:
             text = f"{self.metrics.path} lacked the lines of {lacking}: they are written again from the journal"
             self._warn(text, "leave the files of a run alone while it trains")
         self._tell_gaps(lines, first, seen)
-        unseen = {} if journal is None else {step: journal.facts(step) for step in known if step >= seen}
+        unseen = {} if journal is None else {step: journal.step_report(step) for step in known if step >= seen}
         return RecordedProgress(
             steps=seen,
             outcomes={
@@ -163,7 +173,7 @@ class RunRecorder:
         )
 
     def _completed(self, found: list[Line], known: Sequence[int], rebuilt: list[int]) -> list[Line]:
-        """The lines of metrics as the user has seen them: those `found`, without another run's, and those that are missing.
+        """The lines of metrics as the user has seen them: `found`, without the lines of another run, and with missing lines.
 
         `known`: steps (from 0) in the journal, from which missing lines are rebuilt. Their numbers (from 1) are added to
         `rebuilt`.
@@ -174,7 +184,7 @@ class RunRecorder:
         by_place = {jsonl_line_sort_key(line): line for line in found if line["step"] <= last}
         there = {line["step"]: line for line in by_place.values() if "loss" in line}
         newest = [step for step in known if step + 1 in there][-COMPARED:]
-        wrong = [step for step in newest if not metrics_line_matches_journal(there[step + 1], self.journal.facts(step))]
+        wrong = [step for step in newest if not metrics_line_matches_journal(there[step + 1], self.journal.step_report(step))]
         if newest and wrong == newest:  # another run's: nothing in it can be trusted
             by_place = {place: line for place, line in by_place.items() if line["step"] <= first}
             there = {}
@@ -185,7 +195,7 @@ class RunRecorder:
         for step in known:
             line = there.get(step + 1)
             if (line is None and step < seen) or (line is not None and wrong):
-                facts = self.journal.facts(step)
+                facts = self.journal.step_report(step)
                 if facts is not None and (line is None or not metrics_line_matches_journal(line, facts)):
                     rebuilt.append(step + 1)
                     again = {"time": facts["time"], **self._metrics(step, facts, facts["seconds"])}
@@ -193,10 +203,10 @@ class RunRecorder:
         return [by_place[place] for place in sorted(by_place)]
 
     def _seen(self, there: Iterable[int], known: Sequence[int]) -> int:
-        """How many steps the user has seen for certain.
+        """How many steps the user has certainly seen.
 
-        These are the steps with a line (`there`, from 1), and those in the journal (`known`, from 0) but for the last
-        `MAX_OPEN_STEPS`: a step is issued only when all but so many steps before it were shown.
+        The user has seen every step with a line (`there`, from 1), and every step in the journal (`known`, from 0) except the
+        last `MAX_OPEN_STEPS`: a step is issued only when all but so many steps before it were shown.
         """
         return max([self.request.policy.steps_before_run, *there, *(step + 1 - MAX_OPEN_STEPS for step in known[-1:])])
 
@@ -217,7 +227,7 @@ class RunRecorder:
         """Show a line without writing it to events.jsonl."""
         self._new_events.append({"kind": kind, "text": text})
 
-    def clock(self) -> None:
+    def restart_step_timer(self) -> None:
         """Start measuring the next step's time."""
         self._last_s = time.monotonic()
 
@@ -225,23 +235,23 @@ class RunRecorder:
         """The lines of metrics.jsonl; none if it cannot be read."""
         run = RunFolder(self.folder)
         with contextlib.suppress(RayparError):
-            return list(run.read(run.metrics))
+            return list(run.read_lines(run.metrics))
         return []
 
     # -- steps -------------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Load the callbacks and call `on_start`; the workers have started."""
+    def start_callbacks(self) -> None:
+        """Load the callbacks and call `on_start`. Call it when the workers have started."""
         guard = self._guard_of_callbacks()
         with guard.watching("a module of the callbacks"):
             self.callbacks = pickle.loads(self.request.callbacks)
         self._warn_of_what_is_left(guard)
-        self.clock()
+        self.restart_step_timer()
         self._call(
             "on_start", {"run": self.request.run, "folder": str(self.folder), "first": self.request.policy.steps_before_run + 1}
         )
 
-    def step(self, step: int, reports: Mapping[int, Mapping[str, Any]], *, fresh: bool = False) -> str | None:
+    def record_step(self, step: int, reports: Mapping[int, Mapping[str, Any]], *, fresh: bool = False) -> str | None:
         """Write the metrics of a committed step and call its callbacks; the reason to stop, if a callback gave one.
 
         `fresh`: the first step of a new generation, whose time does not include the pause before it.
@@ -251,20 +261,25 @@ class RunRecorder:
         wall, self._last_s = now - self._last_s, now
         longest = brief["seconds"]
         if not longest:  # found applied by a new driver, and reported to none
-            wall = statistics.median(self._seconds) if self._seconds else wall
+            wall = statistics.median(self._step_seconds) if self._step_seconds else wall
         elif fresh or wall < longest / 2:  # before it came a pause, or steps that were written late
             wall = longest
-        self._seconds.append(wall)
+        self._step_seconds.append(wall)
         metrics = self._metrics(step, brief, wall)
         spans = [reports[rank]["spans"] for rank in sorted(reports)]
-        if step in request.trace and not self.replanned and len(reports) == request.plan.world and all(spans):
-            self.traced = {"step": step + 1, "spans": spans, "ledger": reports[0]["ledger"], "nodes": self.nodes}
-        self._last = {"loss": metrics["loss"], "norm": metrics["norm"]}
+        if (
+            step in request.traced_steps
+            and not self.plan_differs_from_picture
+            and len(reports) == request.plan.world
+            and all(spans)
+        ):
+            self.traced_step = {"step": step + 1, "spans": spans, "ledger": reports[0]["ledger"], "nodes": self.nodes}
+        self._last_loss_and_norm = {"loss": metrics["loss"], "norm": metrics["norm"]}
         stop, own = self._call("on_step", metrics)
         metrics |= own
         self._write(metrics)
         left = request.policy.end - step - 1
-        self._new_events.append({"kind": "step", **metrics, "eta_s": left * statistics.median(self._seconds)})
+        self._new_events.append({"kind": "step", **metrics, "eta_s": left * statistics.median(self._step_seconds)})
         return stop
 
     def _metrics(self, step: int, brief: Mapping[str, Any], wall: float) -> dict[str, Any]:
@@ -283,7 +298,7 @@ class RunRecorder:
         }
         return metrics | {"skipped": True} if brief["skipped"] else metrics
 
-    def validation(self, done: int, reports: Sequence[Mapping[str, Any]]) -> str | None:
+    def record_validation(self, done: int, reports: Sequence[Mapping[str, Any]]) -> str | None:
         """Write the validation loss and call its callbacks; the reason to stop, if a callback gave one.
 
         The loss is the sum over the microbatches, in their order, divided by the count.
@@ -298,7 +313,7 @@ class RunRecorder:
         stop, own = self._call("on_validation", metrics)
         metrics |= own
         if self.journal is not None:
-            self.journal.validated(done, _finite({"time": time.time(), **metrics}))
+            self.journal.store_validation(done, _finite({"time": time.time(), **metrics}))
         self._write(metrics)
         self._last_s = time.monotonic()
         self._new_events.append({"kind": "validation", **metrics})
@@ -308,12 +323,12 @@ class RunRecorder:
         """Write a line to events.jsonl."""
         self._append(self.events, facts)
 
-    def keep_status(self, text: str) -> None:
+    def write_members_file(self, text: str) -> None:
         """Replace members.json."""
         self._replace(RunFolder(self.folder).members, text)
 
-    def plan_changed(self, plan: ParallelPlan, schedule: str) -> None:
-        """Replace plan.json by the present generation's."""
+    def write_plan_file(self, plan: ParallelPlan, schedule: str) -> None:
+        """Replace plan.json: a generation with another plan has begun."""
         run = RunFolder(self.folder)
         facts = {
             "schedule": schedule,
@@ -328,10 +343,11 @@ class RunRecorder:
             replace_file_atomically(path, text.encode(), lasting=False)
 
     def _write(self, metrics: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
         self._append(self.metrics, metrics)
 
     def _append(self, file: JsonlFile, facts: Mapping[str, Any]) -> None:
-        """Add a line to a file of the run. On a full disk training continues: lines wait until they can be written."""
+        """Add a line to a file of the run. On a full disk the line waits until it can be written, and training continues."""
         file.append(_finite({"time": time.time(), **facts}))
 
     # -- callbacks ---------------------------------------------------------------------------------------------------------
@@ -394,12 +410,12 @@ class RunRecorder:
                         cure="set run_dir to storage that all nodes share",
                     )
             self.checkpoint_path = checkpoint_files.commit_checkpoint(
-                folder, written, steps_done=done, contract=self.request.contract, metrics=self._last
+                folder, written, steps_done=done, contract=self.request.contract, metrics=self._last_loss_and_norm
             )
         except Exception:
             checkpoint_files.discard_checkpoint(folder)  # on a full disk the next one needs its room
             raise
-        checkpoint_files.remove_old_checkpoints(self.folder / "checkpoints", self.request.keep)
+        checkpoint_files.remove_old_checkpoints(self.folder / "checkpoints", self.request.keep_checkpoints)
 
     def checkpoint_seen(self, done: int) -> None:
         """Report the checkpoint to the client and the callbacks."""
@@ -409,18 +425,18 @@ class RunRecorder:
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
-    def finish(self, facts: Mapping[str, Any]) -> None:
+    def record_former_end(self, facts: Mapping[str, Any]) -> None:
         """Record the end that a former driver had decided on (`Journal.end`), unless it is recorded already."""
         self.take_over()
         events = [json.loads(line) for line in self.events.recent.texts]
         last = next((e["kind"] for e in reversed(events) if e["kind"] in ("started", "generation", "end")), "")
         if last != "end":
             if last:
-                self.begin()
+                self.start_callbacks()
             error = None if facts["error"] is None else pickle.loads(facts["error"])
-            self.end(Teardown(facts["end"], facts["why"], facts["done"], error), None)
+            self.record_end(Teardown(facts["end"], facts["why"], facts["done"], error), None)
 
-    def end(self, teardown: Teardown, step_calls: int | None) -> None:
+    def record_end(self, teardown: Teardown, step_calls: int | None) -> None:
         """Record the end: files, pictures, last callbacks. `step_calls`: calls to workers for steps; None if not counted."""
         steps = teardown.done - self.request.policy.steps_before_run
         facts = {"end": teardown.end, "why": teardown.why, "step": teardown.done}
@@ -430,9 +446,11 @@ class RunRecorder:
             self._tell_gaps(self._lines_of_metrics(), self.request.policy.steps_before_run, teardown.done)
         self._append(self.events, {"kind": "end", **facts, **calls})
         self.events.close()
-        if self.traced is not None:
+        if self.traced_step is not None:
             try:
-                write_step_timeline_files(self.request, self.traced["step"], self.traced["spans"], self.traced["nodes"])
+                write_step_timeline_files(
+                    self.request, self.traced_step["step"], self.traced_step["spans"], self.traced_step["nodes"]
+                )
                 self._new_events.append({"kind": "picture", "path": str(self.folder / "swimlane.svg")})
             except OSError as error:
                 text = f"the picture could not be written ({error})\n  cure: free disk space; the run itself is not touched"
@@ -454,7 +472,7 @@ def lost_workers_since_last_start(events: Iterable[Mapping[str, Any]]) -> frozen
 
 
 def metrics_line_matches_journal(line: Mapping[str, Any], facts: Mapping[str, Any] | None) -> bool:
-    """Whether a line of metrics agrees with the journal's report of its step; True if there is none (`facts` None)."""
+    """Whether a line of metrics agrees with the journal's report of its step (`facts`); True if there is no report."""
     found = _finite({key: facts[key] for key in ("loss", "norm")}) if facts is not None else {}
     return all(line.get(key) == value for key, value in found.items())
 

@@ -1,4 +1,4 @@
-"""What the client sends the driver: everything about one run. Unpickling a request imports neither user code nor torch."""
+"""The request for one run, which the client sends to the driver. Unpickling it imports neither user code nor torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from raypar.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run."""
+    """Everything that a driver has to know about a run."""
 
     run: str
     """The run's name."""
     folder: str
     """Absolute path of the run folder."""
     policy: RunPolicy
-    """What the run machine goes by."""
+    """Limits and settings for the run machine's decisions."""
     plan: ParallelPlan
     """The first generation's plan."""
     schedule_name: str
     """The schedule of `plan`."""
     crossing: StageConnections
-    """What crosses between the stages of `plan`."""
+    """The values that pass between the stages of `plan`."""
     batching: Microbatches
     """How the samples of a step are divided into microbatches, and these into blocks."""
     spec: bytes
@@ -37,9 +37,9 @@ class RunRequest:
     callbacks: bytes
     """The `Callbacks`, pickled; they are called in the driver."""
     contract: Mapping[str, Any]
-    """What a checkpoint says of the job, to recognise it again."""
+    """The part of the job that a checkpoint stores, to check that it is resumed by the same job."""
     predicted: Timeline
-    """The predicted step, for the picture."""
+    """The step as the simulator predicts it, for the picture."""
     outline: ModelOutline
     """The model's layers and edges, from which another plan is made when workers come or go."""
     profile: ModelProfile
@@ -48,11 +48,11 @@ class RunRequest:
     """How the samples of a whole validation pass are divided into microbatches; None without validation."""
     resume: str | None = None
     """The checkpoint folder that workers load; None for a new run."""
-    keep: int = 2
+    keep_checkpoints: int = 2
     """How many checkpoints are kept."""
-    host: str | None = None
+    listen_host: str | None = None
     """The address that workers listen on; None: their node's address."""
-    trace: Collection[int] = frozenset()
+    traced_steps: Collection[int] = frozenset()
     """Steps whose instructions are timed for the picture."""
     max_time_s: float | None = None
     """Time after which the run saves and stops."""

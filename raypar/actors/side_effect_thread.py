@@ -22,7 +22,14 @@ class SideEffectThread:
     """Performs side effects one after the other, in the order in which they were requested."""
 
     def __init__(self, recorder: RunRecorder, machine: RunMachine, feed: EventFeed, tasks: BackgroundTasks) -> None:
-        self.recorder, self.machine, self.feed, self.tasks = recorder, machine, feed, tasks
+        self.recorder = recorder
+        """Carries out the side effects."""
+        self.machine = machine
+        """Knows the present generation."""
+        self.feed = feed
+        """Gets the recorder's events for the client."""
+        self.tasks = tasks
+        """Awaits side effects, and posts events to the run machine."""
         self._thread = ThreadPoolExecutor(1, "raypar-effects")
         """The one thread: nothing else calls the recorder."""
 

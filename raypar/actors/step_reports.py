@@ -16,13 +16,16 @@ Report = dict[str, Any]
 
 
 class StepReports:
-    """Reports by step (from 0), then by rank."""
+    """The reports of workers, by step (from 0) and rank."""
 
     def __init__(self, machine: RunMachine, plans: PlanCache) -> None:
-        self.machine, self.plans = machine, plans
+        self.machine = machine
+        """Knows the members and the plan."""
+        self.plans = plans
+        """Knows how many microbatches a worker computes."""
         self.outcomes: dict[int, tuple[float, float]] = {}
         """Step -> (loss, norm) as the user has seen them: a replayed step must give the same."""
-        self.journalled: dict[int, Report] = {}
+        self.in_journal: dict[int, Report] = {}
         """Step -> its merged report in a former driver's journal, for steps that the user may not have seen."""
         self.validations: dict[int, Any] = {}
         """Worker -> its report of the present validation."""
@@ -33,7 +36,7 @@ class StepReports:
         self._warned: set[str] = set()
         """Keys of warnings that were shown: all workers run the same code, and each reports its warnings."""
 
-    def stepped(self, number: int, generation: int, step: int, report: Report) -> on.RunEvent:
+    def keep_step_report(self, number: int, generation: int, step: int, report: Report) -> on.RunEvent:
         """Keep a worker's report of a step; the event for the run machine."""
         machine, busy_s = self.machine, None
         if generation == machine.membership.generation:
@@ -44,59 +47,59 @@ class StepReports:
         cost, digest = report["mirror_seconds"], report["digest"]
         return on.StepReported(number, step, report["seconds"], generation, cost, digest, busy_s)
 
-    def validated(self, number: int, generation: int, done: int, report: Any) -> on.RunEvent:
+    def keep_validation_report(self, number: int, generation: int, done: int, report: Any) -> on.RunEvent:
         """Keep a worker's report of a validation; the event for the run machine."""
         if generation == self.machine.membership.generation:
             self.validations[number] = report
         return on.ValidationReported(number, done, generation)
 
-    def warnings(self, report: Report) -> list[str]:
+    def new_warnings(self, report: Report) -> list[str]:
         """The warnings in a worker's report that no worker has given before."""
         fresh = [(key, line) for key, line in report.get("warnings", ()) if key not in self._warned]
         self._warned.update(key for key, _ in fresh)
         return [line for _, line in fresh]
 
-    def keep_missing_reports(self, status: WorkerStatus) -> WorkerStatus:
-        """Reconstruct reports of steps that the worker has applied and whose reports are incomplete. Returns `status`.
+    def keep_reports_from_status(self, status: WorkerStatus) -> WorkerStatus:
+        """Keep reports of steps that, by its status, a worker has applied; returns the status.
 
-        The machine commits such steps, and the user sees their loss.
+        The workers' own reports of these steps are not complete. The machine commits the steps, and the user sees their loss.
         """
         for step, vote_result in status.vote_results.items():
             if step >= self.machine.progress.journalled:
                 self._open[step] = {0: reconstruct_lost_report(vote_result)}
         return status
 
-    def commit(self, step: int) -> None:
+    def mark_committed(self, step: int) -> None:
         """Mark a step as committed and not yet seen.
 
         A former driver's report in the journal takes precedence: workers remember less of a step, and only the last steps.
         """
-        if step in self.journalled:
-            self._open[step] = {0: {**self.journalled[step], "spans": [], "ledger": {}}}
+        if step in self.in_journal:
+            self._open[step] = {0: {**self.in_journal[step], "spans": [], "ledger": {}}}
         self._unseen[step] = self._open.pop(step)
 
-    def brief(self, step: int) -> Report:
+    def merged_report(self, step: int) -> Report:
         """The merged report of a committed step that has not been seen."""
         return merge_reports(self._unseen[step])
 
-    def emit(self, step: int) -> dict[int, Report]:
+    def take_reports(self, step: int) -> dict[int, Report]:
         """The reports of a committed step by rank; marks the step as seen."""
         reports = self._unseen.pop(step)
         self.outcomes[step] = loss_and_grad_norm_of_step(reports)
         return reports
 
-    def changed(self, step: int) -> tuple[tuple[float, float], tuple[float, float]] | None:
-        """(loss, norm) of a replayed step as seen before and as found now; None if they are equal."""
+    def replay_difference(self, step: int) -> tuple[tuple[float, float], tuple[float, float]] | None:
+        """(loss, norm) of a replayed step at its first execution and now; None if they are equal or the first is not known."""
         found, before = loss_and_grad_norm_of_step(self._open.pop(step)), self.outcomes.get(step)
         return None if before is None or repr(found) == repr(before) else (before, found)  # NaN is equal to NaN here
 
-    def forget(self) -> None:
+    def drop_uncommitted(self) -> None:
         """Drop the reports of steps that are not committed."""
         self._open.clear()
 
 
 def loss_and_grad_norm_of_step(reports: Mapping[int, Mapping[str, Any]]) -> tuple[float, float]:
-    """(loss, norm): the same in all reports of a step."""
+    """(loss, norm) of a step, which are the same in the reports of all workers."""
     report = next(iter(reports.values()))
     return report["loss"], report["norm"]
 
@@ -104,7 +107,7 @@ def loss_and_grad_norm_of_step(reports: Mapping[int, Mapping[str, Any]]) -> tupl
 def merge_reports(reports: Mapping[int, Mapping[str, Any]]) -> Report:
     """One report from all workers' reports of a step: the longest time of any, the work and memory of all."""
     one = next(iter(reports.values()))
-    if "workers" in one:  # made by this function already
+    if "workers" in one:  # a report that this function has made
         return {key: value for key, value in one.items() if key not in ("spans", "ledger")}
     return {
         **{key: one[key] for key in ("loss", "norm", "count", "skipped")},

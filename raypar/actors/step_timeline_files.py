@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raypar.actors.run_request import RunRequest
-from raypar.run_folder import replace_file_atomically
+from raypar.atomic_write import replace_file_atomically
 from raypar.schedule.chrome_trace import chrome_trace
 from raypar.schedule.swimlane_svg import swimlanes_svg
 from raypar.schedule.timeline import Timeline

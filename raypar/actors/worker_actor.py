@@ -38,16 +38,25 @@ STEP_TIMEOUT_S = 900.0
 LEAVE_S = 5.0
 """How long a worker that ends waits for Ray or its driver before it exits."""
 LOADING, LOADING_S = "loading its code", 600.0
-"""What a worker says while it loads, and how long that may take without a ping: a cold disk needs minutes for torch."""
+"""What `doing` is while a worker loads its code, and how long that may take without a ping: torch from a cold disk needs
+minutes."""
 ALLOCATORS_SAY = ("can't allocate memory", "not enough memory", "out of memory")
 """Texts of out-of-memory RuntimeErrors: PyTorch's on a CPU, Windows's, and a GPU's before torch 2.5."""
 
 
 class WorkerActor:
-    """A worker process in a placement group; everything but its job comes by calls. No other worker ever has its `number`."""
+    """A worker process in a placement group. It gets its job when it is created, and everything else by calls.
+
+    No other worker of the run ever has its `number`.
+    """
 
     def __init__(self, credential: RunCredential, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
-        self.credential, self.number, self.pickled_spec = credential, number, spec
+        self.credential = credential
+        """The run's name and secret, for connections to other workers."""
+        self.number = number
+        """The worker's number."""
+        self.pickled_spec = spec
+        """The `JobSpec`, pickled; opened by `hello`."""
         self.coordinate = f"worker {number}"
         """The worker's seat in words, for messages."""
         self.working_dir = WorkingDirGuard()
@@ -58,14 +67,14 @@ class WorkerActor:
         """The address to listen on; None: the node's address."""
         self.core: Any = None
         """The `WorkerCore`: stages, transport, data."""
-        self.guard: Any = None
+        self.torch_guard: Any = None
         """The `TorchStateGuard` around user code."""
         self.elastic_worker: Any = None
-        """The core as the elastic protocol sees it (`ElasticWorker`)."""
+        """The core's side of the elastic protocol (`ElasticWorker`)."""
         self.generation_guard: Any = None
         """Refuses calls of old generations (`GenerationGuard`)."""
         self.backend: Any = None
-        """The kind of device this worker computes on, and what goes with it (`DeviceBackend`)."""
+        """The kind of device this worker computes on (`DeviceBackend`)."""
         self.endpoint: Any = None
         """The `WorkerEndpoint`: connects with the other workers of each generation."""
         self.heard_s = time.monotonic()
@@ -74,11 +83,11 @@ class WorkerActor:
         """How long this worker lives without a call of its driver."""
         self.doing = "starting"
         """What the worker does, in words."""
-        self.said: WorkerHello | None = None
-        """Its hello, for a new driver that asks again."""
-        self.lifeline: LivenessListener | None = None
+        self.hello_sent: WorkerHello | None = None
+        """The hello it has answered with, for a new driver that asks again."""
+        self.liveness_listener: LivenessListener | None = None
         """Shows the driver that this process exists."""
-        self.computes = 0
+        self.step_thread_id = 0
         """Native id of the thread that executes steps; 0 before the first step."""
         self.leaving = False
         """Whether this process was asked to end (SIGTERM)."""
@@ -90,15 +99,15 @@ class WorkerActor:
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def hello(self, joining: bool = False) -> WorkerHello | CallFailure:
-        """Load torch and listen for other workers: all that can be done before there is a plan.
+        """Load torch and listen for other workers: do all that can be done before there is a plan.
 
-        `joining`: during a run, where the other workers would wait for anything that is left to do.
+        `joining`: the worker starts during a run, so that others would wait for whatever is not done here.
         """
-        return self._guard(LOADING, lambda: self._hello(joining))
+        return self._run_call(LOADING, lambda: self._hello(joining))
 
     def _hello(self, joining: bool) -> WorkerHello:
-        if self.said is not None:
-            return self.said  # to a new driver
+        if self.hello_sent is not None:
+            return self.hello_sent  # to a new driver
         with self.working_dir.elsewhere():
             import torch
 
@@ -111,7 +120,7 @@ class WorkerActor:
         from raypar.worker.worker_core import WorkerCore
 
         keep_freed_memory()
-        self.guard = guard = TorchStateGuard(threads=1)
+        self.torch_guard = guard = TorchStateGuard(threads=1)
         with guard.watching("a module that the job names"):
             self.spec = pickle.loads(self.pickled_spec)
         torch.set_num_threads(self.spec.threads)
@@ -126,10 +135,10 @@ class WorkerActor:
         warm_up_process(self.core, data=joining)
         freeze_existing_objects(collect=True)
         node = ray.get_runtime_context().get_node_id()
-        self.lifeline = LivenessListener(host)
+        self.liveness_listener = LivenessListener(host)
         says = fingerprint_worker_numerics(self.spec.threads, device)
-        self.said = WorkerHello(self.endpoint.address, node, os.getpid(), says, self.lifeline.address)
-        return self.said
+        self.hello_sent = WorkerHello(self.endpoint.address, node, os.getpid(), says, self.liveness_listener.address)
+        return self.hello_sent
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def adopt(
@@ -165,7 +174,7 @@ class WorkerActor:
             described: dict[str, Any] | None = self.elastic_worker.adopt_description
             return described
 
-        return self._guard("building its stages", build)
+        return self._run_call("building its stages", build)
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def step(self, generation: int, step: int, trace: bool, into_mirror: bool) -> Any:
@@ -175,9 +184,9 @@ class WorkerActor:
         """
         from raypar.comm.transport import run_routine
 
-        self.elastic_worker.trace, self.computes = trace, threading.get_native_id()
+        self.elastic_worker.trace, self.step_thread_id = trace, threading.get_native_id()
         routine = self.generation_guard.step(generation, step, into_mirror)
-        report = self._guard(f"in step {step + 1}", lambda: run_routine(routine, self.core.step_timeout_s))
+        report = self._run_call(f"in step {step + 1}", lambda: run_routine(routine, self.core.step_timeout_s))
         if isinstance(report, CallFailure):
             self._free_peers()
             return report
@@ -188,46 +197,48 @@ class WorkerActor:
         """One validation pass: a `ValidationReport` as a dict, or `CallFailure`."""
         from raypar.comm.transport import run_routine
 
-        return self._guard(
+        return self._run_call(
             f"in the validation after {done} steps",
             lambda: vars(run_routine(self.generation_guard.validate(generation), self.core.step_timeout_s)),
         )
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def report_status(self, generation: int) -> Any:
-        """This worker's status (`elastic.generation_guard.WorkerStatus`), once what it was doing has ended."""
-        return self._guard("saying where it stands", lambda: self.generation_guard.report_status(generation))
+        """This worker's status (`elastic.generation_guard.WorkerStatus`), after its calls in progress have ended."""
+        return self._run_call("saying where it stands", lambda: self.generation_guard.report_status(generation))
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def apply_kept_gradients(self, generation: int, step: int, vote_result: Any) -> Any:
-        """Apply `step` late, with the gradients that were kept; the worker's status then."""
-        return self._guard(
+        """Apply `step` late, with the gradients that were kept; returns the worker's status after that."""
+        return self._run_call(
             f"settling step {step + 1}", lambda: self.generation_guard.apply_kept_gradients(generation, step, vote_result)
         )
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
     def save(self, generation: int, done: int, folder: str) -> Any:
         """Copy the state after `done` steps and start writing it in the background; `save_result` returns the outcome."""
-        return self._guard("saving", lambda: self.generation_guard.save(generation, done, lambda: self.core.save(Path(folder))))
+        return self._run_call(
+            "saving", lambda: self.generation_guard.save(generation, done, lambda: self.core.save(Path(folder)))
+        )
 
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
     def save_result(self) -> Any:
         """Wait for the writer: its record, or `CallFailure` with the error of the disk."""
-        return self._guard("writing", self.core.save_result)
+        return self._run_call("writing", self.core.save_result)
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def ping(self) -> tuple[int, str, bool, float]:
-        """(steps done, what it does, whether it has to leave, seconds that its computing thread has waited for a processor).
+        """(steps done, what the worker does, whether it has to leave, seconds that its step thread has waited for a processor).
 
-        A ping also shows the worker that its driver lives.
+        A ping also tells the worker that its driver lives.
         """
         self.heard_s = time.monotonic()
-        return self._done, self.doing, self.leaving, thread_cpu_wait_s(self.computes)
+        return self._done, self.doing, self.leaving, thread_cpu_wait_s(self.step_thread_id)
 
     def _asked_to_leave(self, number: int, frame: Any) -> None:
-        """On SIGTERM, a cloud's notice: the next ping tells the driver, which moves the work; exit if no driver pings."""
+        """Handle SIGTERM, a cloud's notice: the next ping tells the driver, which moves the work. Exit if no driver pings."""
         if self.leaving and time.monotonic() - self.heard_s > LEAVE_S:
             os._exit(0)
         self.leaving = True
@@ -238,8 +249,8 @@ class WorkerActor:
         return 0 if self.elastic_worker is None else self.elastic_worker.applied()
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
-    def enter_generation(self, generation: int, reason: str) -> Any:
-        """Note a new generation: abort what is done for an older one, and refuse its calls from now on."""
+    def announce_generation(self, generation: int, reason: str) -> Any:
+        """Begin a new generation: abort the work of older generations, and refuse their calls from now on."""
         self.heard_s = time.monotonic()
         try:
             self.generation_guard.enter_generation(generation, reason)
@@ -285,23 +296,23 @@ class WorkerActor:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _guard(self, doing: str, call: Callable[[], Any]) -> Any:
+    def _run_call(self, doing: str, call: Callable[[], Any]) -> Any:
         """The result of `call`, or its failure as a `CallFailure`. `doing`: what the worker does, for pings and messages."""
         self.heard_s = time.monotonic()
         self.doing = doing
         try:
             self.working_dir.keep()
-            if self.guard is not None:
-                self.guard.accept_directory()
+            if self.torch_guard is not None:
+                self.torch_guard.accept_directory()
             return call()
         except USER_CODE_ERRORS as error:  # a SystemExit would end this process without a word
-            return self._judge(doing, error)
+            return self._classify_failure(doing, error)
         finally:
-            self.heard_s = time.monotonic()  # whoever waits for this is still there
+            self.heard_s = time.monotonic()  # the driver that waits for the answer lives
             self.doing = "idle"
 
-    def _judge(self, doing: str, error: BaseException) -> CallFailure:
-        """The failure with who is to blame: an abort, user code, or raypar."""
+    def _classify_failure(self, doing: str, error: BaseException) -> CallFailure:
+        """The failure as a `CallFailure` that says who is to blame: an abort, user code, or raypar."""
         if isinstance(error, StaleGeneration):
             return CallFailure("aborted", error)
         if isinstance(error, CommError):
@@ -326,13 +337,13 @@ class WorkerActor:
         )
 
     def _free_peers(self) -> None:
-        """Close the connections: peers that wait for this worker learn of its failure from that."""
+        """Close the connections, from which waiting peers learn of this worker's failure."""
         with contextlib.suppress(Exception):
             self.core.abort(f"{self.coordinate} has failed")
         self._end_if_stuck()
 
     def _end_if_stuck(self) -> None:
-        """Exit if NCCL operations cannot be ended: they would keep this process's GPU busy in the next generation too.
+        """Exit if NCCL operations cannot be ended, because they would keep the GPU busy in the next generation too.
 
         The driver notices the end at once and can start another worker.
         """
@@ -376,5 +387,5 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def make_worker_actor_class() -> Any:
-    """The actor class. `io` is a group of its own, so that a slow disk does not keep a worker from answering pings."""
+    """The actor class of workers. `io` is a concurrency group of its own, so that a slow disk does not delay pings."""
     return ray.remote(concurrency_groups={"step": 1, "ctl": 2, "io": 1}, max_restarts=0)(WorkerActor)

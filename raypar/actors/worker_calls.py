@@ -1,4 +1,4 @@
-"""Calls to workers: each becomes an event, and failures name the worker."""
+"""Calls workers. Each answer becomes an event; failures name the worker."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ STACKS_S = 5.0
 
 
 class WorkerCalls:
-    """Makes one call per worker and step, whatever the number of microbatches."""
+    """Calls to the workers of a run: one per worker and step, whatever the number of microbatches."""
 
     def __init__(
-        self, machine: RunMachine, pool: WorkerPool, plans: PlanCache, tasks: BackgroundTasks, met: Container[int]
+        self, machine: RunMachine, pool: WorkerPool, plans: PlanCache, tasks: BackgroundTasks, started: Container[int]
     ) -> None:
-        self.machine, self.pool, self.plans, self.tasks = machine, pool, plans, tasks
-        self.met = met
+        self.machine = machine
+        """Knows the members and their seats."""
+        self.pool = pool
+        """Has the handles of the workers."""
+        self.plans = plans
+        """Knows what a worker that is out of memory holds."""
+        self.tasks = tasks
+        """Awaits answers, and posts events to the run machine."""
+        self.started = started
         """Workers that have started."""
         self._answered: set[asyncio.Task[None]] = set()
         """Calls whose answer is awaited."""
@@ -72,8 +79,8 @@ class WorkerCalls:
         members, plan = self.machine.membership.members, self.machine.membership.plan
         return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
 
-    def explained(self, number: int, error: Exception) -> Exception:
-        """The error; of an out-of-memory error with what the worker holds and what would fit. Slow: call it in a thread."""
+    def explain_out_of_memory(self, number: int, error: Exception) -> Exception:
+        """The error, if it is out of memory with what the worker holds and what would fit. Slow: call it in a thread."""
         members, plan = self.machine.membership.members, self.machine.membership.plan
         if not isinstance(error, OutOfMemory) or plan is None or number not in members:
             return error
@@ -85,13 +92,15 @@ class WorkerCalls:
 
         Workers that have not started are left out: they have no transport and do not answer.
         """
-        workers = {number: worker for number, worker in self.pool.workers.items() if number in self.met}
+        workers = {number: worker for number, worker in self.pool.workers.items() if number in self.started}
         await gather_answers_within([worker.abort.remote(why) for worker in workers.values()], 2.0)
         if self._answered:
             await asyncio.wait(set(self._answered), timeout=5.0)
         there = [number for number in self.machine.membership.members if number in workers]
-        stand = dict(zip(there, await gather_answers_within([workers[n].ping.remote() for n in there], 2.0), strict=True))
-        self.tasks.post(on.GroupsAborted(tuple(s[0] if (s := stand.get(n)) else None for n in self.machine.membership.members)))
+        answers = dict(zip(there, await gather_answers_within([workers[n].ping.remote() for n in there], 2.0), strict=True))
+        self.tasks.post(
+            on.GroupsAborted(tuple(s[0] if (s := answers.get(n)) else None for n in self.machine.membership.members))
+        )
 
     async def probe(self, numbers: tuple[int, ...]) -> None:
         """Post the stacks of these workers."""

@@ -16,22 +16,23 @@ class CallFailure:
     kind: FailureKind
     """Who is to blame: user code, raypar, a lost worker, or an abort."""
     error: Exception
+    """The error itself."""
 
 
 @dataclass(frozen=True)
 class WorkerHello:
-    """What a worker says of itself when it has started, before it knows a plan."""
+    """What a worker reports about itself when it has started, before it knows a plan."""
 
     address: str
     """Where other workers connect: `host:port`."""
     node: str
     """Ray's id of its node, in hex."""
     pid: int
-    """Its process."""
+    """Id of its process."""
     fingerprint: dict[str, str]
-    """What it computes with (`fingerprint.py`)."""
-    lifeline: str = ""
-    """Address of its `LivenessListener`; empty: it has none."""
+    """The libraries and hardware with which it computes (`numerics_fingerprint.py`)."""
+    liveness_address: str = ""
+    """Address of its `LivenessListener`; empty if it has none."""
 
 
 def pickle_error_for_client(error: Exception | None) -> bytes | None:

@@ -1,4 +1,4 @@
-"""The workers of a run on the Ray cluster: one detached placement group per seat, worker actors in them, their removal."""
+"""Places, starts and removes the workers of a run on the Ray cluster, as actors in detached placement groups."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class WorkerPool:
                 )
             if waited > told[0] + (SAY_S if there != told[1] else SAY_AGAIN_S):
                 told = waited, there
-                say(placement_wait_text(there, plan.world, (await asyncio.to_thread(cluster_capacity)).grows))
+                say(placement_wait_text(there, plan.world, (await asyncio.to_thread(cluster_capacity)).may_add_nodes))
             await asyncio.sleep(POLL_S)
 
     async def reserve_one(self, number: int, avoid: Collection[str], shun: Collection[str] = ()) -> None:
@@ -120,14 +120,14 @@ class WorkerPool:
         )
 
     def _there(self, only: int | None = None) -> int:
-        """How many workers have groups that are placed; with `only`, whether that one has."""
+        """How many workers have a placement group that is placed; with `only`, 1 or 0 for that worker."""
         table = placement_group_table()
         groups = self.groups if only is None else {n: g for n, g in self.groups.items() if n == only}
         return sum(table.get(group.id.hex(), {}).get("state") == "CREATED" for group in groups.values())
 
     # -- workers -----------------------------------------------------------------------------------------------------------
 
-    def hire(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> Any:
+    def start_worker(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> Any:
         """Start a worker actor in its placement group; it loads torch at its first call. Returns its handle.
 
         Raises ValueError when another driver has used the number, `ClusterError` when the run has ended meanwhile.
@@ -146,14 +146,14 @@ class WorkerPool:
         return self.workers[number]
 
     def _of_its_own(self) -> dict[str, Any]:
-        """Options of an actor with GPUs: their number, and environment variables, with which Ray starts a new process."""
+        """Actor options of a worker with GPUs: their number, and environment variables, for which Ray starts a new process."""
         if not self.gpus:
             return {}
         given = ray.get_runtime_context().runtime_env.get("env_vars") or {}
         return {"num_gpus": self.gpus, "runtime_env": {"env_vars": {**self.environment, **given}}}
 
     def find(self) -> None:
-        """Take over the workers of an earlier driver, all that Ray knows of the run, and their groups."""
+        """Take over all workers that an earlier driver has left, and their placement groups."""
         for number in find_existing_worker_numbers(self.run):
             with contextlib.suppress(ValueError):  # gone since it was listed
                 self.workers[number] = ray.get_actor(f"worker-{number}", namespace=run_namespace(self.run))
@@ -167,7 +167,7 @@ class WorkerPool:
                 remove_placement_group(group)
 
     def dismiss(self, number: int) -> Callable[[], None]:
-        """Forget a worker. Returns the rest of the work, which may block: kill the actor, return its CPU. Idempotent."""
+        """Forget a worker; returns a function that kills the actor and returns its CPU, which may block. Idempotent."""
         worker, group = self.workers.pop(number, None), self.groups.pop(number, None)
         last = group is not None and all(group.id != other.id for other in self.groups.values())
 
@@ -187,7 +187,7 @@ class WorkerPool:
             raise ClusterError(f"run {self.run} has ended before its workers were there", cure="nothing is to be done")
 
     async def close(self, patience_s: float = 1.0) -> None:
-        """End the run's workers: they close loaders and sockets, then actors and groups are removed. No worker starts then."""
+        """End all workers: they close loaders and sockets, then actors and groups are removed. None can start afterwards."""
         self.closed = True
         with contextlib.suppress(Exception):
             closing = [asyncio.ensure_future(_quietly(w.close.remote())) for w in self.workers.values()]
@@ -196,30 +196,30 @@ class WorkerPool:
         await asyncio.to_thread(self.remove)
 
     def remove(self) -> None:
-        """Kill every worker, return every reserved CPU. Idempotent."""
+        """Kill every worker and return every reserved CPU. Idempotent."""
         for number in {*self.workers, *self.groups}:
             self.dismiss(number)()
 
 
-def placement_wait_text(there: int, wanted: int, grows: bool) -> str:
-    """The line while workers are not placed: `waiting for 3 more workers: the cluster has a place for 1 of 4`."""
+def placement_wait_text(there: int, wanted: int, may_add_nodes: bool) -> str:
+    """The line for the user while workers are not placed: `waiting for 3 more workers: the cluster has a place for 1 of 4`."""
     more = "1 more worker" if wanted - there == 1 else f"{wanted - there} more workers"
-    return f"waiting for {more}: the cluster has a place for {there} of {wanted}" + ", an autoscaler is running" * grows
+    return f"waiting for {more}: the cluster has a place for {there} of {wanted}" + ", an autoscaler is running" * may_add_nodes
 
 
 def placement_timeout_error(there: int, wanted: int, wait_s: float, cluster: ClusterCapacity, gpus: bool) -> ClusterError:
     """The error when workers could not be placed within `wait_s`."""
     cure = "wait for other jobs to end, add nodes, choose a smaller plan, or raise wait_for_workers_s"
-    if cluster.grows:
+    if cluster.may_add_nodes:
         cure = (
             "`ray status` says what the autoscaler does: its max_workers may be too low, or no node type may have "
             f"{'a GPU' if gpus else 'CPUs'} enough; else raise wait_for_workers_s, or choose a smaller plan"
         )
     what = (
-        f"only {there} of {wanted} workers could be placed within {wait_s:.0f} s; the cluster has {cluster.total} CPUs, "
-        f"{cluster.free} of them free" + f", and {cluster.gpus} GPUs" * gpus
+        f"only {there} of {wanted} workers could be placed within {wait_s:.0f} s; the cluster has {cluster.cpus} CPUs, "
+        f"{cluster.free_cpus} of them free" + f", and {cluster.gpus} GPUs" * gpus
     )
-    return ClusterError(what + ", and its autoscaler has added no more" * cluster.grows, cure=cure)
+    return ClusterError(what + ", and its autoscaler has added no more" * cluster.may_add_nodes, cure=cure)
 
 
 async def _quietly(ref: Any) -> None:

@@ -1,6 +1,6 @@
-"""Keeps track of a run's worker processes: started, silent, lost, draining; starts and dismisses them. Knows no plan.
+"""Knows which of a run's worker processes have started, are silent, lost or draining; starts and dismisses workers.
 
-Whatever happens is posted to the run machine as an event; nothing is decided here.
+It knows no plan and decides nothing: whatever happens is posted to the run machine as an event.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DRAIN_POLL_S = 1.0
 
 
 class WorkerRegistry:
-    """The workers of a run by number."""
+    """The worker processes of a run, by worker number."""
 
     def __init__(
         self,
@@ -40,27 +40,31 @@ class WorkerRegistry:
         journal: Journal,
         post: Callable[[on.RunEvent], None],
         note: Callable[..., None],
-        works: Callable[[int], bool],
+        has_seat: Callable[[int], bool],
     ) -> None:
-        self.pool, self.journal = pool, journal
+        self.pool = pool
+        """Places, starts and kills the worker actors."""
+        self.journal = journal
+        """Keeps hellos and numbers of workers for a new driver."""
         self.post = post
         """Gives an event to the run machine."""
         self.note = note
         """Shows an event (kind, facts) and writes it to events.jsonl."""
-        self.works = works
+        self.has_seat = has_seat
         """Whether a worker has a seat."""
         self.node_losses = NodeLossTracker()
-        self.lifelines = LivenessConnections()
+        """Recognises that a whole node was lost."""
+        self.liveness = LivenessConnections()
         """Connections that show the end of a worker's process."""
-        self.crowding = CpuWaitDeadlineExtension()
+        self.cpu_wait = CpuWaitDeadlineExtension()
         """How long the workers wait for processors."""
         self.hellos: dict[int, WorkerHello] = {}
         """Worker -> its hello, of all workers that have started."""
-        self.suspects: set[str] = set()
+        self.suspect_nodes: set[str] = set()
         """Nodes whose workers were lost or hung: no worker is started there, as Ray may not have noticed a dead node yet."""
         self.slow_nodes: set[str] = set()
         """Nodes whose worker was a straggler: no worker is started there while another node has room."""
-        self.where: dict[int, str] = {}
+        self.node_of_worker: dict[int, str] = {}
         """Worker -> node, of all workers that have ever started."""
         self._answered_s: dict[int, float] = {}
         """Worker -> time of its last answer, of workers that have not been dismissed."""
@@ -68,25 +72,25 @@ class WorkerRegistry:
         """Workers that were asked to leave."""
         self._drained: set[str] = set()
         """Nodes that were being drained: their death is expected."""
-        self._told: set[int] = set()
+        self._reported_silent: set[int] = set()
         """Workers whose silence has been reported."""
-        self._asked: dict[int, asyncio.Task[None]] = {}
+        self._pending_pings: dict[int, asyncio.Task[None]] = {}
         """Worker -> its pending ping."""
         self._dismissing: set[asyncio.Task[None]] = set()
         """Dismissals under way."""
 
-    def met(self, number: int, hello: WorkerHello) -> None:
-        """Note that a worker has started."""
+    def add_started_worker(self, number: int, hello: WorkerHello) -> None:
+        """Store the hello of a started worker, and connect to the worker to notice its end."""
         self.hellos[number] = hello
-        self.where[number] = hello.node
+        self.node_of_worker[number] = hello.node
         self._answered_s[number] = time.monotonic()
-        self.lifelines.hold(number, hello.lifeline)
+        self.liveness.hold(number, hello.liveness_address)
 
-    def nodes(self, numbers: Iterable[int]) -> dict[int, str]:
+    def nodes_of_workers(self, numbers: Iterable[int]) -> dict[int, str]:
         """Worker -> node, of those workers that have started."""
         return {n: self.hellos[n].node for n in numbers if n in self.hellos}
 
-    def who(self, number: int) -> dict[str, Any]:
+    def worker_facts(self, number: int) -> dict[str, Any]:
         """Facts of a worker for events: worker, node, pid, host."""
         hello = self.hellos.get(number)
         facts: dict[str, Any] = {"worker": number}
@@ -96,37 +100,43 @@ class WorkerRegistry:
 
     # -- hiring and dismissing -----------------------------------------------------------------------------------------------
 
-    async def hire(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float, start_s: float) -> None:
-        """Start one more worker: place, process, torch, model code. Posts `WorkerJoined` or `WorkerStartFailed`."""
+    async def start_worker(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float, start_s: float) -> None:
+        """Start one more worker: placement, process, torch, model code. Posts `WorkerJoined` or `WorkerStartFailed`."""
         try:
-            await self.pool.reserve_one(number, self.suspects, self.slow_nodes)
+            await self.pool.reserve_one(number, self.suspect_nodes, self.slow_nodes)
             if number not in self.pool.groups:
                 return  # dismissed while it waited for its place
-            worker = self.pool.hire(number, spec, host, orphan_timeout_s)
+            worker = self.pool.start_worker(number, spec, host, orphan_timeout_s)
             self.post(on.WorkerPlaced(number))
-            await self.welcome(number, worker, start_s)
+            await self.await_hello(number, worker, start_s)
         except Exception as error:
-            self.failed(number, error)
+            self.give_up_start(number, error)
 
-    async def welcome(self, number: int, worker: Any, start_s: float) -> None:
+    async def await_hello(self, number: int, worker: Any, start_s: float) -> None:
         """Wait until a new worker has loaded everything. Posts `WorkerJoined` or `WorkerStartFailed`."""
         try:
             hello = await asyncio.wait_for(asyncio.wrap_future(worker.hello.remote(joining=True).future()), start_s)
         except asyncio.TimeoutError:
-            self.failed(number, ClusterError(f"it did not start within {start_s:.0f} s", cure="look at Ray's logs on its node"))
+            self.give_up_start(
+                number, ClusterError(f"it did not start within {start_s:.0f} s", cure="look at Ray's logs on its node")
+            )
             return
         except Exception as error:
-            self.failed(number, error)
+            self.give_up_start(number, error)
             return
         if isinstance(hello, CallFailure):
-            self.failed(number, hello.error)
+            self.give_up_start(number, hello.error)
             return
-        await asyncio.to_thread(self.journal.met, number, hello)
-        self.met(number, hello)
-        self.note("joined", text=f"worker {number} has started on node {hello.node[:8]} (pid {hello.pid})", **self.who(number))
+        await asyncio.to_thread(self.journal.store_hello, number, hello)
+        self.add_started_worker(number, hello)
+        self.note(
+            "joined",
+            text=f"worker {number} has started on node {hello.node[:8]} (pid {hello.pid})",
+            **self.worker_facts(number),
+        )
         self.post(on.WorkerJoined(number))
 
-    def failed(self, number: int, error: Exception) -> None:
+    def give_up_start(self, number: int, error: Exception) -> None:
         """Dismiss a worker that did not start; posts `WorkerStartFailed`."""
         self.dismiss(number)
         self.post(on.WorkerStartFailed(number, error))
@@ -134,46 +144,46 @@ class WorkerRegistry:
     def dismiss(self, number: int) -> None:
         """Kill a worker and return its CPU, in the background."""
         self._answered_s.pop(number, None)
-        self.lifelines.drop(number)
+        self.liveness.drop(number)
         task = asyncio.ensure_future(asyncio.to_thread(self.pool.dismiss(number)))
         self._dismissing.add(task)
         task.add_done_callback(self._dismissing.discard)
 
     def preempted(self, number: int, error: Exception) -> bool:
-        """Whether a worker died because it was asked to leave, or with its machine."""
+        """Whether the death of a worker is no fault: it was asked to leave, or died with its node."""
         return number in self._leaving or died_with_node(error)
 
-    def fell(self, number: int, with_node: bool) -> dict[str, Any] | None:
+    def note_lost_worker(self, number: int, with_node: bool) -> dict[str, Any] | None:
         """The node-lost event, if this lost worker was its node's last one and the node is gone with it."""
-        if number not in self.where:
+        if number not in self.node_of_worker:
             return None
-        node = self.where[number]
-        left = [n for n in self.pool.workers if self.where.get(n) == node]
+        node = self.node_of_worker[number]
+        left = [n for n in self.pool.workers if self.node_of_worker.get(n) == node]
         return self.node_losses.lost(number, node, left, with_node, time.monotonic())
 
-    def suspect(self, number: int) -> None:
+    def avoid_suspect_node_of(self, number: int) -> None:
         """Start no worker on this worker's node for a while: it does not answer, or has died with its node."""
         if self._alone_there(number):
-            self.suspects.add(self.where[number])
+            self.suspect_nodes.add(self.node_of_worker[number])
 
-    def slow(self, number: int) -> None:
+    def avoid_slow_node_of(self, number: int) -> None:
         """Prefer other nodes to this worker's node for new workers: it computes too slowly there."""
         if self._alone_there(number):
-            self.slow_nodes.add(self.where[number])
+            self.slow_nodes.add(self.node_of_worker[number])
 
     def _alone_there(self, number: int) -> bool:
         """Whether this worker is alone on its node: a node whose other workers are well is not at fault."""
-        others = [n for n in self.pool.workers if n != number and n in self.where]
-        return number in self.where and all(self.where[n] != self.where[number] for n in others)
+        others = [n for n in self.pool.workers if n != number and n in self.node_of_worker]
+        return number in self.node_of_worker and all(self.node_of_worker[n] != self.node_of_worker[number] for n in others)
 
-    def unheard(self) -> frozenset[int]:
+    def unheard_workers(self) -> frozenset[int]:
         """Workers that should have answered a ping by now."""
         now = time.monotonic()
         return frozenset(n for n, s in self._answered_s.items() if n in self.pool.workers and now - s > UNHEARD_S)
 
-    def ended(self) -> frozenset[int]:
-        """Workers among `unheard` whose process or machine is gone."""
-        return self.unheard() & self.lifelines.ended
+    def ended_workers(self) -> frozenset[int]:
+        """Workers among `unheard_workers` whose process or machine is gone."""
+        return self.unheard_workers() & self.liveness.ended
 
     # -- watching --------------------------------------------------------------------------------------------------------------
 
@@ -183,30 +193,30 @@ class WorkerRegistry:
         polling: asyncio.Task[None] | None = None
         while not over():
             for number, worker in list(self.pool.workers.items()):
-                if number in self.hellos and number not in self._asked:
-                    task = asyncio.ensure_future(self._ask(number, worker))
-                    self._asked[number] = task
-                    task.add_done_callback(lambda _, n=number: self._asked.pop(n, None))
+                if number in self.hellos and number not in self._pending_pings:
+                    task = asyncio.ensure_future(self._ping(number, worker))
+                    self._pending_pings[number] = task
+                    task.add_done_callback(lambda _, n=number: self._pending_pings.pop(n, None))
             now = time.monotonic()
             for number in [n for n, s in self._answered_s.items() if n in self.pool.workers and now - s > silent_s]:
-                if number in self._told:
+                if number in self._reported_silent:
                     continue
-                self._told.add(number)
+                self._reported_silent.add(number)
                 self.post(on.WorkerSilent(number, silent_s))
             if now - polled_s > DRAIN_POLL_S and (polling is None or polling.done()):
-                polled_s = now  # in a task of its own: without a head it blocks
+                polled_s = now  # in a task, because it blocks while Ray's head does not answer
                 polling = asyncio.ensure_future(self._look_at_nodes())
             before = time.monotonic()
             await asyncio.sleep(PING_S)
             now = time.monotonic()
             late_s = now - before - PING_S
             # No worker is to blame for time in which this process stood still, or in which processors were short.
-            excused_s = late_s if late_s > PING_S else self.crowding.uncounted_s(now, before)
+            excused_s = late_s if late_s > PING_S else self.cpu_wait.uncounted_s(now, before)
             if excused_s:
                 self._answered_s = {number: min(now, s + excused_s) for number, s in self._answered_s.items()}
 
-    async def _ask(self, number: int, worker: Any) -> None:
-        """Ping one worker; a dead one becomes `CallFailed`, one that is silent no event."""
+    async def _ping(self, number: int, worker: Any) -> None:
+        """Ping one worker. Posts `CallFailed` for a dead worker, and nothing for a silent one."""
         try:
             _, _, leaving, waited_s = await asyncio.wait_for(asyncio.wrap_future(worker.ping.remote().future()), 30.0)
         except OutOfMemoryError as error:
@@ -216,38 +226,42 @@ class WorkerRegistry:
             if number in self.pool.workers:
                 self.post(on.CallFailed("lost", WorkerLost(f"worker {number} was lost: {error_first_line(error)}"), number))
         except Exception:
-            return  # it is silent; `watch` counts the seconds
+            return  # the worker is silent; `watch` counts the seconds
         else:
             now = self._answered_s[number] = time.monotonic()
-            self.crowding.report(number, waited_s, now)
-            if number in self._told:
-                self._told.remove(number)
+            self.cpu_wait.report(number, waited_s, now)
+            if number in self._reported_silent:
+                self._reported_silent.remove(number)
                 self.post(on.WorkerAnswered(number))
             if leaving:
-                self.leaves(number, "its process was asked to end (SIGTERM)")
+                self.report_leaving_worker(number, "its process was asked to end (SIGTERM)")
 
     async def _look_at_nodes(self) -> None:
-        """Ask Ray which nodes are being drained and which are dead; report what that means for the workers."""
+        """Ask Ray which nodes are draining or dead; report workers that have to leave, and nodes that are lost."""
         try:
             draining, dead = await asyncio.to_thread(lambda: (list_draining_nodes(), list_dead_nodes()))
         except Exception:
-            return  # the head does not answer; whatever needs it says so
+            return  # the head does not answer; calls that need it will report that
         for number in list(self.pool.workers):
             hello = self.hellos.get(number)
             if hello is not None and hello.node in draining:
-                self.leaves(number, f"node {hello.node[:8]} is being drained")
+                self.report_leaving_worker(number, f"node {hello.node[:8]} is being drained")
         self._drained |= set(draining)
         for node in dead - self._drained:
             told = self.node_losses.died(node, time.monotonic())
             if told is not None:
                 self.note("node", **told)
 
-    def leaves(self, number: int, why: str) -> None:
-        """Report, once, that a worker has to leave; posts `DrainRequested`."""
+    def report_leaving_worker(self, number: int, why: str) -> None:
+        """Report that a worker has to leave; posts `DrainRequested`. Idempotent."""
         if number not in self._leaving:
             self._leaving.add(number)
             self.note(
-                "draining", text=f"worker {number} has to leave: {why}", why=why, works=self.works(number), **self.who(number)
+                "draining",
+                text=f"worker {number} has to leave: {why}",
+                why=why,
+                works=self.has_seat(number),
+                **self.worker_facts(number),
             )
             self.post(on.DrainRequested(number, why))
 

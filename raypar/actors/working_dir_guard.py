@@ -1,4 +1,4 @@
-"""Copes with Ray's `working_dir`: Ray may remove and unpack the job's folder anew while processes run in it."""
+"""Keeps processes running while Ray removes the job's folder (`working_dir`) and unpacks it anew."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Drain the node; exit code 0, also if it is being drained already. Raises `ConfigError` or `ClusterError`."""
+    """Drain the node; exit code 0, also if the node is being drained already. Raises `ConfigError` or `ClusterError`."""
     import math
     import os
     import time
@@ -86,19 +86,19 @@ def read_cluster_facts_of_run(run: str, run_dir: str) -> dict[str, Any]:
     from raypar.run_folder import RunFolder
 
     folder = RunFolder.find(run, run_dir, with_job=False)
-    if (folder.document(folder.members) or {}).get("phase") == "ended":
+    if (folder.read_document(folder.members) or {}).get("phase") == "ended":
         job = re.sub(r"-\d+$", "", folder.name)
         beside = [
             RunFolder(path) for path in folder.path.parent.iterdir() if re.fullmatch(re.escape(job) + r"(-\d+)?", path.name)
         ]
-        active = [run.name for run in beside if run.under_way()]
+        active = [run.name for run in beside if run.is_locked()]
         raise ConfigError(
             f"run {folder.name} has ended: it has no work to move off",
             cure=f"--run {' or --run '.join(sorted(active))} is under way"
             if active
             else "to drain a node all the same give --address host:port",
         )
-    facts = folder.document(folder.cluster)
+    facts = folder.read_document(folder.cluster)
     if facts is None or any(facts.get(key) is None for key in ("kind", "address", "nodes")):
         raise ConfigError(
             f"run {folder.name} does not say where its cluster is: {folder.cluster} is missing or incomplete",

@@ -76,7 +76,10 @@ def unwritable_out_error(out: Path, error: BaseException) -> CheckpointError:
 
 
 def _checkpoint(run: str, run_dir: str, step: int | None) -> Path:
-    """The checkpoint folder that `run` and `step` mean; warns of skipped ones on stderr. Raises `CheckpointError`."""
+    """The checkpoint at `run`, if that is one; else the run's checkpoint after `step` steps, or its last whole one.
+
+    Raises `CheckpointError`.
+    """
     from raypar.worker.checkpoint.checkpoint_files import MANIFEST, latest_usable_checkpoint, verify_checkpoint
 
     if os.path.lexists(check_local_path(run, "the run") / MANIFEST):

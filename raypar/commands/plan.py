@@ -112,7 +112,7 @@ def refuse_no_profile(choose: bool, svg: Path | None) -> None:
 
 
 def choose_plan_to_show(job: Job, spec: JobSpec, graph: Graph, workers: int | None) -> ShownPlan:
-    """The planner's choice for `workers`, or for as many as the job says. Raises `ConfigError` for fewer than its shards."""
+    """The planner's choice for `workers` workers (None: the job's number). Raises `ConfigError` for fewer than its shards."""
     from raypar.planner.plan_search import search_plans
     from raypar.worker.measure_profile import profile_job
 
@@ -171,7 +171,7 @@ def predicted_step_text(timeline: Timeline) -> str:
 
 def write_predicted_step_svg(file: Path, title: str, timeline: Timeline, crossing: StageConnections) -> None:
     """Draw the predicted step as an SVG with a lane per worker. Raises `ConfigError` if the file cannot be written."""
-    from raypar.run_folder import write_text_atomically
+    from raypar.atomic_write import write_text_atomically
     from raypar.schedule.swimlane_svg import swimlane_svg
 
     edges = [(edge.src, edge.dst) for edge in crossing.edges]

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     folder = RunFolder.find(args.run, choose_lasting_run_dir(args.run_dir))
     job = load_job(folder.job, args.overrides)
     console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start)
-    console.faults += [event for event in folder.read(folder.events) if event["kind"] in COUNTED]
+    console.faults += [event for event in folder.read_lines(folder.events) if event["kind"] in COUNTED]
     console({"kind": "stage", "stage": "read", "text": f"run {folder.name} found in {folder.path}: {job.steps} steps"})
     result = resume_job(
         job, folder, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build, simulate, write and print; exit code 0."""
+    """Build and simulate the schedule, write the files asked for, print the report; exit code 0."""
     name, schedule, routing = _from_file(args) if args.schedule_file else _built(args)
     plan = routing.plan
     costs, crossing = _costs(args, plan)
@@ -231,8 +231,8 @@ def _write(
     crossing: StageConnections,
     costs: SimulationCosts,
 ) -> Iterable[Path]:
-    """The files that were asked for. Raises `ConfigError` for one that cannot be written."""
-    from raypar.run_folder import write_text_atomically
+    """Write the files that were asked for; returns their paths. Raises `ConfigError` for one that cannot be written."""
+    from raypar.atomic_write import write_text_atomically
 
     for option in ("csv", "svg", "trace"):
         path: Path | None = getattr(args, option)
@@ -310,7 +310,7 @@ def _report(title: str, timeline: Timeline, columns: int) -> str:
 
 
 def timeline_text_for_width(timeline: Timeline, columns: int) -> str | None:
-    """The exact grid if it fits the terminal, else a squeezed one if every instruction keeps a column; else None."""
+    """The step as a text grid: exact if that fits the terminal, else squeezed, else (an instruction has no column) None."""
     from raypar.schedule.text_grid import text_grid
 
     if len(timeline.spans) > MOST_ROWS or max(map(len, timeline.spans)) > columns:

@@ -51,8 +51,8 @@ def write_throughput_chart(folder: RunFolder, file: str, steps: int | None) -> N
     from raypar.console.run_history import build_run_history
     from raypar.schedule.throughput_chart import throughput_svg
 
-    metrics = list(folder.read(folder.metrics))
-    seen = build_run_history(metrics, list(folder.read(folder.events)))
+    metrics = list(folder.read_lines(folder.metrics))
+    seen = build_run_history(metrics, list(folder.read_lines(folder.events)))
     done = max((line["step"] for line in metrics if "samples_per_s" in line), default=0)
     of = f" of {steps}" if steps is not None else ""
     write_option_output_file(file, throughput_svg(seen, title=f"{folder.name}: {done}{of} steps"), "--svg")
@@ -65,8 +65,8 @@ def write_run_trace(folder: RunFolder, file: str) -> None:
     from raypar.console.run_history import build_run_history
     from raypar.schedule.chrome_trace import run_trace
 
-    metrics = list(folder.read(folder.metrics))
-    seen = build_run_history(metrics, list(folder.read(folder.events)))
+    metrics = list(folder.read_lines(folder.metrics))
+    seen = build_run_history(metrics, list(folder.read_lines(folder.events)))
     steps = [line["step"] for line in metrics if "samples_per_s" in line]
     write_option_output_file(
         file, json.dumps(run_trace(seen, first=steps[0] if steps else 1, name=folder.name)) + "\n", "--trace"
@@ -77,7 +77,7 @@ def write_option_output_file(file: str, text: str, option: str) -> None:
     """Write `text` into the file that `option` names. Raises `ConfigError`."""
     from pathlib import Path
 
-    from raypar.run_folder import write_text_atomically
+    from raypar.atomic_write import write_text_atomically
 
     write_text_atomically(Path(file), text, cure=f"give {option} a file you may write")
 
@@ -86,15 +86,15 @@ def read_status(folder: RunFolder, now: float) -> RunStatus:
     """The status of the run in a folder."""
     from raypar.console.run_status import build_run_status
 
-    cluster = folder.document(folder.cluster, damaged=True)
+    cluster = folder.read_document(folder.cluster, damaged=True)
     return build_run_status(
         folder.name,
         str(folder.path),
         steps=read_job_step_count(folder),
-        plan=folder.document(folder.plan, damaged=True),
-        members=folder.document(folder.members, damaged=True),
-        metrics=list(folder.read(folder.metrics)),
-        events=list(folder.read(folder.events)),
+        plan=folder.read_document(folder.plan, damaged=True),
+        members=folder.read_document(folder.members, damaged=True),
+        metrics=list(folder.read_lines(folder.metrics)),
+        events=list(folder.read_lines(folder.events)),
         cluster=cluster,
         gone=find_dead_local_nodes(cluster or {}),
         resumable=any(folder.checkpoints.glob("step_*")),

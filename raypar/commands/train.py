@@ -44,7 +44,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; exit code 0. Raises what the run failed with, `Interrupted` after Ctrl-C."""
+    """Train; exit code 0. Raises the error of a failed run, and `Interrupted` after Ctrl-C."""
     import time
 
     start = time.monotonic()
@@ -83,7 +83,7 @@ def resume_existing_run(job: Job, former: RunFolder, console: EventPrinter, args
     from raypar.errors import ActiveError, OutlivedError
     from raypar.launch import resume_job
 
-    console.faults += [event for event in former.read(former.events) if event["kind"] in COUNTED]
+    console.faults += [event for event in former.read_lines(former.events) if event["kind"] in COUNTED]
     until_s = time.monotonic() + FORMER_S
     while True:
         try:

@@ -1,1 +1,1 @@
-"""What users read of a run: lines while it trains, its status and history from its folder. Pure except for `terminal`."""
+"""Texts about a run for its user: lines while it trains, its status and history. Pure except for `event_printer`."""

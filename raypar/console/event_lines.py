@@ -1,4 +1,4 @@
-"""The events of a run as lines of text, for the terminal and for `raypar status`. Pure.
+"""Formats the events of a run as lines of text, for the terminal and for `raypar status`. Pure.
 
 Nodes are shown by the first 8 characters of their id. `step` in an event is the number of steps done.
 """
@@ -13,17 +13,17 @@ Event = Mapping[str, Any]
 
 
 def event_line(event: Event) -> str | None:
-    """The line of an event; None for events that tell users nothing new (steps have a progress line)."""
+    """The line for an event; None for events that tell users nothing new (steps have a progress line)."""
     say = LINE_OF_KIND.get(event["kind"])
     return say(event) if say is not None else None
 
 
 class EventNarrator:
-    """Makes the lines of events in order; also reports generations that were tried and given up."""
+    """Makes the lines for a sequence of events; also reports generations that were tried and given up."""
 
     def __init__(self) -> None:
         self.trying: int | None = None
-        """The generation that is being tried; None while none is."""
+        """The generation that is being started; None while none is."""
         self.known = 1
         """The last generation whose outcome was reported."""
 
@@ -46,17 +46,17 @@ class EventNarrator:
 
 
 def started_line(event: Event) -> str | None:
-    """The workers have started."""
+    """The line when the workers have started; None for old run folders without its text."""
     return str(event["text"]) if "text" in event else None
 
 
 def lost_line(event: Event) -> str:
-    """A worker is lost."""
+    """The line for a lost worker."""
     return f"lost {worker_label(event)}: {short_loss_reason(event.get('why') or 'it died')}"
 
 
 def recovering_line(event: Event) -> str:
-    """A recovery has begun (training stops), or has a plan for the next generation (an event with `workers`)."""
+    """The line when a recovery begins, or has a plan for the next generation (an event with `workers`)."""
     if "workers" not in event:
         return f"training stands still: {strip_ray_details(event['text'])}"
     plan = f" = {event['plan']}" if event.get("plan") else ""
@@ -69,19 +69,19 @@ def recovering_line(event: Event) -> str:
 
 
 def joined_line(event: Event) -> str:
-    """A worker has started during the run."""
+    """The line for a worker that has started during the run."""
     return f"joined: {worker_label(event)}"
 
 
 def draining_line(event: Event) -> str:
-    """A worker was asked to leave."""
+    """The line for a worker that was asked to leave."""
     return f"{worker_label(event)} is going to leave: {event.get('why') or 'its node is drained'}; " + (
         "its work moves off" if event.get("works", True) else "it has no work"
     )
 
 
 def generation_line(event: Event) -> str:
-    """A new generation trains: its workers, plan and schedule, and what the change has cost."""
+    """The line when a new generation trains: its workers, plan and schedule, and what the change has cost."""
     facts = [count_noun(len(event["workers"]), "worker")]
     if event.get("plan"):
         facts[0] += f" = {event['plan']}"
@@ -103,27 +103,27 @@ def generation_line(event: Event) -> str:
 
 
 def replay_line(event: Event) -> str:
-    """Steps are replayed: the one that runs, and the last one that was seen before."""
+    """The line while steps are replayed: the present step, and the last one to replay."""
     return f"executing steps again: {event['step']} of {event['until']}"
 
 
 def own_text_line(event: Event) -> str | None:
-    """The event's own text."""
+    """The event's own text; None if it has none."""
     return str(event["text"]) if event.get("text") else None
 
 
 def warning_line(event: Event) -> str:
-    """A warning."""
+    """The line for a warning."""
     return f"warning: {event['text']}"
 
 
 def checkpoint_line(event: Event) -> str:
-    """A checkpoint was saved."""
+    """The line for a saved checkpoint."""
     return f"step {event['step']}: checkpoint {event['path']}"
 
 
 def end_line(event: Event) -> str:
-    """The run has ended."""
+    """The line when the run has ended."""
     why = event.get("why") or event.get("text")
     return f"{event.get('end') or 'ended'} after {count_noun(event.get('step', event.get('done', 0)), 'step')}" + (
         f": {strip_ray_details(why)}" if why else ""
@@ -157,27 +157,27 @@ STATE_SOURCES = {
     "checkpoint": "no memory has all of the state any more: all begin again from the checkpoint after {step} steps",
     "beginning": "no memory has all of the state any more: all begin again from the initial weights",
 }
-"""Where a new generation has its state from, if not from live workers."""
+"""Source of a new generation's state, if not live workers -> its part of the line."""
 
 PLAINLY = (
     (r"its node has died", "its node died"),
     (r"The actor died unexpectedly", "its process died"),
     (r"The actor( \w+)? is (temporarily )?unavailable", "it cannot be reached"),
 )
-"""Parts of Ray's messages about actors -> plain words."""
+"""(pattern of a part of Ray's messages about actors, plain words)."""
 
 RAYS = re.compile(r"(The actor\b.*?(?:[.\n]|$)).*", re.DOTALL)
-"""A message of Ray: its first sentence, and the rest, which helps only to debug Ray."""
+"""A message of Ray: its first sentence, and the rest, which helps to debug Ray only."""
 
 BROKEN = re.compile(r"(.*?)[^:]* of rank (\d+) with [\d, ]+ \(generation \d+\): lost rank (\d+): .*")
-"""A failed operation between workers: where, which rank reports it, and which rank that one has lost."""
+"""A failed operation between workers: where, the rank that reports it, and the rank that is lost."""
 
 TAGS = re.compile(r"\b(recv|send|batch) tags? (\d+|\[[^]]*\])")
 """Message tags, which mean nothing to users."""
 
 
 def worker_label(event: Event) -> str:
-    """`worker 3 (stage 1, replica 1; pid 5901, node b09ad58f)`, with what the event has."""
+    """A worker as text: `worker 3 (stage 1, replica 1; pid 5901, node b09ad58f)`; parts that the event lacks are left out."""
     place = seat_without_rank(event.get("coordinate") or "")
     where = ", ".join(
         f"{name} {short_node_id(event[key]) if key == 'node' else event[key]}"
@@ -189,12 +189,12 @@ def worker_label(event: Event) -> str:
 
 
 def seat_without_rank(coordinate: str) -> str:
-    """`stage 1, replica 1` of `worker 3 (stage 1, replica 1)`: the rank before it changes with every plan."""
+    """A seat without its rank, which changes with every plan: `stage 1, replica 1` of `worker 3 (stage 1, replica 1)`."""
     return coordinate.partition("(")[2].rpartition(")")[0]
 
 
 def short_loss_reason(why: str) -> str:
-    """The reason of a loss, without what `lost_line` says already and without Ray's details."""
+    """The reason of a loss, without the beginning that `lost_line` repeats and without Ray's details."""
     return strip_ray_details(why.rpartition(" was lost: ")[2])
 
 
@@ -217,5 +217,5 @@ def short_node_id(node: Any) -> str:
 
 
 def count_noun(number: int, noun: str) -> str:
-    """`1 worker`, `3 workers`."""
+    """A number with its noun: `1 worker`, `3 workers`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -1,4 +1,4 @@
-"""What a training run prints: numbered start-up lines, a progress line, lines for events; or JSON lines."""
+"""Prints a training run: numbered start-up lines, a progress line, lines for events; or JSON lines."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, TextIO
 
+from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.console.event_lines import EventNarrator, count_noun, replay_line
 from raypar.console.fault_summary import COUNTED, summarize_faults
-from raypar.run_folder import FULL
 
 if TYPE_CHECKING:
     from raypar.launch.result import Result
 
 STAGES = ("read", "checked", "planned", "connected", "started", "built")
+"""The stages of the start-up, in order."""
 EVERY_S = 10.0
 """How often a progress line is printed where the output is not a terminal."""
 REDRAW_S = 0.1
@@ -27,9 +28,13 @@ class EventPrinter:
 
     def __init__(self, *, steps: int, as_json: bool = False, start_s: float | None = None, out: TextIO | None = None) -> None:
         self.out = out or sys.stdout
+        """Where lines are printed."""
         self.start_s = time.monotonic() if start_s is None else start_s
         """When the command was started."""
-        self.steps, self.as_json = steps, as_json
+        self.steps = steps
+        """Number of steps of the job."""
+        self.as_json = as_json
+        """Whether events are printed as JSON lines."""
         self.live = self.out.isatty()
         """Whether the progress line can be redrawn."""
         self.drawn_s = float("-inf")
@@ -41,15 +46,15 @@ class EventPrinter:
         self.members = ""
         """Generation and workers for the progress line; empty in the first generation."""
         self.again = False
-        """Whether the last progress line was one of replayed steps."""
+        """Whether the last progress line was about replayed steps."""
         self.words = EventNarrator()
         """Makes the lines of events."""
         self.faults: list[dict[str, Any]] = []
-        """Faults and changes of the run, counted at its end; of a resumed run also those of before."""
+        """Events to be counted at the end of the run; for a resumed run also its earlier ones."""
         self.recent: deque[dict[str, Any]] = deque(maxlen=20)
         """The last steps, for their mean speed."""
         self.seconds = self.samples = self.counted = 0.0
-        """Sums over all steps that were shown."""
+        """Sums over all steps shown: seconds, samples, and units that the loss is averaged over (tokens)."""
 
     def __call__(self, event: dict[str, Any]) -> None:
         """Show an event."""
@@ -79,13 +84,13 @@ class EventPrinter:
         elif kind == "validation":
             self.validation = event["validation_loss"]
             self.line(f"step {event['step']}: validation loss {self.validation:.4f}")
-        elif kind not in ("started", "end") and (words := self.words(event)) is not None:  # those two are told otherwise
+        elif kind not in ("started", "end") and (words := self.words(event)) is not None:  # shown as stage and result
             if kind == "generation":
                 self.membership(event)
             self.line(words)
 
     def membership(self, event: dict[str, Any]) -> None:
-        """Note a new generation: other workers train, at another speed."""
+        """Note a new generation, for the progress line; its speed is measured anew."""
         shards = f", {event['plan'].rpartition(' x ')[2]}" if "shard" in event.get("plan", "") else ""
         self.members = (
             f"  gen {event['generation']}, {count_noun(len(event['workers']), 'worker')}{shards}"
@@ -140,7 +145,7 @@ class EventPrinter:
             self.out.write(text)
             self.out.flush()
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
 
     def speed(self) -> str:

@@ -1,4 +1,4 @@
-"""The faults that a run has survived, counted from its events, in one line. Pure."""
+"""Summarises the faults that a run has survived in one line, from its events. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ COUNTED = ("lost", "node", "driver", "draining", "joined", "generation")
 
 
 def summarize_faults(events: Sequence[Mapping[str, Any]]) -> str | None:
-    """`2 workers (1 whole node) and the driver lost, 1 node drained, 3 workers joined; 11.0 s of pauses in all, 0 steps
-    executed again`. None of a run to which nothing has happened.
+    """The faults in `events` as one line; None if there were none.
+
+    `2 workers (1 whole node) and the driver lost, 1 node drained, 3 workers joined; 11.0 s of pauses in all, 0 steps executed
+    again`.
     """
     lost, drivers, joined = (sum(event["kind"] == kind for event in events) for kind in ("lost", "driver", "joined"))
     drained = [event for event in events if event["kind"] == "draining"]

@@ -1,4 +1,4 @@
-"""The history of a run, to be drawn: when each step ran, how many workers trained, which faults happened. Pure."""
+"""Builds the history of a run for its throughput chart: times of steps, number of workers, faults. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raypar.schedule.throughput_chart import MARK_KINDS, ChartMark, RunHistory
 Line = Mapping[str, Any]
 
 MANY = 10
-"""With more marks than this their labels are short."""
+"""More marks than this get short labels."""
 SAME = 0.004
 """Marks of one kind that lie closer than this share of the time are one mark: a node takes several workers with it."""
 WHOLE = {"driver": ("driver", "driver lost"), "started": ("resumed", "run resumed")}
@@ -19,7 +19,7 @@ WHOLE = {"driver": ("driver", "driver lost"), "started": ("resumed", "run resume
 
 
 def build_run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
-    """The history in the lines of metrics.jsonl and events.jsonl. Time 0 is the start of the first step.
+    """The history from the lines of metrics.jsonl and events.jsonl. Time 0 is the start of the first step.
 
     The time between the end of a run and its resumption is left out.
     """
@@ -40,7 +40,7 @@ def build_run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHis
 
 
 def make_clock_without_pauses(done: Sequence[Line], events: Sequence[Line]) -> Callable[[float], float]:
-    """Converts Unix time to seconds in which the run was under way: from a last line to the next start it was not."""
+    """A function from Unix time to time without the pauses between the end of a run and its resumption."""
     starts = [event["time"] for event in events if event["kind"] == "started" and "time" in event][1:]
     written = [line["time"] for line in (*done, *events) if "time" in line]
     idle = [(start, start - max((at for at in written if at < start), default=start)) for start in starts]
@@ -48,7 +48,7 @@ def make_clock_without_pauses(done: Sequence[Line], events: Sequence[Line]) -> C
 
 
 def step_intervals(done: Sequence[Line]) -> Iterator[tuple[float, float, float]]:
-    """(start, end, samples) of every step. A step after a pause has only its own seconds, at the pause's end."""
+    """(start, end, samples) of every step. A step after a pause begins when the pause ends."""
     free = 0.0
     for line in done:
         start = max(free, line["at"] - line["seconds"])
@@ -57,7 +57,7 @@ def step_intervals(done: Sequence[Line]) -> Iterator[tuple[float, float, float]]
 
 
 def worker_count_history(first: Line, told: Sequence[Line]) -> tuple[tuple[float, int], ...]:
-    """(since when, workers that train): those that a start or a generation names, without those of them that are lost."""
+    """(time, number of workers from then on): the workers that a start or generation names, without those lost since."""
     seated = set(range(len(first.get("peak_rss_bytes", ()))))
     found = [(0.0, len(seated))]
     for event in told:
@@ -93,7 +93,7 @@ def make_history_marks(told: Sequence[Line], extent: float) -> tuple[ChartMark, 
 
 
 def history_mark_label(kind: str, events: Sequence[Line], *, brief: bool = False) -> str:
-    """`workers 2, 3 lost`; briefly `2, 3`."""
+    """The label of a mark: `workers 2, 3 lost`; briefly `2, 3`."""
     if kind in WHOLE:
         return WHOLE[kind][0 if brief else 1]
     if kind == "draining":

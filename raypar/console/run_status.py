@@ -1,4 +1,4 @@
-"""The status of a run, from the files in its folder alone, and its text for `raypar status`. Pure; time is an argument."""
+"""Builds the status of a run, from the files in its folder alone, and its text. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raypar.plan.parallel_plan import describe_mesh
 from raypar.run_folder import resume_argument
 
 RECENT = 20
-"""How many of the last steps give the speed."""
+"""How many of the last steps the speed is measured over."""
 SILENT_S, SILENT_STEPS = 10.0, 5.0
 """A run under way is silent if it has written nothing for longer than both of these: seconds, and median steps."""
 QUIET_S = {"starting": 60.0, "waiting": 45.0}
@@ -37,39 +37,54 @@ UNDER_WAY = ("starting", "running", "recovering", "waiting")
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at one moment. Times are Unix seconds; what the folder does not say is None or empty.
-
-    `silent_s`: seconds without a line, though the run has not ended; None while it is as fast as it was.
-    `end`: done, stopped, interrupted or failed; `resume`: the argument for `raypar resume`, None without a checkpoint.
-    `members`, `spares`: worker, coordinate, node, pid and host of each worker; of an ended run the last ones.
-    `nodes`: raylets of a local Ray cluster: node, pid, cpus, head, and `state`: there, leaving (it is drained) or gone.
-    `survived`: the faults of the run, counted, in one line.
-    `replaying`: the `step` that is replayed, and `until` which one. `story`: (time, line) of events, oldest first.
-    """
+    """A run at one moment. Times are Unix seconds; a value that the folder does not show is None or empty."""
 
     run: str
+    """The run's name."""
     path: str
+    """Its folder."""
     phase: str
+    """starting, running, recovering, waiting, ..., or ended."""
     generation: int | None
+    """The present generation of workers."""
     step: int
+    """Number of steps done."""
     steps: int | None
+    """Number of steps of the job."""
     samples_per_s: float | None
+    """The speed of the last steps."""
     step_s: float | None
+    """The median time of the last steps."""
     plan: str | None
+    """The plan in words."""
     schedule: str | None
+    """The schedule's name."""
     members: tuple[Mapping[str, Any], ...]
+    """Worker, coordinate, node, pid and host of each worker with a seat; of an ended run the last ones."""
     spares: tuple[Mapping[str, Any], ...]
+    """The same of workers without a seat."""
     wanted: int | None
+    """How many workers the run would like to have."""
     end: str | None
+    """done, stopped, interrupted or failed; None while the run lasts."""
     why: str
+    """Why the run has ended, recovers or waits."""
     replaying: Mapping[str, int] | None
+    """`step`: the step that is replayed; `until`: the last one to replay."""
     silent_s: float | None
+    """Seconds without a new line, if that is unusually long for a run that has not ended."""
     resume: str | None
+    """The argument for `raypar resume`; None without a checkpoint."""
     driver_pid: int | None
+    """The driver's process."""
     nodes: tuple[Mapping[str, Any], ...]
+    """The raylets of a local Ray cluster: node, pid, cpus, head, and `state`: there, leaving (it is drained) or gone."""
     address: str | None
+    """The address of the Ray cluster."""
     survived: str | None
+    """The faults of the run, counted, in one line."""
     story: tuple[tuple[float | None, str], ...]
+    """(time, line) of events, oldest first."""
 
     def facts(self) -> dict[str, Any]:
         """The status as data, for `--json`."""
@@ -131,7 +146,7 @@ def build_run_status(
 def recent_training_speed(
     done: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], now: float
 ) -> tuple[float | None, float | None]:
-    """Samples per second and seconds per step of the last steps of the present generation; None where no step is done."""
+    """(samples per second, seconds per step) of the last steps of the present generation; None before the first step."""
     since = max((e.get("time", 0.0) for e in events if e["kind"] == "generation"), default=0.0)
     recent = [line for line in done if line.get("time", now) - line["seconds"] >= since][-RECENT:] or done[-1:]
     seconds = sum(line["seconds"] for line in recent)
@@ -140,7 +155,7 @@ def recent_training_speed(
 
 
 def overdue_silence_s(phase: str, last: float | None, step_s: float | None, now: float) -> float | None:
-    """Seconds since the `last` line, of a run under way that has been silent for too long; else None."""
+    """Seconds since the `last` line if a run under way has been silent for too long; else None."""
     if phase not in UNDER_WAY or last is None:
         return None
     allowed = max(QUIET_S.get(phase, SILENT_S), SILENT_STEPS * (step_s or 0.0))
@@ -175,7 +190,7 @@ def local_node_states(
 
 
 def describe_plan_file(plan: Mapping[str, Any] | None) -> str | None:
-    """`2 stages x 2 replicas` of a plan.json."""
+    """The plan of a plan.json in words: `2 stages x 2 replicas`; None if it does not say."""
     if not plan or "stages" not in plan:
         return None
     return describe_mesh([stage["replicas"] for stage in plan["stages"]], [stage.get("shards", 1) for stage in plan["stages"]])
@@ -241,7 +256,7 @@ def format_status(status: RunStatus) -> str:
 
 
 def resume_advice(resume: str | None) -> str:
-    """What to do about a run that was killed or has ended early. A run that is only stuck refuses to be resumed."""
+    """The advice about a run that was killed or has ended early. A run that is only stuck refuses to be resumed."""
     if resume is None:
         return "`raypar train` anew: there is no checkpoint to go on from"
     return f"`raypar resume {resume}` goes on from the last checkpoint"
@@ -276,5 +291,5 @@ def indent_further_lines(line: str) -> str:
 
 
 def format_step_time(seconds: float) -> str:
-    """`103 ms a step`, `2.1 s a step`."""
+    """The time of a step as text: `103 ms a step`, `2.1 s a step`."""
     return f"{1000 * seconds:.0f} ms a step" if seconds < 1 else f"{seconds:.1f} s a step"

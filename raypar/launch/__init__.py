@@ -1,4 +1,4 @@
-"""From a checked job to a finished run; the command line and `Trainer` have no other way."""
+"""Runs jobs: from a checked job to a finished run. The command line and `Trainer` both come through here."""
 
 from raypar.launch.result import Result, raise_run_failure
 from raypar.launch.resume import resume_job

@@ -1,4 +1,4 @@
-"""The plan that a run starts with: chosen for a checked job, described in words, and as `plan.json`."""
+"""Chooses the plan that a run starts with, for a checked job; describes it in words and as `plan.json`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ChosenPlan:
 
     plan: ParallelPlan
     """Which worker holds which layers."""
-    schedule: str
-    """The schedule's name, for messages; `orders` is what runs."""
-    orders: Schedule
+    schedule_name: str
+    """The schedule's name, for messages; `schedule_instructions` is what runs."""
+    schedule_instructions: Schedule
     """The instructions of every worker, in order."""
     predicted: Timeline
     """The step as the simulator predicts it."""
@@ -47,12 +47,12 @@ def choose_plan(
     plan: Callable[[int], ParallelPlan] | None,
     schedule: str,
     workers: int,
-    orders: Callable[[MicrobatchRouting], Schedule] | None = None,
+    make_schedule: Callable[[MicrobatchRouting], Schedule] | None = None,
 ) -> ChosenPlan:
-    """The given plan with its predicted step; without `plan`, the planner's choice for `workers` with its reasons.
+    """The given plan with its predicted step; without `plan`, the planner's choice for `workers` workers, with its reasons.
 
-    `plan`: makes the plan for a number of layers. `orders`: makes the schedule, where the name alone does not say it (a file,
-    a warmup).
+    `plan`: makes the plan from the number of layers. `make_schedule`: makes the schedule, where
+    the name alone is not enough (a file, a warmup).
     """
     from raypar.planner.plan_report import plan_report
     from raypar.planner.plan_search import predict_step, search_plans
@@ -75,24 +75,24 @@ def choose_plan(
         made = registry.build_schedule(choice.schedule, MicrobatchRouting(choice.plan, spec.batching))
         return ChosenPlan(choice.plan, choice.schedule, made, timeline, profile, plan_report(choice))
     routing = MicrobatchRouting(fixed, spec.batching)
-    made = registry.build_schedule(schedule, routing) if orders is None else orders(routing)
+    made = registry.build_schedule(schedule, routing) if make_schedule is None else make_schedule(routing)
     timeline, _ = predict_step(profile, fixed, made, spec.batching)
     return ChosenPlan(fixed, schedule, made, timeline, profile)
 
 
 def make_plan_chooser(job: Job, spec: JobSpec) -> PlanChooser:
-    """Chooses the plan that a job file asks for."""
+    """A function that chooses the plan as a job file asks for it."""
     from raypar.config import PlanConfig
 
     config = job.plan
     if not isinstance(config, PlanConfig):
         return lambda checked: choose_plan(spec, checked, None, "", job.workers)
-    name, orders = config.schedule_file or config.schedule, make_schedule_builder(config)
-    return lambda checked: choose_plan(spec, checked, config.to_plan, name, job.workers, orders)
+    name, make_schedule = config.schedule_file or config.schedule, make_schedule_builder(config)
+    return lambda checked: choose_plan(spec, checked, config.to_plan, name, job.workers, make_schedule)
 
 
 def make_schedule_builder(config: PlanConfig) -> Callable[[MicrobatchRouting], Schedule]:
-    """Makes the schedule that a plan section asks for: a file, or a name with an optional warmup. The file is read at once."""
+    """A function that makes the schedule of a plan section: from a file, which is read at once, or by name and warmup."""
     from raypar.schedule import registry
     from raypar.schedule.schedule_csv import parse_schedule_csv
     from raypar.untrusted_files import SCHEDULE_BYTES, read_limited_text
@@ -107,11 +107,14 @@ def make_schedule_builder(config: PlanConfig) -> Callable[[MicrobatchRouting], S
 
 
 def describe_chosen_plan(chosen: ChosenPlan) -> str:
-    """`4 workers = 2 stages x 2 replicas, schedule 1f1b; predicted step 85 ms, bubble 11 %`, and the reasons below."""
+    """The plan in words, with the planner's reasons below.
+
+    `4 workers = 2 stages x 2 replicas, schedule 1f1b; predicted step 85 ms, bubble 11 %`
+    """
     plan = chosen.plan
     bubble = 100 * chosen.predicted.bubble_of_total
     text = (
-        f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}, schedule {chosen.schedule}; "
+        f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}, schedule {chosen.schedule_name}; "
         f"predicted step {chosen.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
     )
     return f"{text}\n{chosen.why}" if chosen.why else text
@@ -120,7 +123,7 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
 def plan_json(chosen: ChosenPlan) -> str:
     """The text of a run folder's plan.json: schedule, stages, workers, and the predicted step."""
     facts: dict[str, Any] = {
-        "schedule": chosen.schedule,
+        "schedule": chosen.schedule_name,
         "stages": [asdict(stage) for stage in chosen.plan.stages],
         "workers": [chosen.plan.coordinate(rank) for rank in range(chosen.plan.world)],
     }

@@ -1,4 +1,4 @@
-"""What a trained model generates, shown at the end of its run."""
+"""Generates a text with a trained model, to be shown at the end of its run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from raypar.worker.job_spec import JobSpec
 def generate_text_with_checkpoint(spec: JobSpec, checkpoint: Path) -> str | None:
     """The text that the model's module generates with the checkpoint's weights; None if the module has no function for it.
 
-    The function is `generate(model, ...)`, defined beside the model's function. It gets those of `model.args` that it has
-    parameters for. If it raises, the run does not fail: the text then says what was raised.
+    The function is `generate(model, ...)`, defined beside the model's function. It gets those of `model.args` for which it
+    has parameters. If it raises, the run does not fail: the text then says what was raised.
     """
     from torch import nn
 

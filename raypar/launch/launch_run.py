@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypar.atomic_write import write_text_atomically
 from raypar.errors import InputError, UserCodeError
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan
 from raypar.launch.generated_text import generate_text_with_checkpoint
 from raypar.launch.prepare_request import prepare_run_request
 from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions
-from raypar.run_folder import RunFolder, write_text_atomically
+from raypar.run_folder import RunFolder
 from raypar.user_code import error_text, recording_ctrl_c, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
     from raypar.actors.run_request import RunRequest
 
 MakeRequest = Callable[[RunFolder, "str | None"], "RunRequest"]
+"""Makes the driver's request from the run folder and the address on which workers listen."""
 
 
 def launch_run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: EventHandler) -> Result:
-    """The result of a whole run, also of one that fails or is interrupted. Raises `RayparError` if nothing was started.
+    """Run a job to its end; returns the result, also of a run that fails or is interrupted.
+
+    Raises `RayparError` if nothing was started.
 
     `tell` gets every event; the first ones are the numbered stages of the start-up.
     """
@@ -46,7 +50,7 @@ def launch_run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions
 def _check_and_plan(
     spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: EventHandler
 ) -> tuple[JobSpec, ChosenPlan, MakeRequest]:
-    """The job with its weights file pinned, its plan, and what makes its request. Calls the user's code for the first time."""
+    """The job with its weights file pinned, its plan, and a function that makes its request. First call of user code."""
     from raypar.worker.preflight import preflight
     from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 
@@ -72,7 +76,7 @@ def _check_and_plan(
 
 
 def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: ResultNeutralOptions) -> list[str]:
-    """What to know about a plan beside its description."""
+    """Notes about a plan that its description does not give."""
     from raypar.planner.plan_report import fewer_shards_warnings
     from raypar.worker.backend import make_backend
 
@@ -85,7 +89,7 @@ def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: ResultNeutralOptions
 def _connect_and_follow(
     spec: JobSpec, chosen: ChosenPlan, make_request: MakeRequest, options: ResultNeutralOptions, tell: EventHandler
 ) -> Result:
-    """Connect to Ray, make the run folder, run. The folder is removed again if the run ends before its first step."""
+    """Connect to Ray, make the run folder, and run. If the run ends before its first step the folder is removed."""
     from raypar.actors.cluster_info import cluster_capacity, require_capacity
     from raypar.actors.ray_connection import connect_ray
     from raypar.worker.backend import make_backend
@@ -95,7 +99,7 @@ def _connect_and_follow(
         options.address, _most_workers(chosen, options), Path.cwd(), options.local_nodes, bool(gpus)
     ) as connection:
         require_capacity(chosen.plan.world, cluster_capacity(), gpus, chosen.plan.describe())
-        folder = options.folder(chosen)
+        folder = options.make_folder(chosen)
         begun = options.resume is not None
         try:
             write_text_atomically(folder.cluster, json.dumps(connection.facts, indent=1) + "\n")
@@ -117,13 +121,13 @@ def _connect_and_follow(
 
 
 def _most_workers(chosen: ChosenPlan, options: ResultNeutralOptions) -> int:
-    """How many workers the run may have at once, standbys included: the processors that a local Ray cluster offers."""
+    """How many workers the run may have at once, standbys included; a local Ray cluster offers so many CPUs."""
     most, elastic = chosen.plan.world, options.elastic
     return most if elastic is None else max(most, elastic.max_workers or 0) + elastic.standbys
 
 
 def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler) -> Result:
-    """Run the request to its end; the result is gathered from the events."""
+    """Run the request to its end; returns the result, gathered from the events."""
     from raypar.actors.driver_client import follow_run
 
     result = Result({}, str(folder.path), "failed", request.policy.steps_before_run, checkpoint_path=request.resume)

@@ -1,4 +1,4 @@
-"""From a checked job and its plan to the request that a driver runs. All checks that a plan needs are made here."""
+"""Makes the request for the driver from a checked job and its plan, after all checks of the plan."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MIRROR_COST = 0.02
 def prepare_run_request(
     spec: JobSpec, checked: PreflightResult, chosen: ChosenPlan, options: ResultNeutralOptions
 ) -> Callable[[RunFolder, str | None], RunRequest]:
-    """Makes the driver's request, once the run folder and the driver's host are known.
+    """A function that makes the driver's request from the run folder and the address on which workers listen.
 
-    Lowers the schedule, so that a bad one is refused before anything starts. Raises `ConfigError` or `PlanError`.
+    Lowers the schedule, so that a bad schedule is refused before anything starts. Raises `ConfigError` or `PlanError`.
     """
     from ray import cloudpickle
 
@@ -45,7 +45,7 @@ def prepare_run_request(
         check_other_shard_counts(spec, checked, chosen.plan, shards)
     outline = outline_graph_with_layouts(checked.graph, shards, dict(spec.styles))
     lowered = make_worker_assignments(
-        spec, checked.graph, chosen.plan, chosen.orders, validation_samples=checked.validation_samples
+        spec, checked.graph, chosen.plan, chosen.schedule_instructions, validation_samples=checked.validation_samples
     )
     backend = make_backend(spec.device)
     policy = build_run_machine_policy(spec, chosen.plan.world, options, backend.deadlines)
@@ -57,7 +57,7 @@ def prepare_run_request(
             folder=str(folder.path.resolve()),
             policy=policy,
             plan=chosen.plan,
-            schedule_name=chosen.schedule,
+            schedule_name=chosen.schedule_name,
             predicted=chosen.predicted,
             crossing=lowered[0].crossing,
             batching=spec.batching,
@@ -69,9 +69,9 @@ def prepare_run_request(
             profile=chosen.profile.with_outline(outline),
             validation_batching=lowered[0].validation_microbatches,
             resume=str(options.resume.resolve()) if options.resume is not None else None,
-            keep=options.keep,
-            host=host,
-            trace=choose_traced_steps(policy.steps_before_run, policy.end, options.trace_every),
+            keep_checkpoints=options.keep_checkpoints,
+            listen_host=host,
+            traced_steps=choose_traced_steps(policy.steps_before_run, policy.end, options.trace_every),
             max_time_s=options.max_time_s,
             wait_for_workers_s=options.wait_for_workers_s,
             orphan_timeout_s=options.orphan_timeout_s,
@@ -99,16 +99,16 @@ def check_worker_limits(elastic: ElasticConfig, world: int) -> None:
 def build_run_machine_policy(
     spec: JobSpec, world: int, options: ResultNeutralOptions, deadlines: Mapping[str, Any]
 ) -> RunPolicy:
-    """What the run machine goes by: how far to train, when to save and validate, which deadlines hold.
+    """The policy of the run machine: how far to train, when to save and validate, and deadlines.
 
-    `deadlines`: of the kind of device (`DeviceBackend.deadlines`).
+    `deadlines`: those of the kind of device (`DeviceBackend.deadlines`).
     """
     from raypar.elastic.run_policy import RunPolicy
 
     return RunPolicy(
         workers=world,
         job_steps=spec.steps,
-        steps_before_run=options.first,
+        steps_before_run=options.steps_done,
         validates=spec.validation is not None,
         validate_every=spec.validation.every if spec.validation is not None else 0,
         save_every=options.save_every,
@@ -120,8 +120,7 @@ def build_run_machine_policy(
 
 
 def elastic_policy_fields(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[str, Any]:
-    """The fields of `RunPolicy` that an elastic run sets. Deadlines are short: a wrong suspicion costs a recovery, not the
-    run."""
+    """The fields of `RunPolicy` for an elastic run. Deadlines are short: a wrong suspicion costs a recovery only."""
     return {
         "elastic": True,
         "hires": True,
@@ -141,8 +140,10 @@ def elastic_policy_fields(elastic: ElasticConfig, wait_for_workers_s: float) -> 
 
 
 def choose_traced_steps(first: int, end: int, every: int) -> Collection[int]:
-    """Steps whose instructions are timed; the latest one is drawn. Without `every`: a few, the first among them, because the
-    run may end early."""
+    """Numbers of the steps whose instructions are timed; the last one is drawn.
+
+    Without `every` these are a few steps, with the first one among them, because the run may end early.
+    """
     if every:
         return range(first, end, every)
     return frozenset(s for s in (first, first + 4, first + 20, first + 100, end - 1) if first <= s < end)

@@ -1,4 +1,4 @@
-"""What a run came to: the result that users get, and the error that a failed run raises."""
+"""The result of a run for its user, and the error that a failed run raises."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Result:
     """What `fit` returns: the fields of `ray.train.Result`, and the history of the run."""
 
     metrics: dict[str, Any]
-    """Of the last step, with the last `validation_loss`."""
+    """The metrics of the last step, with the last `validation_loss`."""
     path: str
     """The run folder."""
     end: str
-    """done, stopped, interrupted, failed, or deposed (another driver has taken the run over)."""
+    """The kind of end: done, stopped, interrupted, failed, or deposed (another driver has taken the run over)."""
     done: int
     """Number of steps of the job that are done."""
     why: str = ""
     """Why the run has ended, in words."""
     error: Exception | None = None
-    """What a failed run has failed with."""
+    """The error of a failed run."""
     checkpoint_path: str | None = None
     """Folder of the last checkpoint."""
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -32,13 +32,13 @@ class Result:
     weights_sha256: str | None = None
     """Hash of the weights in the last checkpoint, of a run that was not interrupted."""
     sample: str | None = None
-    """What the trained model generates (`generated_sample.py`)."""
+    """A text that the trained model generates (`generated_text.py`)."""
     picture_path: str | None = None
     """The drawing of the predicted and the measured schedule."""
 
     @property
     def handle(self) -> str:
-        """What `raypar resume` and `raypar export` find the run by from here: its name under runs/, else its path."""
+        """The argument by which `raypar resume` and `raypar export` find the run."""
         return resume_argument(self.path)
 
     @property
@@ -59,7 +59,7 @@ class Result:
 
 
 def raise_run_failure(result: Result) -> None:
-    """Raise what a failed run failed with, or `Interrupted`; nothing for a run that is done or was stopped."""
+    """Raise the error of a failed run, or `Interrupted`; do nothing for a run that is done or was stopped."""
     if result.end == "failed":
         if isinstance(result.error, RayparError):
             result.error.exit_code = RayparError.exit_code  # the run had begun: failed, even where the input was bad

@@ -1,4 +1,4 @@
-"""What decides about a run, but never about its results."""
+"""The options of a run that cannot change its results."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ EventHandler = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class ResultNeutralOptions:
-    """Everything about a run that cannot change its results. Times in seconds."""
+    """All options of a run that cannot change its results. Times are in seconds."""
 
-    folder: Callable[[ChosenPlan], RunFolder]
-    """Makes or finds the run folder and writes job and plan into it; called when all input has been found good."""
+    make_folder: Callable[[ChosenPlan], RunFolder]
+    """Makes or finds the run folder and writes job and plan into it; called when all input has been checked."""
     resume: Path | None = None
     """The checkpoint folder to resume from."""
-    first: int = 0
+    steps_done: int = 0
     """Steps that are done in the checkpoint to resume from."""
     save_every: int = 0
     """Steps from one checkpoint to the next; 0: at the end only."""
     save_at_end: bool = True
     """Whether the end of the run is saved."""
-    keep: int = 2
+    keep_checkpoints: int = 2
     """How many checkpoints are kept."""
     trace_every: int = 0
     """Steps from one measured step to the next; 0: a few steps only."""
@@ -56,12 +56,12 @@ class ResultNeutralOptions:
 
 def result_neutral_options_from_job(
     job: Job,
-    folder: Callable[[ChosenPlan], RunFolder],
+    make_folder: Callable[[ChosenPlan], RunFolder],
     stop_at_step: int | None,
     address: str | None,
     local_nodes: int = 1,
 ) -> ResultNeutralOptions:
-    """What a job file and the command line say about the run.
+    """The options that a job file and the command line give.
 
     Raises `ConfigError` for callbacks that cannot be made, impossible local nodes and a step to stop at below 1.
     """
@@ -73,10 +73,10 @@ def result_neutral_options_from_job(
     if stop_at_step is not None and stop_at_step < 1:
         raise ConfigError(f"--stop-at-step {stop_at_step}", cure="give 1 step or more")
     return ResultNeutralOptions(
-        folder=folder,
+        make_folder=make_folder,
         save_every=job.checkpoint.every,
         save_at_end=job.checkpoint.at_end,
-        keep=job.checkpoint.keep,
+        keep_checkpoints=job.checkpoint.keep,
         trace_every=job.trace_every,
         callbacks=callbacks_from_job(job),
         stop_at_step=stop_at_step,

@@ -8,20 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypar.atomic_write import explain_write_errors, file_has_content, replace_file_atomically, write_text_atomically
 from raypar.errors import CheckpointError, ConfigError
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions, result_neutral_options_from_job
-from raypar.run_folder import (
-    RunFolder,
-    check_local_path,
-    explain_read_errors,
-    explain_write_errors,
-    file_has_content,
-    replace_file_atomically,
-    write_text_atomically,
-)
+from raypar.run_folder import RunFolder, check_local_path
+from raypar.untrusted_files import explain_read_errors
 from raypar.user_code import make_importable
 from raypar.worker.job_spec import JobSpec
 
@@ -39,9 +33,9 @@ def resume_job(
     address: str | None = None,
     local_nodes: int = 1,
 ) -> Result:
-    """Train on from the last good checkpoint of a run, under the plan of `job`.
+    """Continue a run from its last good checkpoint, under the plan of `job`.
 
-    Raises `CheckpointError` without such a checkpoint, `ConfigError` or `ClusterError` when the run is under way.
+    Raises `CheckpointError` if there is no such checkpoint, `ConfigError` or `ClusterError` if the run is under way.
     """
     make_importable(job.source_dir)
     spec = job.to_spec()
@@ -50,7 +44,7 @@ def resume_job(
         from raypar.actors.driver_client import refuse_active_run
 
         refuse_active_run(folder.name)  # its client may be gone, and its driver not
-        kept = [line for line in folder.read(folder.metrics) if line["step"] <= options.first]
+        kept = [line for line in folder.read_lines(folder.metrics) if line["step"] <= options.steps_done]
         text = "".join(json.dumps(line) + "\n" for line in kept).encode()
         if not file_has_content(folder.metrics, text):
             with explain_write_errors(folder.metrics):
@@ -59,13 +53,13 @@ def resume_job(
         folder.rewrite_job(job.to_yaml())  # last: the next resumption goes by it
         return folder
 
-    with folder.held():
+    with folder.hold_lock():
         try:
             path = find_last_whole_checkpoint(folder, tell)
         except CheckpointError:
             end_orphaned_driver(folder, address)
             raise
-        for _ in folder.read(folder.metrics):  # what is wrong with them is said before anything is started
+        for _ in folder.read_lines(folder.metrics):  # raises for an unreadable file before anything is started
             pass
         options = result_neutral_options_from_job(job, rewind_folder, stop_at_step, address, local_nodes)
         options, choose = prepare_resumed_run(path, options, spec, make_plan_chooser(job, spec), tell)
@@ -75,9 +69,9 @@ def resume_job(
 def prepare_resumed_run(
     path: Path, options: ResultNeutralOptions, spec: JobSpec, choose: PlanChooser, tell: EventHandler
 ) -> tuple[ResultNeutralOptions, PlanChooser]:
-    """Options and plan chooser of a run that resumes from the checkpoint at `path`; tells so.
+    """Options and plan chooser of a run that resumes from the checkpoint at `path`; tells the user so.
 
-    Raises `CheckpointError` if the checkpoint is another job's or has done all the steps.
+    Raises `CheckpointError` if the checkpoint belongs to another job or has all steps done.
     """
     from raypar.worker.checkpoint.checkpoint_files import (
         check_checkpoint_fits_model,
@@ -105,11 +99,11 @@ def prepare_resumed_run(
     if changed := list_changed_shard_settings(manifest, spec):
         text += f"; with another {' and '.join(changed)}, on which the bits depend where the plan has shards"
     tell({"kind": "resuming", "text": text, "step": manifest.steps_done})
-    return replace(options, resume=path, first=manifest.steps_done), check_and_choose
+    return replace(options, resume=path, steps_done=manifest.steps_done), check_and_choose
 
 
 def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Path:
-    """The run's last checkpoint that is whole; tells which were skipped. Raises `CheckpointError` if there is none."""
+    """The run's last whole checkpoint; tells which ones were skipped. Raises `CheckpointError` if there is none."""
     from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint
 
     path, skipped = latest_usable_checkpoint(folder.checkpoints)
@@ -121,7 +115,7 @@ def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Path:
 
 
 def find_checkpoint(given: Any, tell: EventHandler) -> Path:
-    """The checkpoint meant by a `ray.train.Checkpoint`, the path of a checkpoint, or the path of a run (its last one).
+    """The checkpoint that `given` means: a `ray.train.Checkpoint`, the path of a checkpoint, or of a run (its last one).
 
     Raises `CheckpointError` if there is none or it is not whole, `ConfigError` if it lies on other storage than a folder.
     """

@@ -43,7 +43,7 @@ def find_unfinished_run(job: Job) -> tuple[RunFolder | None, str]:
     if not runs:
         return None, ""
     folder = RunFolder(max(runs, key=lambda path: path.lstat().st_mtime).parent)
-    folder.check_files()
+    folder.refuse_special_files()
     path, skipped = latest_usable_checkpoint(folder.checkpoints)
     if path is None:
         lacks = f"has no checkpoint that is whole ({'; '.join(skipped)})" if skipped else "has no checkpoint"

@@ -1,4 +1,4 @@
-"""`raypar train`: a job from a job file, trained in a new run folder."""
+"""Trains a job from a job file in a new run folder."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def train_job_in_new_folder(
 
         def create_folder(chosen: ChosenPlan) -> RunFolder:
             made = RunFolder.create(job.run_dir, job.name)
-            with made.unless_it_fails():
+            with made.removed_if_filling_fails():
                 made.job.write_text(job.to_yaml())
-                stack.enter_context(made.held())
+                stack.enter_context(made.hold_lock())
                 made.plan.write_text(plan_json(chosen))
             return made
 

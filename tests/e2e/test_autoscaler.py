@@ -96,9 +96,9 @@ class Head:
 
     def grows(self) -> bool:
         """What a process that joins is told; a monitor that has just started says nothing yet."""
-        code = "import ray, time; from raypar.actors.cluster_info import has_autoscaler as grows\n"
+        code = "import ray, time; from raypar.actors.cluster_info import has_autoscaler\n"
         code += f"ray.init({self.address!r}, logging_level='ERROR'); end = time.monotonic() + 20\n"
-        code += "while not grows() and time.monotonic() < end: time.sleep(0.5)\nprint('grows:', grows())"
+        code += "while not has_autoscaler() and time.monotonic() < end: time.sleep(0.5)\nprint('grows:', has_autoscaler())"
         said = subprocess.run([sys.executable, "-c", code], env=self.env, capture_output=True, text=True, timeout=START_S)
         assert "grows:" in said.stdout, said.stderr
         return "grows: True" in said.stdout

@@ -24,7 +24,7 @@ def test_a_driver_that_is_started_again_begins_even_if_ray_does_not_know_yet_tha
         calls.append("a call")
         if len(calls) < 3:
             raise ActorUnavailableError("The actor is restarting.", None)
-        driver.asked = True
+        driver.begin_again_called = True
         begun.set()
 
     call = SimpleNamespace(future=lambda: SimpleNamespace(result=result))
@@ -71,7 +71,7 @@ def test_a_driver_whose_client_is_gone_leaves_when_the_run_has_ended(monkeypatch
     async def scene():
         news = EventFeed()
         with contextlib.suppress(asyncio.CancelledError):
-            await driver_shutdown.DriverShutdown(journal, None, None, None, news, None)._leave({"end": "done"})
+            await driver_shutdown.DriverShutdown(SimpleNamespace(journal=journal, feed=news), None)._leave({"end": "done"})
         return [event["kind"] for event in news._kept]
 
     assert asyncio.run(scene()) == ["end"]
@@ -83,10 +83,12 @@ def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, sto
     """Each new driver gave it the whole time again."""
     driver = DriverActor.__new__(DriverActor)
     driver.feed, driver.queue = EventFeed(), asyncio.Queue()
-    driver.request = SimpleNamespace(max_time_s=3600.0)
-    driver.recorder = SimpleNamespace(age_s=age_s)
-    driver.registry = SimpleNamespace(unheard=frozenset, ended=frozenset, crowding=CpuWaitDeadlineExtension())
-    driver.machine = SimpleNamespace(phase=module.Phase.RUNNING)
+    driver.parts = SimpleNamespace(
+        request=SimpleNamespace(max_time_s=3600.0),
+        recorder=SimpleNamespace(age_s=age_s),
+        registry=SimpleNamespace(unheard_workers=frozenset, ended_workers=frozenset, cpu_wait=CpuWaitDeadlineExtension()),
+        machine=SimpleNamespace(phase=module.Phase.RUNNING),
+    )
 
     async def scene():
         ticking = asyncio.ensure_future(driver._tick())

@@ -33,16 +33,18 @@ def plans_of(plan: ParallelPlan) -> PlanCache:
 def told(now: ParallelPlan, then: ParallelPlan) -> dict:
     """The event of the generation that goes from one plan to another."""
     events: list[dict] = []
-    made = GenerationChange.__new__(GenerationChange)
-    made.plans, made.schedule, made.plan = plans_of(FOUR), "1f1b", now
-    made.side_effects = SimpleNamespace(
-        note=lambda kind, **facts: events.append({"kind": kind, **facts}), aside=lambda *given: None
+    parts = SimpleNamespace(
+        plans=plans_of(FOUR),
+        side_effects=SimpleNamespace(
+            note=lambda kind, **facts: events.append({"kind": kind, **facts}), aside=lambda *given: None
+        ),
+        recorder=SimpleNamespace(write_plan_file=None),
+        tasks=SimpleNamespace(spawn=lambda routine: routine.close()),
     )
-    made.recorder = SimpleNamespace(plan_changed=None)
-    made.tasks = SimpleNamespace(spawn=lambda routine: routine.close())
-    made.order = do.AdoptPlan(2, then, tuple(range(then.world)), (), 7, ())
-    made.resumed(do.ReportFirstStepAfterRecovery(7, 0.5, 0))
-    assert made.plan == then
+    order = do.AdoptPlan(2, then, tuple(range(then.world)), (), 7, ())
+    made = GenerationChange(parts, order, reported_schedule="1f1b", reported_plan=now)
+    made.report_first_step(do.ReportFirstStepAfterRecovery(7, 0.5, 0))
+    assert made.reported_plan == then
     return events[0]
 
 

@@ -16,13 +16,14 @@ from raypar.actors import step_timeline_files
 from raypar.actors.cluster_info import ClusterCapacity
 from raypar.actors.ray_connection import RayConnection
 from raypar.actors.run_recorder import RunRecorder
+from raypar.atomic_write import write_text_atomically
 from raypar.cli import main
 from raypar.console.event_printer import EventPrinter
 from raypar.elastic.actions import Teardown
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError, ConfigError, WorkerLost
 from raypar.launch import Result, resume, train_job
-from raypar.run_folder import RunFolder, write_text_atomically
+from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint import checkpoint_files
 
 LINE = {"step": 1, "loss": 0.5, "norm": 1.0, "count": 8.0, "seconds": 0.1, "samples_per_s": 80.0, "time": 1.0}
@@ -41,7 +42,7 @@ def run(tmp_path) -> Path:
     folder = RunFolder.create(tmp_path / "runs", "tiny")
     folder.job.write_text("steps: 200\n")
     folder.plan.write_text('{"schedule": "1f1b", "stages": [{"replicas": 1}]}\n')
-    folder.append(folder.metrics, LINE)
+    folder.append_line(folder.metrics, LINE)
     aside = checkpoint_files.create_checkpoint(folder.checkpoints, 1)
     record = checkpoint_files.write_shard(
         aside, "worker_0000.safetensors", {("weight", checkpoint_files.PARAMETER): torch.zeros(500)}
@@ -100,7 +101,7 @@ def test_a_read_only_disk_is_two_lines(tmp_path, monkeypatch, capsys):
     def read_only(*given, **options):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("raypar.run_folder.open", read_only, raising=False)
+    monkeypatch.setattr("raypar.atomic_write.open", read_only, raising=False)
     assert main([*SIMULATE, "--svg", str(tmp_path / "x.svg")]) == 2
     assert "Read-only file system\n  cure: choose a folder you may write to" in two_lines(capsys)
 
@@ -125,14 +126,14 @@ def test_a_job_that_cannot_be_kept_is_not_started_and_leaves_no_run_folder(tmp_p
 
 def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, monkeypatch):
     folder = RunFolder(run)
-    folder.append(folder.metrics, {**LINE, "step": 2})
+    folder.append_line(folder.metrics, {**LINE, "step": 2})
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     monkeypatch.setattr("raypar.actors.driver_client.refuse_active_run", lambda name: None)
     monkeypatch.setattr(resume, "prepare_resumed_run", lambda path, options, spec, choose, tell: (options, choose))
     monkeypatch.setattr(
-        resume, "result_neutral_options_from_job", lambda job, found, *given: SimpleNamespace(folder=found, first=1)
+        resume, "result_neutral_options_from_job", lambda job, found, *given: SimpleNamespace(make_folder=found, steps_done=1)
     )
-    monkeypatch.setattr(resume, "launch_run", lambda spec, choose, options, tell: options.folder(None))
+    monkeypatch.setattr(resume, "launch_run", lambda spec, choose, options, tell: options.make_folder(None))
     monkeypatch.setattr(resume, "plan_json", lambda chosen: "p" * 500)
     monkeypatch.setattr(resume, "make_plan_chooser", lambda job, spec: None)
     job = SimpleNamespace(source_dir=Path(), to_spec=lambda: None, to_yaml=lambda: "y" * 5000)
@@ -144,7 +145,7 @@ def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, mo
     with room(2000), pytest.raises(ConfigError, match=r"cannot write .*job\.yaml: File too large"):
         resume.resume_job(job, folder, print)
     assert folder.job.read_bytes() == before[folder.job]
-    assert [line["step"] for line in folder.read(folder.metrics)] == [1], "no step after the checkpoint"
+    assert [line["step"] for line in folder.read_lines(folder.metrics)] == [1], "no step after the checkpoint"
 
 
 def test_a_run_folder_without_metrics_is_not_removed_when_steps_were_seen(tmp_path, monkeypatch, capfd):
@@ -214,9 +215,9 @@ def test_a_picture_that_does_not_fit_is_a_warning_and_the_run_ends_well(tmp_path
     )
     request.predicted, request.schedule_name = None, "1f1b"
     recorder = RunRecorder(request)
-    recorder.traced = {"step": 1, "spans": [[("V", 0.0, 1.0)]], "nodes": ["n"]}
+    recorder.traced_step = {"step": 1, "spans": [[("V", 0.0, 1.0)]], "nodes": ["n"]}
     with room(2000):
-        recorder.end(Teardown("done", "all steps are done", 3, None), None)
+        recorder.record_end(Teardown("done", "all steps are done", 3, None), None)
     told = [event for event in recorder.new_events() if "picture" in event.get("text", "")]
     assert [event["kind"] for event in told] == ["warning"] and "cure: free disk space" in told[0]["text"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "swimlane.svg"]

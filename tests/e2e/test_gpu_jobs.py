@@ -44,7 +44,7 @@ def joined(monkeypatch, cluster):
     [
         (ClusterCapacity(1, 8, 8, None), "the plan has 2 GPU workers, and there is no GPU"),
         (ClusterCapacity(1, 8, 8, None, gpus=1), "the plan has 2 GPU workers, and there is 1 GPU"),
-        (ClusterCapacity(1, 8, 8, 8, gpus=0, gpus_ever=1), "the plan has 2 GPU workers, and there is 1 GPU"),
+        (ClusterCapacity(1, 8, 8, 8, gpus=0, max_gpus=1), "the plan has 2 GPU workers, and there is 1 GPU"),
     ],
 )
 def test_a_plan_for_more_gpus_than_there_can_be_ends_before_anything_is_started(cluster, said, tmp_path, monkeypatch, capfd):
@@ -128,7 +128,7 @@ def test_a_worker_on_a_gpu_has_a_bundle_with_one_and_a_process_of_its_own(placed
     pool = WorkerPool(RunCredential.fresh("run"), 1, {"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "32"})
     asyncio.run(pool.reserve(ParallelPlan.of((1,), shards=(2,), layers=2), 1.0, print))
     assert placed == [[{"CPU": 1, "GPU": 1}] * 2], "the shards of a seat together"
-    pool.hire(0, b"", None, 60.0)
+    pool.start_worker(0, b"", None, 60.0)
     options = placed[-1]
     assert options["num_gpus"] == 1 and options["num_cpus"] == 1
     assert options["runtime_env"] == {"env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_CTAS": "16"}}
@@ -137,7 +137,7 @@ def test_a_worker_on_a_gpu_has_a_bundle_with_one_and_a_process_of_its_own(placed
 def test_a_worker_on_a_cpu_asks_for_nothing_more(placed):
     pool = WorkerPool(RunCredential.fresh("run"))
     asyncio.run(pool.reserve(ParallelPlan.mesh(layers=2), 1.0, print))
-    pool.hire(0, b"", None, 60.0)
+    pool.start_worker(0, b"", None, 60.0)
     assert placed[0] == [{"CPU": 1}] and not {"num_gpus", "runtime_env"} & set(placed[1])
 
 

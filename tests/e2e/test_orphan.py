@@ -41,13 +41,13 @@ def test_a_worker_that_loads_its_code_for_long_is_no_orphan(monkeypatch):
     monkeypatch.setattr(module, "LOADING_S", 1.0)
     monkeypatch.setattr(os, "_exit", ended.append)
     worker = WorkerActor.__new__(WorkerActor)
-    worker.working_dir, worker.guard = WorkingDirGuard(), None
+    worker.working_dir, worker.torch_guard = WorkingDirGuard(), None
     worker.heard_s = start_s = time.monotonic()
     worker.orphan_timeout_s, worker.doing = 0.2, module.LOADING
     worker._leave_when_orphaned()
     assert ended == [1] and time.monotonic() - start_s >= 1.0, "but not for ever"
     worker.heard_s = 0.0
-    worker._guard(module.LOADING, lambda: None)
+    worker._run_call(module.LOADING, lambda: None)
     assert time.monotonic() - worker.heard_s < 1.0, "it has just been waited for"
 
 
@@ -81,10 +81,13 @@ def test_who_has_started_is_kept_alive_while_another_loads_its_code():
     async def ask(number, ref):
         return await ref
 
-    begins = DriverStartup.__new__(DriverStartup)
-    begins.request = SimpleNamespace(policy=SimpleNamespace(elastic=True), start_deadline_s=10.0)
-    begins.pool = SimpleNamespace(workers={0: worker(0, 0.0), 1: worker(1, 2.5)})
-    begins.calls = SimpleNamespace(ask=ask)
-    begins.tasks = begins.machine = None
-    assert len(asyncio.run(begins._everybody(lambda number, worker: worker.hello(), "start"))) == 2
+    parts = SimpleNamespace(
+        request=SimpleNamespace(policy=SimpleNamespace(elastic=True), start_deadline_s=10.0),
+        pool=SimpleNamespace(workers={0: worker(0, 0.0), 1: worker(1, 2.5)}),
+        calls=SimpleNamespace(ask=ask),
+        tasks=None,
+        machine=None,
+    )
+    startup = DriverStartup(parts)
+    assert len(asyncio.run(startup._everybody(lambda number, worker: worker.hello(), "start"))) == 2
     assert pinged.count(0) >= 2

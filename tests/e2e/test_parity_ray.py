@@ -34,7 +34,7 @@ def check(layout, tmp_path):
     result = launch_run(
         job,
         lambda checked: choose_plan(job, checked, lambda layers: layout.plan, layout.schedule, layout.plan.world),
-        ResultNeutralOptions(folder=lambda planned: RunFolder.create(tmp_path, "parity")),
+        ResultNeutralOptions(make_folder=lambda planned: RunFolder.create(tmp_path, "parity")),
         lambda event: None,
     )
     assert result.error is None

@@ -80,7 +80,7 @@ def test_the_end_that_a_killed_driver_had_decided_on_is_written_once_and_callbac
     events.write_text("".join(lines))
     facts = {"end": "done", "why": "all 3 steps are done", "done": 3, "error": None}
     for _ in range(2):  # the next driver may be killed as well
-        RunRecorder(request).finish(facts)
+        RunRecorder(request).record_former_end(facts)
     written = [json.loads(line) for line in events.read_text().splitlines()]
     assert [event["kind"] for event in written] == ["started", "end", "started", "end"]
     assert (written[-1]["end"], written[-1]["step"]) == ("done", 3)

@@ -110,9 +110,9 @@ def test_what_ends_in_a_step_is_an_error_that_names_its_place(place, how):
 def test_a_worker_answers_with_what_its_code_ended_in(how):
     """As an actor does: in a thread. A `SystemExit` there ends the process without a word."""
     worker = object.__new__(WorkerActor)
-    worker.coordinate, worker.working_dir, worker.guard = "worker 7", SimpleNamespace(keep=lambda: None), None
+    worker.coordinate, worker.working_dir, worker.torch_guard = "worker 7", SimpleNamespace(keep=lambda: None), None
     answers: list[object] = []
-    call = threading.Thread(target=lambda: answers.append(worker._guard("building its stages", lambda: ends(how=how))))
+    call = threading.Thread(target=lambda: answers.append(worker._run_call("building its stages", lambda: ends(how=how))))
     call.start()
     call.join(10)
     (answer,) = answers

@@ -44,16 +44,16 @@ def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatc
 
     async def scene():
         over = []
-        staff = WorkerRegistry(
+        registry = WorkerRegistry(
             SimpleNamespace(workers=workers), None, told.append, lambda kind, **facts: None, workers.__contains__
         )
         for number in workers:
-            staff.met(number, WorkerHello("127.0.0.1:1", "node", 1, {}))
-        watching = asyncio.ensure_future(staff.watch(1.0, lambda: bool(over)))
+            registry.add_started_worker(number, WorkerHello("127.0.0.1:1", "node", 1, {}))
+        watching = asyncio.ensure_future(registry.watch(1.0, lambda: bool(over)))
         await asyncio.sleep(0.5)
         time.sleep(1.5)
         await asyncio.sleep(0.9)
-        assert not told and not staff.unheard()
+        assert not told and not registry.unheard_workers()
         workers[1].well = False
         await asyncio.sleep(2.5)
         workers[1].wake()

@@ -113,7 +113,7 @@ class Run:
         """The others leave what they do and form the next generation; what moved, and how long it took."""
         start = time.monotonic()
         for worker in left:
-            self.workers.workers[worker].control(gpu_calls.ctl, "enter_generation", self.generation + 1, "a worker was lost")
+            self.workers.workers[worker].control(gpu_calls.ctl, "announce_generation", self.generation + 1, "a worker was lost")
         self.members = list(left)
         stands = self.ask("report_status", self.generation + 1)
         assert {stand.done for stand in stands} == {self.done}
@@ -222,7 +222,7 @@ def test_a_stopped_rank_holds_nobody_up_once_the_others_are_told(workers):
         workers.workers[worker].call(gpu_calls.call, worker, "step", run.generation, run.done, False, False)
     time.sleep(0.3)  # inside
     for worker in (0, 1, 2):
-        workers.workers[worker].control(gpu_calls.ctl, "enter_generation", run.generation + 1, "worker 3 does not answer")
+        workers.workers[worker].control(gpu_calls.ctl, "announce_generation", run.generation + 1, "worker 3 does not answer")
     failed = [workers.workers[worker].result() for worker in (0, 1, 2)]
     assert all(answer[0] == "aborted" for answer in failed), failed
     run.recover([0, 1, 2], plan_of(2, 1))
@@ -244,7 +244,7 @@ def test_who_hangs_inside_nccl_while_it_connects_is_left_behind(workers):
     time.sleep(0.5)  # inside
     run.generation += 1
     for worker in (0, 1, 2):
-        workers.workers[worker].control(gpu_calls.ctl, "enter_generation", run.generation + 1, "worker 3 does not answer")
+        workers.workers[worker].control(gpu_calls.ctl, "announce_generation", run.generation + 1, "worker 3 does not answer")
     failed = [workers.workers[worker].result() for worker in (0, 1, 2)]
     assert all(answer[0] == "aborted" for answer in failed), failed
     ways, seconds = run.recover([0, 1, 2], plan_of(2, 1))
@@ -314,7 +314,7 @@ def test_a_process_that_nccl_does_not_let_go_of_ends(workers):
     workers.each(gpu_calls.patience, 0.5, on=[3])
     start = time.monotonic()
     with pytest.raises((EOFError, TimeoutError)):
-        workers.workers[3].control(gpu_calls.ctl, "enter_generation", run.generation + 1, "a test", timeout_s=LIMIT_S)
+        workers.workers[3].control(gpu_calls.ctl, "announce_generation", run.generation + 1, "a test", timeout_s=LIMIT_S)
     assert time.monotonic() - start < LIMIT_S
     workers.workers[3].process.join(5.0)
     assert workers.workers[3].process.exitcode == 1

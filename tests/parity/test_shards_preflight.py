@@ -189,7 +189,7 @@ def test_a_profile_knows_what_shards_hold_and_that_they_talk():
             held = [sum(p.nbytes for p in core.stages[0].parameters.values()) for core in local.cores]
         found = [memory_sheet(made.profile, plan, "1f1b", spec.batching, rank).parameters for rank in range(plan.world)]
         assert found == held
-        assert made.predicted.makespan_ms > 0 and len(made.orders) == plan.world
+        assert made.predicted.makespan_ms > 0 and len(made.schedule_instructions) == plan.world
 
 
 def test_a_job_file_with_shards_makes_the_plan_and_the_job():

@@ -163,9 +163,9 @@ def old(tmp_path: Path) -> RunFolder:
     folder.job.write_text(JOB.replace("elsewhere/", str(tmp_path / "runs")))
     for name, facts in RUN.items():
         (folder.path / name).write_text(json.dumps(facts))
-    folder.append(folder.metrics, METRICS)
+    folder.append_line(folder.metrics, METRICS)
     for event in EVENTS:
-        folder.append(folder.events, event)
+        folder.append_line(folder.events, event)
     (folder.checkpoints / "step_00000005").mkdir()
     (folder.checkpoints / "step_00000005/manifest.json").write_text(json.dumps(MANIFEST, indent=1) + "\n")
     return folder
@@ -197,9 +197,9 @@ def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.Captur
     told: list[dict] = []
     path = find_last_whole_checkpoint(old, told.append)
     options, _ = prepare_resumed_run(
-        path, ResultNeutralOptions(folder=lambda chosen: old), job.to_spec(), lambda checked: None, told.append
+        path, ResultNeutralOptions(make_folder=lambda chosen: old), job.to_spec(), lambda checked: None, told.append
     )
-    assert (options.resume, options.first) == (path, 5)
+    assert (options.resume, options.steps_done) == (path, 5)
     assert [event["kind"] for event in told] == ["resuming"]
 
 

@@ -226,27 +226,29 @@ def test_run_folders_never_share_a_name_and_are_found_by_name_or_path(tmp_path: 
 def test_only_one_at_a_time_trains_in_a_run_folder_and_a_killed_one_lets_go_of_it(tmp_path: Path):
     folder = RunFolder.create(tmp_path, "run")
     folder.job.write_text(SMALL)
-    code = f"from raypar.run_folder import RunFolder; held = RunFolder.find({str(folder.path)!r}).held(); held.__enter__(); "
+    code = (
+        f"from raypar.run_folder import RunFolder; held = RunFolder.find({str(folder.path)!r}).hold_lock(); held.__enter__(); "
+    )
     holder = subprocess.Popen([sys.executable, "-c", code + "print(1, flush=True); input()"], cwd=ROOT, stdin=-1, stdout=-1)
     assert holder.stdout is not None and holder.stdout.readline() == b"1\n"
-    with pytest.raises(ConfigError, match="another process trains"), folder.held():
+    with pytest.raises(ConfigError, match="another process trains"), folder.hold_lock():
         pass
     holder.kill()
     holder.communicate()
     for _ in range(2):
-        with folder.held():
+        with folder.hold_lock():
             pass
     assert folder.job.read_text() == SMALL
 
 
 def test_lines_of_a_run_survive_a_last_one_cut_off(tmp_path: Path):
     folder = RunFolder.create(tmp_path, "run")
-    assert list(folder.read(folder.metrics)) == []
+    assert list(folder.read_lines(folder.metrics)) == []
     for step in (1, 2):
-        folder.append(folder.metrics, {"step": step, "loss": 0.5, "seconds": 0.1, "samples_per_s": 80.0})
+        folder.append_line(folder.metrics, {"step": step, "loss": 0.5, "seconds": 0.1, "samples_per_s": 80.0})
     with open(folder.metrics, "a") as file:
         file.write('{"step": 3, "lo')
-    assert [line["step"] for line in folder.read(folder.metrics)] == [1, 2]
+    assert [line["step"] for line in folder.read_lines(folder.metrics)] == [1, 2]
 
 
 def test_a_run_dir_that_cannot_be_made(tmp_path: Path):

@@ -32,7 +32,7 @@ def test_the_cure_names_the_run_of_the_same_job_that_is_under_way(folder):
     folder.members.write_text(json.dumps({"phase": "ended"}))
     second, killed = (RunFolder.create(folder.path.parent, "tiny") for _ in range(2))
     killed.job.touch()
-    with second.held(), pytest.raises(ConfigError) as caught:
+    with second.hold_lock(), pytest.raises(ConfigError) as caught:
         read_cluster_facts_of_run("tiny", str(folder.path.parent))
     assert caught.value.cure == "--run tiny-2 is under way"
 

@@ -87,7 +87,7 @@ def test_a_node_is_told_as_lost_once_all_its_workers_are_lost_together():
     assert fallen.lost(0, node, [3], False, 10.0) is None, "another is still there"
     told = fallen.lost(3, node, [], False, 11.0)
     assert told == {
-        "text": "no worker is left on node 855ce931: workers 0 and 3 were lost together",
+        "text": "no worker is left on node 855ce931: workers 0, 3 were lost together",
         "node": "855ce931",
         "workers": [0, 3],
     }

@@ -729,7 +729,7 @@ def test_a_folder_that_may_not_be_read_is_said_to_be_one(
 def lines_of(place: Path) -> set[str]:
     """What readers take from metrics and events."""
     folder = RunFolder(place / "runs/tiny")
-    return {json.dumps(each) for file in (folder.metrics, folder.events) for each in folder.read(file)}
+    return {json.dumps(each) for file in (folder.metrics, folder.events) for each in folder.read_lines(file)}
 
 
 @pytest.mark.parametrize("name", [name for name in DAMAGED if name.startswith(("plan", "members", "cluster"))])
@@ -738,9 +738,9 @@ def test_a_document_of_other_types_is_refused_to_who_acts_by_it(name: str, place
     DAMAGED[name][1](place)
     folder = RunFolder(place / "runs/tiny")
     path = getattr(folder, name.split()[0].removesuffix("'s"))
-    assert folder.document(path, damaged=True) is None
+    assert folder.read_document(path, damaged=True) is None
     with pytest.raises(ConfigError, match="is not one of raypar's"):
-        folder.document(path)
+        folder.read_document(path)
 
 
 @pytest.mark.parametrize("name", DAMAGED)

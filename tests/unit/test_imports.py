@@ -15,6 +15,8 @@ MAY_IMPORT = {
     "untrusted_files": "errors",
     "safe_yaml": "untrusted_files errors yaml",
     "run_folder_checks": "untrusted_files",
+    "atomic_write": "untrusted_files errors",
+    "jsonl_lines": "untrusted_files run_folder_checks errors",
     "user_code": "",
     "token_files": "untrusted_files errors torch numpy",
     "plan": "errors",
@@ -25,7 +27,8 @@ MAY_IMPORT = {
     "model": "plan comm errors user_code torch numpy",
     "worker": "schedule model comm plan planner.model_profile errors user_code torch numpy safetensors "
     "untrusted_files token_files",
-    "actors": "worker model elastic planner comm schedule plan run_folder callbacks errors user_code torch numpy ray",
+    "actors": "worker model elastic planner comm schedule plan run_folder jsonl_lines atomic_write callbacks errors user_code "
+    "torch numpy ray",
     "config": "plan schedule elastic errors worker.job_spec worker.weights_source untrusted_files run_folder_checks safe_yaml "
     "pydantic yaml",
 }
@@ -181,11 +184,15 @@ def loaded(modules: list[str], heavy: set[str]) -> str:
     return found.stdout.strip()
 
 
+LIGHT_FILES = ("cli", "config", "untrusted_files", "safe_yaml", "run_folder_checks", "atomic_write", "jsonl_lines", "__init__")
+"""Modules beside the pure core that load no heavy package."""
+
+
 def test_the_pure_core_and_the_command_line_load_neither_torch_nor_ray():
     light = [
         ".".join(("raypar", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
         for path in files()
-        if package_of(path) in {*PURE, "cli", "config", "untrusted_files", "safe_yaml", "run_folder_checks", "__init__"}
+        if package_of(path) in {*PURE, *LIGHT_FILES}
     ]
     assert loaded(light, {"torch", "ray", "cupy", "numpy"}) == ""
 

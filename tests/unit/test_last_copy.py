@@ -138,9 +138,9 @@ def test_members_json_says_who_is_waited_for():
     machine = trained(LONE)
     late(machine)
     status = MembersFileText(SimpleNamespace(plan=LONE, policy=machine.policy))
-    seen = [json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b"))]
+    seen = [json.loads(status.text_if_changed(machine, lambda n: {}, lambda plan: "1f1b"))]
     do(machine, Tick(), now_s=4.3)
-    seen.append(json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b")))
+    seen.append(json.loads(status.text_if_changed(machine, lambda n: {}, lambda plan: "1f1b")))
     assert [facts["phase"] for facts in seen] == ["recovering", "waiting"]
     assert seen[1]["why"].startswith("worker 0: no other memory has the state after 4 steps")
 

@@ -21,8 +21,9 @@ from raypar.elastic.actions import Teardown
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
+from raypar.jsonl_lines import jsonl_line_sort_key, parse_jsonl_lines, read_lines_file
 from raypar.plan import ParallelPlan
-from raypar.run_folder import RunFolder, jsonl_line_sort_key, parse_jsonl_lines, read_lines_file
+from raypar.run_folder import RunFolder
 
 PLAN = ParallelPlan.mesh(dp=2)
 DONE, END = 40, 60
@@ -64,7 +65,7 @@ def full(monkeypatch) -> SimpleNamespace:
         return REAL_OPEN(path, mode, **options)
 
     monkeypatch.setattr(jsonl_file, "open", opened, raising=False)
-    monkeypatch.setattr("raypar.run_folder.open", opened, raising=False)
+    monkeypatch.setattr("raypar.atomic_write.open", opened, raising=False)
     return disk
 
 
@@ -74,20 +75,20 @@ class Driver:
     def __init__(self, folder, *, first=0, last=END) -> None:
         self.journal = Journal("tiny")
         policy = RunPolicy(workers=2, steps_before_run=first, job_steps=last)
-        request = SimpleNamespace(folder=folder, run="tiny", policy=policy, plan=PLAN, trace=frozenset())
+        request = SimpleNamespace(folder=folder, run="tiny", policy=policy, plan=PLAN, traced_steps=frozenset())
         request.batching = SimpleNamespace(batch_size=8)
         self.recorder = RunRecorder(request, self.journal)
-        self.recorder.clock()
+        self.recorder.restart_step_timer()
         self.reports = StepReports(RunMachine(policy, plan=PLAN), SimpleNamespace(passes=lambda plan: (4, 4)))
 
     def take_over(self) -> int:
         """The steps that people have seen; those that are committed beyond are seen now."""
-        known = self.journal.committed()
+        known = self.journal.committed_steps()
         seen = self.recorder.take_over()
-        self.reports.journalled = dict(seen.unseen)
+        self.reports.in_journal = dict(seen.unseen)
         for step in range(seen.steps, (known or [-1])[-1] + 1):
-            self.reports.commit(step)
-            self.recorder.step(step, self.reports.emit(step))
+            self.reports.mark_committed(step)
+            self.recorder.record_step(step, self.reports.take_reports(step))
         return seen.steps
 
     def steps(self, first: int, last: int) -> None:
@@ -95,15 +96,15 @@ class Driver:
             report = {"loss": 1 / (step + 1), "norm": 2.0 + step, "count": 8.0, "skipped": False, "seconds": 0.5}
             report |= {"busy_seconds": 0.4, "peak_rss_bytes": 9, "mirror_seconds": 0.0, "digest": None, "spans": []}
             for worker in (0, 1):
-                self.reports.stepped(worker, 1, step, report)
-            self.reports.commit(step)
-            self.journal.commit(step, {"time": 1000.0 + step, **self.reports.brief(step)})
-            self.recorder.step(step, self.reports.emit(step))
+                self.reports.keep_step_report(worker, 1, step, report)
+            self.reports.mark_committed(step)
+            self.journal.commit(step, {"time": 1000.0 + step, **self.reports.merged_report(step)})
+            self.recorder.record_step(step, self.reports.take_reports(step))
             if (step + 1) % 10 == 0:
-                self.recorder.validation(step + 1, [{"losses": {0: (3.0 + step, 1.0)}, "seconds": 0.1}])
+                self.recorder.record_validation(step + 1, [{"losses": {0: (3.0 + step, 1.0)}, "seconds": 0.1}])
 
     def end(self) -> None:
-        self.recorder.end(Teardown("done", "all steps are done", END, None), None)
+        self.recorder.record_end(Teardown("done", "all steps are done", END, None), None)
 
     def warnings(self) -> list[str]:
         return [event["text"] for event in self.recorder.new_events() if event["kind"] == "warning"]
@@ -255,7 +256,7 @@ def test_a_validation_that_was_not_finite_and_steps_that_lack_what_is_printed_ar
     """`count` and `bubble` of a line may be gone; the client prints them."""
     driver = Driver(tmp_path)
     driver.steps(0, 1)
-    driver.recorder.validation(1, [{"losses": {0: (math.nan, 1.0)}, "seconds": 0.1}])
+    driver.recorder.record_validation(1, [{"losses": {0: (math.nan, 1.0)}, "seconds": 0.1}])
     driver.journal.erase()
     line, validation = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     del line["count"], line["bubble"]
@@ -392,7 +393,7 @@ def test_a_driver_that_wakes_after_its_successor_has_written_removes_nothing(tmp
     new.steps(20, END)
     new.recorder.note({"kind": "driver"})
     old.recorder.note({"kind": "note", "text": "it has slept"})
-    old.recorder.step(19, {0: {**new.journal.facts(19), "spans": [], "ledger": {}}})
+    old.recorder.record_step(19, {0: {**new.journal.step_report(19), "spans": [], "ledger": {}}})
     new.end()
     check(tmp_path)
     assert '"driver"' in (tmp_path / "events.jsonl").read_text()
@@ -430,9 +431,9 @@ def test_readers_take_what_is_whole(damage, tmp_path):
     folder = RunFolder(tmp_path)
     if damage == "a terabyte of zeros":
         with pytest.raises(ConfigError, match="more than the 4,294,967,296 that are read"):
-            list(folder.read(folder.metrics))
+            list(folder.read_lines(folder.metrics))
         return
-    places = [jsonl_line_sort_key(line) for line in folder.read(folder.metrics)]
+    places = [jsonl_line_sort_key(line) for line in folder.read_lines(folder.metrics)]
     assert places == sorted(set(places))
 
 
@@ -446,9 +447,9 @@ def test_a_step_whose_loss_was_not_finite_is_told_again_as_it_was(tmp_path):
     driver.steps(0, 3)
     report = {"loss": math.nan, "norm": math.inf, "count": 8.0, "skipped": True, "seconds": 0.5, "busy_seconds": 0.4}
     driver.reports._open[3] = {0: {**report, "peak_rss_bytes": 9, "spans": []}}
-    driver.reports.commit(3)
-    driver.journal.commit(3, {"time": 1003.0, **driver.reports.brief(3)})
-    driver.recorder.step(3, driver.reports.emit(3))
+    driver.reports.mark_committed(3)
+    driver.journal.commit(3, {"time": 1003.0, **driver.reports.merged_report(3)})
+    driver.recorder.record_step(3, driver.reports.take_reports(3))
     driver = Driver(tmp_path)
     driver.take_over()
     said = StringIO()

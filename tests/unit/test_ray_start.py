@@ -75,17 +75,17 @@ def test_where_there_is_no_status_there_is_no_autoscaler(status):
 
 def test_more_workers_than_there_are_is_refused_only_where_nothing_grows():
     """An autoscaler of Ray 2.60 does not say how far it goes."""
-    has = ClusterCapacity(nodes=1, total=1, free=1, ever=None)
+    has = ClusterCapacity(nodes=1, cpus=1, free_cpus=1, max_cpus=None)
     with pytest.raises(ClusterError, match=r"the plan needs 4 workers .* but the cluster has 1 CPUs .* no autoscaler adds any"):
         require_capacity(4, has)
-    require_capacity(4, replace(has, grows=True))
-    require_capacity(4, replace(has, grows=True), gpus=1)
+    require_capacity(4, replace(has, may_add_nodes=True))
+    require_capacity(4, replace(has, may_add_nodes=True), gpus=1)
     with pytest.raises(ClusterError, match="its autoscaler stops at 3"):
-        require_capacity(4, replace(has, grows=True, ever=3))
+        require_capacity(4, replace(has, may_add_nodes=True, max_cpus=3))
 
 
 def test_what_is_waited_for_is_said_and_at_the_end_why_it_was_in_vain():
-    has = ClusterCapacity(nodes=1, total=1, free=0, ever=None, grows=True)
+    has = ClusterCapacity(nodes=1, cpus=1, free_cpus=0, max_cpus=None, may_add_nodes=True)
     assert (
         placement_wait_text(1, 4, True)
         == "waiting for 3 more workers: the cluster has a place for 1 of 4, an autoscaler is running"
@@ -94,7 +94,7 @@ def test_what_is_waited_for_is_said_and_at_the_end_why_it_was_in_vain():
     error = placement_timeout_error(1, 4, 300, has, False)
     assert "only 1 of 4 workers could be placed within 300 s" in error.what and "its autoscaler has added no more" in error.what
     assert "`ray status`" in error.cure and "max_workers" in error.cure
-    assert "add nodes" in placement_timeout_error(1, 4, 300, replace(has, grows=False), False).cure
+    assert "add nodes" in placement_timeout_error(1, 4, 300, replace(has, may_add_nodes=False), False).cure
 
 
 def test_a_job_for_gpus_on_a_machine_without_is_bad_input_before_ray_starts(tmp_path, monkeypatch, capfd):

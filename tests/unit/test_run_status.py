@@ -66,7 +66,7 @@ def test_members_json_is_written_again_when_the_last_step_has_been_executed_agai
     progress.committed, progress.journalled, progress.emitted = 8, 10, 10
 
     def replaying() -> object:
-        made = status.changed(machine, lambda n: {}, lambda plan: "1f1b")
+        made = status.text_if_changed(machine, lambda n: {}, lambda plan: "1f1b")
         return None if made is None else (json.loads(made)["replaying"],)
 
     assert replaying() == ({"step": 8, "until": 10},)
@@ -227,7 +227,7 @@ def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_left_out(tm
     folder.plan.write_text(json.dumps(PLAN))
     folder.members.write_text(json.dumps(MEMBERS))
     for facts in METRICS:
-        folder.append(folder.metrics, facts)
+        folder.append_line(folder.metrics, facts)
     with open(folder.events, "w") as file:
         file.write('{"kind": "lo\n' + json.dumps(EVENTS[3]) + "\n")
     assert main(["status", "tiny", "--run-dir", str(tmp_path), "--json"]) == 0

@@ -192,9 +192,9 @@ def test_what_comes_late_is_ignored_in_every_phase():
 def test_members_json_says_who_is_waited_for():
     machine = running()
     status = MembersFileText(SimpleNamespace(plan=ParallelPlan.mesh(dp=2, layers=2), policy=machine.policy))
-    seen = [json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b"))]
+    seen = [json.loads(status.text_if_changed(machine, lambda n: {}, lambda plan: "1f1b"))]
     silent(machine)
-    seen.append(json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b")))
+    seen.append(json.loads(status.text_if_changed(machine, lambda n: {}, lambda plan: "1f1b")))
     assert [facts["phase"] for facts in seen] == ["running", "waiting"]
     assert seen[1]["why"].startswith("worker 1: it answers no pings")
 
@@ -207,7 +207,7 @@ def test_nobody_is_waited_for_once_the_run_has_failed(end):
     silent(machine)
     do(machine, end, 12.0)
     assert machine.phase is Phase.OVER and not machine.waits
-    assert json.loads(status.changed(machine, lambda n: {}, lambda plan: "1f1b"))["phase"] == "ended"
+    assert json.loads(status.text_if_changed(machine, lambda n: {}, lambda plan: "1f1b"))["phase"] == "ended"
 
 
 def test_a_validation_that_was_waited_for_is_completed():

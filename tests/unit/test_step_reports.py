@@ -30,48 +30,48 @@ def reports() -> StepReports:
 
 def see(reports: StepReports, step: int, loss: float) -> dict:
     for number in (3, 5):
-        reports.stepped(number, 1, step, report(loss))
-    reports.commit(step)
-    return reports.emit(step)
+        reports.keep_step_report(number, 1, step, report(loss))
+    reports.mark_committed(step)
+    return reports.take_reports(step)
 
 
 def test_reports_are_kept_by_rank_and_computing_is_counted_by_microbatch(reports):
-    assert reports.stepped(5, 1, 0, report()).busy_s == pytest.approx(0.05)
-    assert reports.stepped(3, 1, 0, report()).busy_s is None, "it has computed nothing"
-    reports.commit(0)
-    assert sorted(reports.emit(0)) == [0, 1]
+    assert reports.keep_step_report(5, 1, 0, report()).busy_s == pytest.approx(0.05)
+    assert reports.keep_step_report(3, 1, 0, report()).busy_s is None, "it has computed nothing"
+    reports.mark_committed(0)
+    assert sorted(reports.take_reports(0)) == [0, 1]
     assert reports.outcomes == {0: (1.0, 2.0)}
 
 
 def test_a_late_report_of_an_earlier_generation_is_an_event_and_nothing_else(reports):
     see(reports, 0, 1.0)
     reports.machine.membership.generation = 2
-    assert reports.stepped(3, 1, 1, report()).generation == 1
+    assert reports.keep_step_report(3, 1, 1, report()).generation == 1
     with pytest.raises(KeyError):
-        reports.commit(1)
+        reports.mark_committed(1)
 
 
 @pytest.mark.parametrize("seen, again, same", [(1.0, 1.0, True), (math.nan, math.nan, True), (1.0, 1.0 + 2**-52, False)])
 def test_what_is_executed_again_has_to_give_the_same_to_the_last_bit(reports, seen, again, same):
     see(reports, 0, seen)
-    reports.forget()
+    reports.drop_uncommitted()
     for number in (3, 5):
-        reports.stepped(number, 1, 0, report(again))
-    changed = reports.changed(0)
+        reports.keep_step_report(number, 1, 0, report(again))
+    changed = reports.replay_difference(0)
     assert (changed is None) if same else changed == ((seen, 2.0), (again, 2.0))
 
 
 def test_a_step_that_was_found_applied_is_seen_with_its_loss_and_no_time(reports):
     outcome = VoteResult(loss=0.5, norm=2.0, count=8.0, factor=0.125, skipped=False)
     reports.machine.progress.journalled = 4
-    reports.keep_missing_reports(WorkerStatus(3, 5, vote_results={3: outcome, 4: outcome}))
-    reports.commit(4)
-    assert reports.emit(4) == {0: reconstruct_lost_report(outcome)}
+    reports.keep_reports_from_status(WorkerStatus(3, 5, vote_results={3: outcome, 4: outcome}))
+    reports.mark_committed(4)
+    assert reports.take_reports(4) == {0: reconstruct_lost_report(outcome)}
     assert reconstruct_lost_report(outcome)["seconds"] == 0.0 and loss_and_grad_norm_of_step(
         {0: reconstruct_lost_report(outcome)}
     ) == (0.5, 2.0)
     with pytest.raises(KeyError):
-        reports.commit(3)
+        reports.mark_committed(3)
 
 
 def test_an_error_that_cannot_be_pickled_reaches_the_client_as_its_text():

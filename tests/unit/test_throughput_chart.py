@@ -131,7 +131,7 @@ def test_a_run_without_steps_is_still_a_drawing_and_the_command_writes_it(tmp_pa
     assert capsys.readouterr().out.splitlines()[-1] == f"picture: {tmp_path / 'empty.svg'}"
     ET.fromstring((tmp_path / "empty.svg").read_text())
     for line in METRICS:
-        folder.append(folder.metrics, line)
+        folder.append_line(folder.metrics, line)
     assert main(["status", str(folder.path), "--svg", str(tmp_path / "x.svg")]) == 0
     assert "tiny: 4 of 4 steps" in (tmp_path / "x.svg").read_text()
     assert main(["status", str(folder.path), "--svg", str(tmp_path / "no" / "x.svg")]) == 2
