@@ -226,7 +226,7 @@ def test_there_are_no_copies_of_no_state():
 def test_only_ranks_with_the_same_tensors_are_asked_for_copies():
     outline = ModelOutline((), elements=tuple({f"weight{layer}": 4} for layer in range(64)))
     ownership = Ownership(ParallelPlan.mesh(dp=2, pp=64, layers=64), outline)
-    assert ownership.has_copies(0) and ownership.written(0)
+    assert ownership.has_copies(0) and ownership.checkpoint_pieces(0)
     assert {key[1] for key in ownership._answers} == {0}, "of one position, not of all"
 
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "jobs" / "bench"))
 
 before = signal.getsignal(signal.SIGTERM)
 from recovery import Outcome, measure, row  # noqa: E402
-from recovery_runs import Commit, Course, Seen  # noqa: E402
+from recovery_runs import Commit, RunSettings, Seen  # noqa: E402
 
 signal.signal(signal.SIGTERM, before)  # a bench ends its contenders on SIGTERM; a test run does not
 
@@ -20,7 +20,7 @@ class Written(Seen):
     """A run of which only the lines are there."""
 
     def __init__(self, *steps: tuple[float, int, int, int]) -> None:
-        self.workers, self.policy = 4, Course(steps=max(step for _, step, _, _ in steps))
+        self.workers, self.settings = 4, RunSettings(steps=max(step for _, step, _, _ in steps))
         self._commits = [Commit(*step) for step in steps]
 
     def commits(self) -> list[Commit]:

@@ -135,8 +135,8 @@ def spent(machine):
 
 def taken_over(seen, saved):
     """A run whose driver was killed just after the checkpoint of the last step that its workers have applied."""
-    machine = start(save_every=saved, last=20)
-    found = DriverFailover((0, 1), 1, seen, machine.membership.plan, (0, 1), saved=saved, hired=2)
+    machine = start(save_every=saved, job_steps=20)
+    found = DriverFailover((0, 1), 1, seen, machine.membership.plan, (0, 1), saved=saved, next_worker_number=2)
     stands = [stood(2, worker, saved) for worker in (0, 1)]
     return sent(machine, found, GenerationClaimed(2, True), *stands, PlanAdopted(0, 2), PlanAdopted(1, 2))
 

@@ -155,7 +155,7 @@ class NcclHandle(PolledHandle):
     def launched(self) -> bool:
         """See `PolledHandle.launched`."""
         self._raise()
-        return self.done() if self.on_control else self._event is not None
+        return self.done() if self.via_control_transport else self._event is not None
 
     def order_current_stream(self, check: Callable[[], object]) -> None:
         """See `PolledHandle.order_current_stream`."""
