@@ -1,5 +1,6 @@
 """An elastic run that comes to other numbers of shards, which changes its bits, says so."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +13,21 @@ from examples import gpt
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.ray_connection import connect_ray
+from raypar.actors.run_request import RunRequest
+from raypar.config import ElasticConfig
 from raypar.console.event_lines import event_line
 from raypar.elastic import actions as do
 from raypar.errors import ModelError
+from raypar.launch import launch_run
+from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.result import Result
+from raypar.launch.result_neutral_options import ResultNeutralOptions
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_report import fewer_shards_warnings
 from raypar.planner.plan_search import possible_shard_counts
-from raypar.worker.job_spec import Ref
+from raypar.run_folder import RunFolder
+from raypar.worker.job_spec import JobSpec, Ref
 from raypar.worker.preflight import check_other_shard_counts, preflight
 
 FOUR = ParallelPlan.mesh(pp=2, tp=2, layers=4)
@@ -74,11 +82,15 @@ def test_before_it_begins_a_run_says_how_many_workers_keep_its_bits():
     assert "over 2 shards or fewer" in line
 
 
+def six_heads() -> JobSpec:
+    """A job of four layers."""
+    size = {"vocab": 23, "width": 24, "depth": 2, "heads": 6, "context": 8}
+    return replace(Cell("gpt", "1f1b", (1,), (1,), 5).job, model=Ref(gpt.layers, size))
+
+
 def test_the_numbers_of_shards_that_a_run_may_come_to_are_checked_before_it_begins(monkeypatch):
     """Six heads over four shards are 1, 2, 1 and 2; with two workers left they are three each."""
-    size = {"vocab": 23, "width": 24, "depth": 2, "heads": 6, "context": 8}
-    spec = Cell("gpt", "1f1b", (1,), (1,), 5).job
-    spec = replace(spec, model=Ref(gpt.layers, size))
+    spec = six_heads()
     checked = preflight(spec)
     plan = ParallelPlan.mesh(tp=4, layers=4)
     check_other_shard_counts(spec, checked, plan, possible_shard_counts(plan))
@@ -104,3 +116,27 @@ def test_a_run_that_loses_one_of_two_shards_goes_on_with_one_and_says_so(tmp_pat
     first = trainee.told("generation")[0]
     assert (first["workers"], first["shards"], first["shards_was"]) == ([0], "1", "2")
     assert any("with fewer than 2 workers it goes on with fewer shards" in event["text"] for event in trainee.told("stage"))
+
+
+@pytest.mark.parametrize("kind", ["own", "joined"])
+def test_a_run_may_fall_to_fewer_shards_on_any_cluster(kind, monkeypatch, tmp_path):
+    """On a cluster that was joined the planner knew only the plan's own number of shards, and found no plan for fewer."""
+    requests: list[RunRequest] = []
+    connection = SimpleNamespace(kind=kind, host=None, facts={}, text="")
+    monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", lambda *given: nullcontext(connection))
+    monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: None)
+    monkeypatch.setattr("raypar.actors.cluster_info.require_capacity", lambda *given: None)
+
+    def follow(request: RunRequest, folder: RunFolder, tell) -> Result:
+        requests.append(request)
+        return Result({}, str(folder.path), "failed", 0)
+
+    monkeypatch.setattr(launch_run, "_follow", follow)
+    spec, plan = six_heads(), ParallelPlan.mesh(tp=4, layers=4)
+    folder = RunFolder.create(tmp_path, "run")
+    options = ResultNeutralOptions(make_folder=lambda chosen: folder, elastic=ElasticConfig(min_workers=1))
+    launch_run.launch_run(
+        spec, lambda checked: choose_plan(spec, checked, lambda layers: plan, "1f1b", 4), options, lambda event: None
+    )
+    chosen = PlanCache(requests[0]).choose(2, 3, plan)
+    assert chosen.plan is not None and {stage.shards for stage in chosen.plan.stages} == {2}, chosen.why
