@@ -221,7 +221,8 @@ def plan_as_dict(
 
     `sizes`: of each layer; `held`: what a worker holds of each layer, by (number of shards, shard).
     """
-    workers = [worker_part_as_dict(plan, MicrobatchRouting(plan, cut), rank, sizes, held) for rank in range(plan.world)]
+    routing = MicrobatchRouting(plan, cut)
+    workers = [worker_part_as_dict(plan, routing, rank, sizes, held) for rank in range(plan.world)]
     found: dict[str, Any] = {
         "plan": f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}",
         "schedule": name,

@@ -41,8 +41,10 @@ def start_missing_workers(m: RunState) -> None:
 
 def start_workers(m: RunState, decision: DesiredCapacity) -> None:
     """Start `decision.workers_to_start` workers."""
+    limits = m.policy.capacity
+    reason = f"{decision.workers_to_start} of {limits.wanted + limits.standbys} workers are missing"
     for _ in range(decision.workers_to_start):
         number = m.hiring.next_number
         m.hiring.next_number += 1
         m.hiring.starting.add(number)
-        m.decide(StartWorker(number), decision.reason)
+        m.decide(StartWorker(number), reason)
