@@ -38,7 +38,7 @@ from raypar.run_folder_checks import MAX_STEPS
 from raypar.safe_yaml import parse_yaml
 from raypar.untrusted_files import read_limited_text, shorten
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
-from raypar.worker.weights_source import WeightsSource
+from raypar.worker.weights_source import InitialWeightsFile
 
 _AUTO, _GIVEN = "<auto>", "<given>"
 """Pydantic's names of the branches of `plan` in error locations; removed before a message is shown."""
@@ -306,16 +306,16 @@ class InitFromConfig(_Section):
     def _short(cls, value: Any) -> Any:
         return {"path": os.fspath(value)} if isinstance(value, (str, os.PathLike)) else value
 
-    def to_source(self) -> WeightsSource:
-        """The section as a `WeightsSource`, for `JobSpec`."""
+    def to_source(self) -> InitialWeightsFile:
+        """The section as a `InitialWeightsFile`, for `JobSpec`."""
         given = self.path, self.strip_prefix, self.add_prefix, tuple(self.rename.items())
-        return WeightsSource(*given, self.allow_missing, self.allow_unexpected)
+        return InitialWeightsFile(*given, self.allow_missing, self.allow_unexpected)
 
 
-def parse_init_from(given: Any) -> WeightsSource | None:
-    """`Trainer`'s argument `init_from` (a `WeightsSource`, or the section's value) as a `WeightsSource`. Raises
+def parse_init_from(given: Any) -> InitialWeightsFile | None:
+    """`Trainer`'s argument `init_from` (a `InitialWeightsFile`, or the section's value) as a `InitialWeightsFile`. Raises
     `ConfigError`."""
-    if given is None or isinstance(given, WeightsSource):
+    if given is None or isinstance(given, InitialWeightsFile):
         return given
     if isinstance(given, Mapping) and any(hasattr(value, "untyped_storage") for value in given.values()):
         raise ConfigError(

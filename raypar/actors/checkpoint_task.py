@@ -14,7 +14,7 @@ from raypar.errors import RayparError
 
 @dataclass
 class CheckpointTask:
-    """Saves checkpoints. Posts `CheckpointStateCopied`, after which training may continue, then `CheckpointSaved`; or
+    """Saves checkpoints. Posts `AllWorkersCopiedState`, after which training may continue, then `CheckpointSaved`; or
     `CheckpointFailed`."""
 
     parts: DriverParts
@@ -36,7 +36,7 @@ class CheckpointTask:
         asked = [parts.calls.ask(number, w.save.remote(generation, done, str(folder))) for number, w in members.items()]
         taken = await asyncio.gather(*asked)
         if not any(isinstance(answer, CallFailure) for answer in taken):
-            parts.tasks.post(on.CheckpointStateCopied(done))
+            parts.tasks.post(on.AllWorkersCopiedState(done))
             taken = await asyncio.gather(*(parts.calls.ask(n, w.save_result.remote()) for n, w in members.items()))
         failed = [answer for answer in taken if isinstance(answer, CallFailure)]
         if failed:

@@ -1,6 +1,6 @@
 """Writes metrics.jsonl or events.jsonl of a run so that no line is lost by a full disk or a damaged file.
 
-The last lines are in up to three places: the file, memory (`RecentLines`) and the journal (`JournaledLines`).
+The last lines are in up to three places: the file, memory (`RecentLines`) and the journal (`JournalLineBackup`).
 
 - Lines that cannot be written (a full disk) wait in memory, and in the journal, where the next driver finds them.
 - Lines stay in memory after they are written: a file that another process has truncated, replaced or removed is written again.
@@ -82,7 +82,7 @@ class RecentLines:
         return [*islice(reversed(self.texts), number)][::-1]
 
 
-class JournaledLines:
+class JournalLineBackup:
     """The last lines of a file, kept in the journal: line n is in block n // `BLOCK_LINES`.
 
     A journal that does not answer is ignored: the lines are then in memory only.
@@ -146,7 +146,7 @@ class JsonlFile:
     """Whether `open` was called."""
     recent: RecentLines = field(init=False)
     """The last lines: all that are not in the file, and older ones from which it can be written again."""
-    blocks: JournaledLines = field(init=False)
+    blocks: JournalLineBackup = field(init=False)
     """The last lines, as the journal has them."""
     unwritten: int = 0
     """How many of the last lines are not in the file."""
@@ -160,7 +160,7 @@ class JsonlFile:
     """Whether another process has changed the file."""
 
     def __post_init__(self) -> None:
-        self.recent, self.blocks = RecentLines(self.kept_bytes), JournaledLines(self.journal, self.path.name)
+        self.recent, self.blocks = RecentLines(self.kept_bytes), JournalLineBackup(self.journal, self.path.name)
 
     def open(self, correct: Callable[[list[Line]], list[Line]] = list) -> list[Line]:
         """Repair the file; returns its lines and those that only the journal has, each once. `append` continues after them.

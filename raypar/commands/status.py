@@ -63,13 +63,13 @@ def write_run_trace(folder: RunFolder, file: str) -> None:
     import json
 
     from raypar.console.run_history import build_run_history
-    from raypar.schedule.chrome_trace import run_trace
+    from raypar.schedule.chrome_trace import chrome_trace_of_run
 
     metrics = list(folder.read_lines(folder.metrics))
     seen = build_run_history(metrics, list(folder.read_lines(folder.events)))
     steps = [line["step"] for line in metrics if "samples_per_s" in line]
     write_option_output_file(
-        file, json.dumps(run_trace(seen, first=steps[0] if steps else 1, name=folder.name)) + "\n", "--trace"
+        file, json.dumps(chrome_trace_of_run(seen, first=steps[0] if steps else 1, name=folder.name)) + "\n", "--trace"
     )
 
 

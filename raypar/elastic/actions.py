@@ -58,7 +58,7 @@ class EmitValidation:
 class StartCheckpoint:
     """Call every worker to copy its state and write the copy in the background.
 
-    Answers: `CheckpointStateCopied`, later `CheckpointSaved` or `CheckpointFailed`; or `CheckpointFailed` alone.
+    Answers: `AllWorkersCopiedState`, later `CheckpointSaved` or `CheckpointFailed`; or `CheckpointFailed` alone.
     """
 
     done: int

@@ -95,7 +95,7 @@ class ValidationEmitted:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointStateCopied:
+class AllWorkersCopiedState:
     """All workers have copied their state and write the copy in the background. Training may go on."""
 
     done: int
@@ -307,7 +307,7 @@ RunEvent = (
     | StepEmitted
     | ValidationReported
     | ValidationEmitted
-    | CheckpointStateCopied
+    | AllWorkersCopiedState
     | CheckpointSaved
     | CheckpointFailed
     | StopRequested

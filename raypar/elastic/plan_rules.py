@@ -164,7 +164,7 @@ def start_generation(m: RunState, order: AdoptPlan) -> None:
     if stopping.request is not None and (stopping.stop_step is None or stopping.interrupted):
         stopping.stop_step = max(p.committed, p.emitted)
     if stopping.abandon_at_s is not None and p.committed < p.emitted:
-        end_interrupted_recovery(m)  # emitted steps would have to be replayed before the state can be saved
+        end_run_between_generations(m)  # emitted steps would have to be replayed before the state can be saved
         return
     stopping.abandon_at_s = None
     begin_straggler_watch(m)
@@ -227,7 +227,7 @@ def tell_what_is_awaited(m: RunState, more: str = "") -> None:
     m.decide(WarnUser(f"{text} {more}".rstrip()), "nothing can be done without them")
 
 
-def end_interrupted_recovery(m: RunState) -> None:
+def end_run_between_generations(m: RunState) -> None:
     """End the run between two generations: the state is incomplete on the workers, so only the last checkpoint is left."""
     saved = m.progress.saved
     left = f"the last checkpoint is of step {saved}" if saved else "nothing is saved"

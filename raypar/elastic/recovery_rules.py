@@ -32,7 +32,7 @@ from raypar.elastic.events import (
 from raypar.elastic.failure_budget import end_run_on_repeated_out_of_memory, mark_worker_lost, record_death
 from raypar.elastic.message_wording import format_worker_numbers
 from raypar.elastic.phases import Phase
-from raypar.elastic.plan_rules import end_interrupted_recovery, find_plan, tell_what_is_awaited
+from raypar.elastic.plan_rules import end_run_between_generations, find_plan, tell_what_is_awaited
 from raypar.elastic.recovery_start import begin_recovery, is_caused_by_worker_loss
 from raypar.elastic.run_failure import fail_run
 from raypar.elastic.run_state import RunState
@@ -212,7 +212,7 @@ def stop_after_recovery(m: RunState, event: StopRequested) -> None:
     """
     m.stopping.request = event
     if event.interrupt and m.phase is Phase.WAITING:
-        end_interrupted_recovery(m)
+        end_run_between_generations(m)
     elif event.interrupt:
         m.stopping.abandon_at_s = m.timer.now_s + m.policy.interrupt_s
 
@@ -221,7 +221,7 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> None:
     """Give up workers that do not answer in time; tell people from time to time what the run waits for."""
     r, timer = m.recovery, m.timer
     if m.stopping.abandon_at_s is not None and timer.now_s >= m.stopping.abandon_at_s:
-        end_interrupted_recovery(m)
+        end_run_between_generations(m)
         return
     if m.phase is Phase.WAITING:
         start_missing_workers(m)

@@ -8,10 +8,10 @@ from raypar.elastic.actions import AbortGroups, EmitStep, EmitValidation, Reques
 from raypar.elastic.deadlines import find_mute_workers, find_overdue_workers, silent_deadline_s, step_deadline_s
 from raypar.elastic.digest_check import compare_replica_digests
 from raypar.elastic.events import (
+    AllWorkersCopiedState,
     CallFailed,
     CheckpointFailed,
     CheckpointSaved,
-    CheckpointStateCopied,
     GroupsAborted,
     RunEvent,
     StacksReported,
@@ -164,7 +164,7 @@ def apply_late_validation_stop(m: RunState, event: ValidationEmitted) -> None:
         stop_after_open_steps(m, StopRequested(event.stop))
 
 
-def continue_after_snapshot(m: RunState, event: CheckpointStateCopied) -> None:
+def continue_after_snapshot(m: RunState, event: AllWorkersCopiedState) -> None:
     """Begin the next work that is due, while the checkpoint's files are written."""
     begin_next_save_or_validation(m)
 

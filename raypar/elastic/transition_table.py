@@ -18,10 +18,10 @@ from raypar.elastic import (
     running_rules,
 )
 from raypar.elastic.events import (
+    AllWorkersCopiedState,
     CallFailed,
     CheckpointFailed,
     CheckpointSaved,
-    CheckpointStateCopied,
     DrainRequested,
     DriverFailover,
     GenerationClaimed,
@@ -138,7 +138,7 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(ValidationReported, [P.VALIDATING], running_rules.count_validation),
     make_transition_row(ValidationEmitted, [P.VALIDATING], running_rules.finish_validation, SERVED),
     make_transition_row(
-        CheckpointStateCopied,
+        AllWorkersCopiedState,
         [P.SAVING],
         running_rules.continue_after_snapshot,
         [*TRAINING, P.VALIDATING, P.ENDING, P.CLAIMING],
@@ -218,7 +218,7 @@ ROWS: tuple[TransitionRow, ...] = (
     *make_ignored_rows([P.VALIDATING, P.SAVING, P.ENDING, P.FAILING, P.OVER, *RECOVERING], StepReported),
     *make_ignored_rows([P.SAVING, P.ENDING, P.ABORTING, P.FAILING, P.OVER, *TRAINING, *RECOVERING], ValidationReported),
     *make_ignored_rows([P.SAVING, P.ENDING, P.ABORTING, P.FAILING, P.OVER], ValidationEmitted),
-    *make_ignored_rows([P.VALIDATING, P.ENDING, P.FAILING, P.OVER, *TRAINING, *RECOVERING], CheckpointStateCopied),
+    *make_ignored_rows([P.VALIDATING, P.ENDING, P.FAILING, P.OVER, *TRAINING, *RECOVERING], AllWorkersCopiedState),
     *make_ignored_rows([P.SAVING, P.ENDING, P.FAILING, P.OVER, *RECOVERING], GroupsAborted),
     *make_ignored_rows([P.VALIDATING, P.SAVING, P.ENDING, P.ABORTING, P.FAILING, P.OVER, *RECOVERING], StacksReported),
     *make_ignored_rows([P.FAILING, P.OVER], StepJournalled, StepEmitted, StopRequested, PlanChosen),

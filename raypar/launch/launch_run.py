@@ -14,7 +14,7 @@ from raypar.atomic_write import write_text_atomically
 from raypar.errors import InputError, UserCodeError
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan
 from raypar.launch.generated_text import generate_text_with_checkpoint
-from raypar.launch.prepare_request import prepare_run_request
+from raypar.launch.make_run_request import make_run_request
 from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions
 from raypar.run_folder import RunFolder
@@ -64,7 +64,7 @@ def _check_and_plan(
             for line in checked.notes:
                 tell({"kind": "warning", "text": line})
             chosen = choose(checked)
-            return spec, chosen, prepare_run_request(spec, checked, chosen, options)
+            return spec, chosen, make_run_request(spec, checked, chosen, options)
         except UserCodeError as error:
             raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
         except (SystemExit, KeyboardInterrupt) as error:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from raypar.errors import ModelError
 from raypar.model.deferred_init import OperationRecording, materialise_hidden_tensors, materialise_tensor_attributes
 from raypar.model.graph import Graph
-from raypar.model.initial_values import CallGuard, DeferredValues, LayerBuildValues, SeededByNameValues, WholeModelValues
+from raypar.model.initial_values import CallGuard, DeferredInitialValues, LayerBuildValues, SeededByNameValues, WholeModelValues
 from raypar.model.layer_skeletons import (
     SkeletonCopier,
     build_on_meta,
@@ -63,7 +63,7 @@ def capture_layer_graph(
             materialise_tensor_attributes(module, list(state.values()), recording)
         used = {id(tensor) for tensor in tensors_in_functions(pairs)}
         materialise_hidden_tensors([tensor for tensor in state.values() if id(tensor) not in used], recording)
-    initial = WholeModelValues(state, again, notes) if recording is None else DeferredValues(state, recording, notes)
+    initial = WholeModelValues(state, again, notes) if recording is None else DeferredInitialValues(state, recording, notes)
     graph = Graph.sequential([(name, SkeletonCopier(bare)) for name, bare in make_skeletons(pairs)], input=input, ties=ties)
     return replace(graph, initial_values=initial)
 

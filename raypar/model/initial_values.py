@@ -98,7 +98,7 @@ class WholeModelValues(WholeTensorValues):
 
 
 @dataclass
-class DeferredValues(WholeTensorValues):
+class DeferredInitialValues(WholeTensorValues):
     """Values of a model run with deferred initialisation: each large tensor is computed when `stream` reaches it.
 
     `tensors`: as the model function made them, real or on the meta device. `recording`: how to compute the latter.

@@ -192,7 +192,7 @@ def state_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict[
     return {**parameter_shapes(graph, first, last), **buffer_shapes(graph, first, last)}
 
 
-def state_on_meta(graph: Graph, first: int, last: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def parameters_and_buffers_on_meta(graph: Graph, first: int, last: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Name -> meta tensor of every parameter (canonical names) and buffer of layers [first, last).
 
     Floating-point ones are in `dtype`.
@@ -212,7 +212,7 @@ def tensor_sizes_by_layer(graph: Graph) -> tuple[dict[str, int], ...]:
     return tuple({name: shape.numel() for name, shape in shapes.items()} for shapes in found)
 
 
-def outline_graph(graph: Graph) -> ModelOutline:
+def make_model_outline(graph: Graph) -> ModelOutline:
     """The graph as `plan` sees it: layers with their inputs and outputs, ties, sizes of parameters and buffers; no modules."""
     return ModelOutline(
         tuple((x.name, x.inputs, x.outputs) for x in graph.layers),

@@ -49,7 +49,7 @@ def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "
     return {"displayTimeUnit": "ms", "otherData": {"makespan_ms": timeline.makespan_ms}, "traceEvents": events}
 
 
-def run_trace(history: RunHistory, *, first: int = 1, name: str = "raypar") -> dict[str, Any]:
+def chrome_trace_of_run(history: RunHistory, *, first: int = 1, name: str = "raypar") -> dict[str, Any]:
     """A whole run as a JSON object in the Trace Event Format, in microseconds from the first step; `first`: that step's number.
 
     Steps and the pauses between them are slices, losses and joins of workers are instants, the number of workers is a counter.

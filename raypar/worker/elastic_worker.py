@@ -24,7 +24,7 @@ from raypar.plan.pieces import Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.vote_result import VoteResult
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
-from raypar.worker.required_communicators import direct_state_transfers
+from raypar.worker.required_communicators import device_to_device_rank_pairs
 from raypar.worker.state.mirror import Mirror
 from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey, assemble_parameter, extract_elements
 from raypar.worker.step.message_tags import state_tag
@@ -239,7 +239,7 @@ class ElasticWorker:
             if move.dest == self.worker and move.source not in sources:
                 sources.append(move.source)
         headers = {w: transport.recv(None, source=part.rank_of_worker[w], tag=state_tag(0)) for w in sources}
-        sent, direct = [], direct_state_transfers(part)
+        sent, direct = [], device_to_device_rank_pairs(part)
         for dest, pieces in outgoing.items():
             tensors: list[Tensor] = []
             lines: list[tuple[str, int | None, dict[str, Any]]] = []

@@ -15,7 +15,7 @@ from raypar.plan.microbatches import Microbatches
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
-    from raypar.worker.weights_source import WeightsSource
+    from raypar.worker.weights_source import InitialWeightsFile
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class JobSpec:
     deferred_init: Literal["auto", "always", "never"] = "auto"
     """Whether large tensors are computed only by the workers that own them (`auto`: if the model function allocates more than
     1 GiB); the values are the same."""
-    init_from: WeightsSource | None = None
+    init_from: InitialWeightsFile | None = None
     """Weights to begin with instead of initial values."""
     init_fingerprint: str = ""
     """Fingerprint of the file of `init_from`, as the process that started the run saw it."""

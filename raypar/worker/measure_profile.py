@@ -18,7 +18,7 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.transport import Transport
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_by_layer
-from raypar.model.tensor_parallel.layout import outline_graph_with_layouts
+from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import StateKind
 from raypar.plan.state_bytes import StateBytes
@@ -44,7 +44,7 @@ def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None, shar
     """Measure what the planner needs to know of a job on this machine, with the first microbatch of the data set.
 
     `shards`: numbers of shards that a stage may have, for each of which the profile says what a shard holds
-    (`outline_graph_with_layouts`).
+    (`make_model_outline_with_layouts`).
 
     `workers` share this machine's free memory and processors. One layer is held at a time, so that models larger than
     this process can be profiled.
@@ -63,7 +63,7 @@ def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None, shar
         step_ms=2 * link.latency_ms,
         outputs=outputs,
         processors=max(1, count_usable_cpus() // spec.threads),
-        state=StateBytes(outline_graph_with_layouts(graph, shards, dict(spec.styles)), state),
+        state=StateBytes(make_model_outline_with_layouts(graph, shards, dict(spec.styles)), state),
     )
 
 

@@ -38,7 +38,7 @@ def required_communicators(
     `layout(shards)`: how the model is cut over that many shards (`WorkerCore.layout`).
     """
     assignment = part.assignment
-    found = {CommunicatorKey(pair, "message") for pair in direct_state_transfers(part) if rank in pair}
+    found = {CommunicatorKey(pair, "message") for pair in device_to_device_rank_pairs(part) if rank in pair}
     if assignment is not None:
         plan = assignment.plan
         for instruction in (*assignment.program, *assignment.validation_program):
@@ -76,7 +76,7 @@ def check_communicator_limit(
         )
 
 
-def direct_state_transfers(part: AdoptOrder) -> frozenset[tuple[int, int]]:
+def device_to_device_rank_pairs(part: AdoptOrder) -> frozenset[tuple[int, int]]:
     """(source, dest) ranks of state that moves from device to device when the generation begins.
 
     Sources without a seat in the generation are included. Empty if a worker would have more than `MAX_DIRECT` neighbours: then

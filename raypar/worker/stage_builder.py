@@ -40,7 +40,7 @@ from raypar.worker.stage.loss_call import LossCall
 from raypar.worker.stage.loss_function import make_loss_function
 from raypar.worker.stage.stage import Stage, StageLayer, StageValues, count_returned_gradients
 from raypar.worker.stage.stage_coordinate import StageCoordinate
-from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.stage.stage_sharding import StageSharding
 from raypar.worker.stage.weights import StageWeights
 from raypar.worker.step.optimizer import build_optimizer, select_owned_parameters
 from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit
@@ -60,7 +60,7 @@ def build_stage(
     loss_fn: Callable[..., Any],
     split: bool = False,
     values: Mapping[str, Tensor] | None = None,
-    shard: StageShard | None = None,
+    shard: StageSharding | None = None,
     device: torch.device = CPU,
     guard: TorchStateGuard | None = None,
 ) -> Stage:
@@ -74,7 +74,7 @@ def build_stage(
     layers = graph.layers[plan.stages[index].first : plan.stages[index].last]
     coordinate = StageCoordinate(index, replica, None if shard is None else shard.group.shard, layers[0].name)
 
-    modules = materialise_modules(graph, plan, index, spec, values, shard)
+    modules = materialise_stage_modules(graph, plan, index, spec, values, shard)
     if device != CPU:
         for module in modules.values():
             module.to(device)  # made on the CPU, so that the bits of a new run are those of its seed everywhere
@@ -105,8 +105,13 @@ def build_stage(
     )
 
 
-def materialise_modules(
-    graph: Graph, plan: ParallelPlan, index: int, spec: JobSpec, values: Mapping[str, Tensor] | None, shard: StageShard | None
+def materialise_stage_modules(
+    graph: Graph,
+    plan: ParallelPlan,
+    index: int,
+    spec: JobSpec,
+    values: Mapping[str, Tensor] | None,
+    shard: StageSharding | None,
 ) -> dict[str, nn.Module]:
     """Layer name -> module with values; of a stage that is cut, with sharded layers in the place of whole ones."""
     here, dtype = plan.stages[index], getattr(torch, spec.dtype)
@@ -177,7 +182,7 @@ def build_stage_loss(
     index: int,
     spec: JobSpec,
     loss_fn: Callable[..., Any],
-    shard: StageShard | None,
+    shard: StageSharding | None,
     hooks: LayerBackwardHooks,
     coordinate: StageCoordinate,
     guard: TorchStateGuard,
@@ -283,7 +288,7 @@ class StageBuilder:
         index: int,
         values: Mapping[str, Tensor] | None,
         taken: Collection[str],
-        shard: StageShard | None,
+        shard: StageSharding | None,
         *,
         unfilled: bool,
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -298,7 +303,7 @@ class StageBuilder:
             return initial.values, initial.digests
         return {name: value.clone() if name in taken else value for name, value in values.items()}, {}
 
-    def build_shard(self, index: int) -> StageShard | None:
+    def build_shard(self, index: int) -> StageSharding | None:
         """This worker's shard of a stage; None if the stage is not cut."""
         plan, seat = self.assignment.plan, self.assignment.plan.seats[self.transport.rank]
         shards = plan.stages[index].shards
@@ -311,7 +316,7 @@ class StageBuilder:
             sequence_parallel=self.spec.sequence_parallel,
             timeout_s=self.shard_timeout_s,
         )
-        return StageShard(group, self.layout(group.size))
+        return StageSharding(group, self.layout(group.size))
 
     def build_lr_factor(self) -> Callable[[int], float]:
         """Step -> factor on the learning rates."""

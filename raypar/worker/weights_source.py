@@ -13,7 +13,7 @@ MAX_SHOWN_NAMES = 5
 
 
 @dataclass(frozen=True)
-class WeightsSource:
+class InitialWeightsFile:
     """The setting `init_from` of a job: a file of weights, and how its names become the model's.
 
     The model's name of a tensor is the file's name without `strip_prefix`, then `rename`d, then with `add_prefix`. A name that

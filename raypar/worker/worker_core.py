@@ -19,7 +19,7 @@ from raypar.comm.transport import Routine, Transport, run_routine
 from raypar.errors import WorkerLost
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
-from raypar.model.layer_skeletons import SkeletonCopier, outline_graph
+from raypar.model.layer_skeletons import SkeletonCopier, make_model_outline
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.ownership import Ownership
@@ -273,7 +273,7 @@ class WorkerCore:
 
     @cached_property
     def _outline(self) -> ModelOutline:
-        return outline_graph(self.graph)
+        return make_model_outline(self.graph)
 
     @property
     def waits_inside_layers(self) -> bool:

@@ -833,7 +833,7 @@ class Driver:
             copies.update(answer)
             waiting.discard(worker)
             if not waiting:
-                self.post(on.CheckpointStateCopied(done))
+                self.post(on.AllWorkersCopiedState(done))
                 self.effect(lambda: self.saved(done, place, copies))
 
         for worker in machine.membership.members:

@@ -21,7 +21,7 @@ from raypar.elastic import actions as do
 from raypar.elastic.buddies import assign_buddies
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import parameter_shapes
-from raypar.model.tensor_parallel.layout import compute_shard_layout, outline_graph_with_layouts
+from raypar.model.tensor_parallel.layout import compute_shard_layout, make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.ownership import Ownership
@@ -53,7 +53,7 @@ class TorchJob:
 
     @property
     def layout(self) -> Callable[[ParallelPlan], tuple[tuple[Piece, ...], ...]]:
-        outline = outline_graph_with_layouts(self.graph, self.shards, dict(self.spec.styles))
+        outline = make_model_outline_with_layouts(self.graph, self.shards, dict(self.spec.styles))
         return lambda plan: Ownership(plan, outline).held
 
     @property

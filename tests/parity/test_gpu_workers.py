@@ -18,8 +18,8 @@ from helpers.shard_grid import graph as grid_graph
 from helpers.standin import Setting
 
 from raypar.model.graph import Graph
-from raypar.model.layer_skeletons import outline_graph
-from raypar.model.tensor_parallel.layout import outline_graph_with_layouts
+from raypar.model.layer_skeletons import make_model_outline
+from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.ownership import Ownership
@@ -44,7 +44,7 @@ class Job:
 
 SPEC = replace(ugly_models.job("tangled", microbatches=4, steps=5), device="gpu")
 GRAPH = make_layer_graph(SPEC)
-TANGLED = Job(SPEC, GRAPH, outline_graph(GRAPH))
+TANGLED = Job(SPEC, GRAPH, make_model_outline(GRAPH))
 runs = (f"gpu-{os.getpid()}-{number}" for number in range(10**6))
 
 
@@ -185,7 +185,7 @@ SHARDED = replace(CELL.job, device="gpu", model=MODEL)
 class RunOnShards(Run):
     """Of two shards each."""
 
-    job = Job(SHARDED, grid_graph("gpt"), outline_graph_with_layouts(CELL.graph, [2], {}))
+    job = Job(SHARDED, grid_graph("gpt"), make_model_outline_with_layouts(CELL.graph, [2], {}))
     want = property(lambda self: one_process(replace(CELL, schedule="gpipe", replicas=(1,), shards=()), (2,) * (DEPTH + 2)))
     losses = property(lambda self: self.want.losses)
 

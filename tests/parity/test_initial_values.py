@@ -39,9 +39,9 @@ from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.initial_state import make_initial_stage_state
-from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.stage.stage_sharding import StageSharding
 from raypar.worker.state.mirror import StateCopy
-from raypar.worker.weights_source import WeightsSource
+from raypar.worker.weights_source import InitialWeightsFile
 from raypar.worker.worker_assignments import make_layer_graph
 
 WAYS = {way.__name__: way for way in models.WAYS}
@@ -347,7 +347,7 @@ def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
     exported = load_file(tmp_path / "m.safetensors")
     assert torch.equal(exported["1.phase"], phase) and exported["1.phase"].dtype == torch.complex64
     for source in (path, tmp_path / "m.safetensors"):
-        again = make_layer_graph(replace(spec, seed=77, init_from=WeightsSource(str(source)))).initial_values
+        again = make_layer_graph(replace(spec, seed=77, init_from=InitialWeightsFile(str(source)))).initial_values
         values = dict(again.stream(["1.phase", "1.ids", "1.factor"], torch.float32))
         assert all(torch.equal(value, begun[name]) and value.dtype == begun[name].dtype for name, value in values.items())
 
@@ -425,7 +425,7 @@ def test_a_file_in_bfloat16_gives_ties_and_frozen_layers_the_values_of_one_proce
     model = loads_itself(path)
     want = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     stages, replicas, shards = LAYOUTS[layout]
-    spec = replace(job("random_buffers", shards=shards, deferred_init=deferred_init), init_from=WeightsSource(path))
+    spec = replace(job("random_buffers", shards=shards, deferred_init=deferred_init), init_from=InitialWeightsFile(path))
     spec = replace(spec, model=Ref(tied_and_frozen))
     frozen = {"1.down.weight", "1.down.bias", "2.norm.bias"}
     with OneProcessRun(spec, ParallelPlan.mesh(pp=stages, dp=replicas, tp=shards, layers=4), "1f1b") as run:
@@ -449,7 +449,7 @@ def test_a_shard_reads_its_slices_of_a_file_and_nothing_else(tmp_path, monkeypat
     model = nn.Sequential(models.Block())
     save_file(model.state_dict(), path)
     spec = replace(job("constructors", shards=2), model=Ref(lambda: nn.Sequential(models.Block())))
-    spec = with_weights_fingerprint(replace(spec, init_from=WeightsSource(path)))
+    spec = with_weights_fingerprint(replace(spec, init_from=InitialWeightsFile(path)))
     graph = make_layer_graph(spec)
     read_values, read_into = weights_file._SafetensorsWeights._values, weights_file.WeightsFile.read_into
 
@@ -465,7 +465,7 @@ def test_a_shard_reads_its_slices_of_a_file_and_nothing_else(tmp_path, monkeypat
     monkeypatch.setattr(weights_file.WeightsFile, "read_into", into)
     layout, names = compute_shard_layout(graph, 2, dict(STYLES)), dict(model.named_parameters())
     for rank in range(2):
-        shard = StageShard(SimpleNamespace(shard=rank, size=2), layout)
+        shard = StageSharding(SimpleNamespace(shard=rank, size=2), layout)
         state = make_initial_stage_state(graph, 0, 1, spec, shard)
         assert all(torch.equal(state.values[name], shard.part(name, whole)) for name, whole in names.items())
         assert len(state.digests) == len(names) and "0.up.weight" not in state.digests and "0.norm.weight" in state.digests
@@ -675,7 +675,7 @@ def test_tensors_that_are_no_parameters_hold_what_the_model_function_gave_them(
         torch.manual_seed(99)
         state, path = model().state_dict(), tmp_path / "f.safetensors"
         save_file(state, path)
-        spec = replace(spec, init_from=WeightsSource(str(path)))
+        spec = replace(spec, init_from=InitialWeightsFile(str(path)))
         by_hand = replace(by_hand, model=Ref(lambda: loaded(model(), state)))
     elif begins == "by-name":
         spec = replace(spec, init="by-name")
@@ -697,7 +697,7 @@ def test_a_function_with_a_frozen_parameter_is_refused_where_other_values_replac
     with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
         assert [run.step(step)[0].loss for step in range(spec.steps)] == want
     save_file(frozen_in_a_function().state_dict(), tmp_path / "f.safetensors")
-    for other in (replace(spec, init="by-name"), replace(spec, init_from=WeightsSource(str(tmp_path / "f.safetensors")))):
+    for other in (replace(spec, init="by-name"), replace(spec, init_from=InitialWeightsFile(str(tmp_path / "f.safetensors")))):
         with pytest.raises(
             ModelError, match=r"2\._forward_hooks holds 2.norm.weight in a variable of a function .* would keep"
         ):
@@ -931,6 +931,6 @@ def test_lines_about_what_the_model_function_costs_are_told_whatever_values_repl
     state = {name: torch.zeros_like(tensor) for name, tensor in WAYS["numpy_copies"]().state_dict().items()}
     torch.save(state, tmp_path / "zeros.pt")
     spec = job("numpy_copies")
-    for given in ({"init": "by-name"}, {"init_from": WeightsSource(str(tmp_path / "zeros.pt"))}):
+    for given in ({"init": "by-name"}, {"init_from": InitialWeightsFile(str(tmp_path / "zeros.pt"))}):
         notes = make_layer_graph(replace(spec, **given)).initial_values.notes
         assert any("loads" in note and "init_from: FILE" in note for note in notes), notes

@@ -17,7 +17,7 @@ from examples import gpt
 from examples.gpt import Embedding, Linear
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.errors import ModelError, PlanError
-from raypar.model.layer_skeletons import canonical_names, outline_graph, parameter_shapes
+from raypar.model.layer_skeletons import canonical_names, make_model_outline, parameter_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
 from raypar.model.tensor_parallel.group import ShardGroup
@@ -155,7 +155,7 @@ def test_state_moves_between_plans_of_other_shards_by_name_and_piece(before, aft
     graph = tied_llama()
     layouts = {shards: compute_shard_layout(graph, shards) for shards in (1, 2, 3, 4)}
     everything = {shards: state_of(graph, layout) for shards, layout in layouts.items()}
-    outline = replace(outline_graph(graph), shardings={shards: layout.cuts for shards, layout in layouts.items()})
+    outline = replace(make_model_outline(graph), shardings={shards: layout.cuts for shards, layout in layouts.items()})
 
     def need(plan):
         return Ownership(plan, outline).held

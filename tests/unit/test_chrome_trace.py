@@ -3,7 +3,7 @@
 import itertools
 import json
 
-from raypar.schedule.chrome_trace import chrome_trace, run_trace
+from raypar.schedule.chrome_trace import chrome_trace, chrome_trace_of_run
 from raypar.schedule.throughput_chart import ChartMark, RunHistory
 from raypar.schedule.timeline import Timeline
 
@@ -58,7 +58,7 @@ def test_the_trace_of_a_run_shows_the_gap_between_two_steps():
         pauses=((0.6, 1.7),),
         end_s=2.2,
     )
-    events = run_trace(history, first=41)["traceEvents"]
+    events = chrome_trace_of_run(history, first=41)["traceEvents"]
     slices = [(e["name"], round(e["ts"]), round(e["dur"])) for e in events if e["ph"] == "X"]
     assert slices == [("step 41", 0, 500_000), ("step 42", 1_700_000, 500_000), ("nobody trains", 600_000, 1_100_000)]
     assert [(e["name"], e["ts"]) for e in events if e["ph"] == "i"] == [("worker 2 lost", 600_000.0)]

@@ -22,8 +22,8 @@ from raypar.elastic.actions import (
 )
 from raypar.elastic.deadlines import silent_deadline_s
 from raypar.elastic.events import (
+    AllWorkersCopiedState,
     CheckpointSaved,
-    CheckpointStateCopied,
     GenerationClaimed,
     PlanAdopted,
     PlanChosen,
@@ -40,7 +40,7 @@ from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
-from raypar.launch.prepare_request import elastic_policy_fields
+from raypar.launch.make_run_request import elastic_policy_fields
 from raypar.plan import ParallelPlan
 
 LONE, LINE, PAIR = ParallelPlan.mesh(layers=2), ParallelPlan.mesh(pp=2, layers=2), ParallelPlan.mesh(dp=2, layers=2)
@@ -54,7 +54,7 @@ def trained(plan, steps=4, **policy):
     do(machine, WorkersReady())
     for step in range(steps):
         reports = [StepReported(worker, step, 0.1) for worker in range(plan.world)]
-        saved = [CheckpointStateCopied(step + 1), CheckpointSaved(step + 1)] * bool(policy.get("save_every") == step + 1)
+        saved = [AllWorkersCopiedState(step + 1), CheckpointSaved(step + 1)] * bool(policy.get("save_every") == step + 1)
         do(machine, *reports, StepJournalled(step), StepEmitted(step), *saved)
     return machine
 

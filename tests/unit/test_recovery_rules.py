@@ -18,10 +18,10 @@ from raypar.elastic.actions import (
     WriteJournal,
 )
 from raypar.elastic.events import (
+    AllWorkersCopiedState,
     CallFailed,
     CheckpointFailed,
     CheckpointSaved,
-    CheckpointStateCopied,
     DrainRequested,
     GenerationClaimed,
     PlanAdopted,
@@ -151,13 +151,13 @@ def finish(machine, workers):
 def test_a_worker_that_dies_while_the_last_checkpoint_is_written_costs_nothing():
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
     assert finish(machine, (0, 1)) == [StartCheckpoint(1)]
-    assert do(machine, CheckpointStateCopied(1)) == []
+    assert do(machine, AllWorkersCopiedState(1)) == []
     assert do(machine, lost(0)) == [ClaimGeneration(2)]
     do(machine, CheckpointFailed(1, WorkerLost("worker 0 died")), GenerationClaimed(2, True))
     (order,) = do(machine, stood(machine, 1, 1))
     assert order.members == (1,)
     assert do(machine, PlanAdopted(1, 2)) == [StartCheckpoint(1)], "the other one holds the same state"
-    (end,) = do(machine, CheckpointStateCopied(1), CheckpointSaved(1))
+    (end,) = do(machine, AllWorkersCopiedState(1), CheckpointSaved(1))
     assert end.end == "done"
 
 
@@ -165,7 +165,7 @@ def test_a_worker_that_dies_while_the_last_checkpoint_is_written_costs_nothing()
 def test_a_share_of_the_last_checkpoint_that_is_missed_before_the_death_is_known_is_written_again(error):
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
     finish(machine, (0, 1))
-    do(machine, CheckpointStateCopied(1))
+    do(machine, AllWorkersCopiedState(1))
     *_, claim = do(machine, CheckpointFailed(1, error))
     assert claim == ClaimGeneration(2)
     do(machine, lost(0), GenerationClaimed(2, True), stood(machine, 1, 1))
@@ -181,7 +181,7 @@ def test_a_worker_that_dies_after_ctrl_c_does_not_take_the_last_checkpoint_with_
     assert do(machine, ctrl_c, lost(0)) == [ClaimGeneration(2)]
     do(machine, GenerationClaimed(2, True), stood(machine, 1, 1))
     assert do(machine, PlanAdopted(1, 2)) == [StartCheckpoint(1)], "no step more"
-    (end,) = do(machine, CheckpointStateCopied(1), CheckpointSaved(1))
+    (end,) = do(machine, AllWorkersCopiedState(1), CheckpointSaved(1))
     assert end.end == "interrupted"
 
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
@@ -233,7 +233,7 @@ def test_who_answers_no_pings_in_a_validation_or_a_checkpoint_is_given_up_as_soo
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2), step_deadline_s=3.0, validates=validates, save_every=not validates)
     finish(machine, (0, 1))
     assert machine.phase in (phase, Phase.SAVING)
-    do(machine, CheckpointStateCopied(1))
+    do(machine, AllWorkersCopiedState(1))
     assert machine.phase is phase
     both, silent = Tick(unheard=frozenset({0, 1})), Tick(unheard=frozenset({1}))
     assert not any(do(machine, both, now_s=now_s) for now_s in (0.1, 0.5, 2.5)), "it is what they do"
@@ -248,7 +248,7 @@ def test_a_worker_that_comes_at_the_end_is_there_when_the_last_checkpoint_has_to
     machine = elastic(ParallelPlan.mesh(dp=2, layers=2), hires=True, min_workers=2)
     machine.hiring.starting, machine.hiring.next_number = {2}, 3
     finish(machine, (0, 1))
-    do(machine, CheckpointStateCopied(1), WorkerJoined(2) if came else WorkerStartFailed(2, WorkerLost("no room")))
+    do(machine, AllWorkersCopiedState(1), WorkerJoined(2) if came else WorkerStartFailed(2, WorkerLost("no room")))
     assert machine.phase is Phase.ENDING
     actions = do(
         machine, lost(0), CheckpointFailed(1, WorkerLost("worker 0 died")), GenerationClaimed(2, True), stood(machine, 1, 1)

@@ -20,10 +20,10 @@ from raypar.elastic.actions import (
     WriteJournal,
 )
 from raypar.elastic.events import (
+    AllWorkersCopiedState,
     CallFailed,
     CheckpointFailed,
     CheckpointSaved,
-    CheckpointStateCopied,
     GroupsAborted,
     StacksReported,
     StepEmitted,
@@ -58,7 +58,7 @@ def test_no_step_is_issued_beyond_a_validation_and_both_follow_in_order():
     assert commit(machine, 0) == []
     assert machine.phase is Phase.FLUSHING
     assert commit(machine, 1) == [StartCheckpoint(2)], "first: a validation may fail"
-    assert do(machine, CheckpointStateCopied(2)) == [Validate(2)]
+    assert do(machine, AllWorkersCopiedState(2)) == [Validate(2)]
     assert do(machine, ValidationReported(1, 2)) == []
     assert do(machine, ValidationReported(0, 2)) == [EmitValidation(2)]
     assert do(machine, ValidationEmitted(2)) == [RunStep(2), RunStep(3)], "training goes on while the files are written"
@@ -69,7 +69,7 @@ def test_the_run_ends_when_its_last_checkpoint_is_complete():
     machine = RunMachine(RunPolicy(workers=2, job_steps=1))
     do(machine, WorkersReady())
     assert commit(machine, 0) == [StartCheckpoint(1)]
-    assert do(machine, CheckpointStateCopied(1)) == []
+    assert do(machine, AllWorkersCopiedState(1)) == []
     assert do(machine, CheckpointSaved(1)) == [Teardown("done", "all 1 steps are done", 1)]
 
 
@@ -78,7 +78,7 @@ def test_a_stop_asked_for_in_a_callback_ends_the_run_after_exactly_one_more_step
     do(machine, WorkersReady())
     assert commit(machine, 0, stop="early stop") == []
     assert commit(machine, 1) == [StartCheckpoint(2)]
-    do(machine, CheckpointStateCopied(2))
+    do(machine, AllWorkersCopiedState(2))
     assert do(machine, CheckpointSaved(2)) == [Teardown("stopped", "early stop", 2)]
 
 
@@ -100,7 +100,7 @@ def test_an_interrupt_finishes_the_steps_in_flight_and_saves():
     assert do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2)) == []
     commit(machine, 0)
     assert commit(machine, 1) == [StartCheckpoint(2)]
-    do(machine, CheckpointStateCopied(2))
+    do(machine, AllWorkersCopiedState(2))
     assert do(machine, CheckpointSaved(2)) == [Teardown("interrupted", "Ctrl-C", 2)]
 
 
@@ -196,7 +196,7 @@ def test_a_run_whose_last_checkpoint_fails_has_failed():
     machine = RunMachine(RunPolicy(workers=2, job_steps=1))
     do(machine, WorkersReady())
     commit(machine, 0)
-    do(machine, CheckpointStateCopied(1))
+    do(machine, AllWorkersCopiedState(1))
     _, teardown = do(machine, CheckpointFailed(1, OSError("no space left on device")))
     assert teardown.end == "failed" and "no earlier checkpoint" in teardown.why
 
@@ -268,7 +268,7 @@ class World:
                 full = self.random.random() < self.disk_full
                 self.put(
                     "disk",
-                    CheckpointStateCopied(done),
+                    AllWorkersCopiedState(done),
                     CheckpointFailed(done, OSError("full")) if full else CheckpointSaved(done),
                 )
             case RequestStacks(ranks):

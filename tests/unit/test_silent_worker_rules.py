@@ -9,8 +9,8 @@ from helpers.machine_steps import commit, do
 from raypar.actors.members_file import MembersFileText
 from raypar.elastic.actions import AbortGroups, RequestStacks, StartCheckpoint, Teardown, TellUser, Validate, WarnUser
 from raypar.elastic.events import (
+    AllWorkersCopiedState,
     CallFailed,
-    CheckpointStateCopied,
     GroupsAborted,
     StacksReported,
     StepEmitted,
@@ -95,7 +95,7 @@ def test_the_deadlines_of_a_pass_are_moved_by_the_wait(due):
         actions = do(machine, StepEmitted(step))
     assert actions == [Validate(2) if due == "validation" else StartCheckpoint(2)]
     if due == "end":
-        do(machine, CheckpointStateCopied(2))
+        do(machine, AllWorkersCopiedState(2))
         assert machine.phase is Phase.ENDING
     silent(machine)
     assert not [action for action in ticks(machine, 11, 100) if not isinstance(action, WarnUser)]

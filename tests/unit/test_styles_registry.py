@@ -17,7 +17,7 @@ from torch import nn
 
 from raypar.errors import ModelError, PlanError
 from raypar.model.layer_skeletons import parameter_shapes
-from raypar.model.tensor_parallel.layout import compute_shard_layout, held_elements_by_layer, outline_graph_with_layouts
+from raypar.model.tensor_parallel.layout import compute_shard_layout, held_elements_by_layer, make_model_outline_with_layouts
 from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout, sequence_part_layout
 from raypar.model.tensor_parallel.materialise_shard import materialise_shard, shard_slice_of
@@ -286,7 +286,7 @@ def test_a_layout_is_data_that_is_read_without_torch(tmp_path):
 
 def test_the_layouts_of_all_numbers_of_shards_travel_in_the_outline_to_every_assignment():
     graph = on_shards.graph_of(lambda: [("a", scaled_mlp()), ("b", scaled_mlp())])
-    outline = outline_graph_with_layouts(graph, (4, 2, 1), {"a.*": "whole"})
+    outline = make_model_outline_with_layouts(graph, (4, 2, 1), {"a.*": "whole"})
     assert outline.layouts == {count: compute_shard_layout(graph, count, {"a.*": "whole"}) for count in (1, 2, 4)}
     assert outline.shardings == {count: outline.layouts[count].cuts for count in (2, 4)}
     assert outline.layouts[2] is compute_shard_layout(graph, 2, {"a.*": "whole"}), "computed once"
@@ -294,7 +294,7 @@ def test_the_layouts_of_all_numbers_of_shards_travel_in_the_outline_to_every_ass
     orders = schedules.build_schedule("1f1b", MicrobatchRouting(plan, batches))
     for part in assign_programs_to_ranks(orders, plan, outline.crossing(plan), batches, layouts=outline.layouts):
         assert part.layouts == outline.layouts
-    assert not outline_graph_with_layouts(graph, (1,), {}).layouts
+    assert not make_model_outline_with_layouts(graph, (1,), {}).layouts
 
 
 def test_workers_do_not_compute_the_layout_that_they_are_told(monkeypatch):

@@ -11,9 +11,9 @@ from test_run_machine import World as RandomWorld
 
 from raypar.elastic.digest_check import MAX_DOUBTS
 from raypar.elastic.events import (
+    AllWorkersCopiedState,
     CallFailed,
     CheckpointFailed,
-    CheckpointStateCopied,
     DrainRequested,
     DriverFailover,
     GenerationClaimed,
@@ -93,7 +93,7 @@ def arrive(phase, **policy):
         case P.SAVING:
             return run(1, **({"job_steps": 1} | policy))
         case P.ENDING:
-            return sent(arrive(P.SAVING, **policy), CheckpointStateCopied(1))
+            return sent(arrive(P.SAVING, **policy), AllWorkersCopiedState(1))
         case P.ABORTING:
             return sent(arrive(P.FLUSHING, **policy), CTRL_C, Tick())
         case P.FAILING:
@@ -253,7 +253,7 @@ SCENES = {
     ),
     "a worker that was drained in a checkpoint leaves after it": (
         lambda: sent(run(1, save_every=1), DrainRequested(1, "")),
-        [CheckpointStateCopied(1)],
+        [AllWorkersCopiedState(1)],
         P.CLAIMING,
     ),
     "a worker dies at the end once too often": (lambda: spent(arrive(P.ENDING)), [lost(1)], P.OVER),

@@ -13,7 +13,7 @@ from torch import nn
 
 from raypar.errors import PlanError
 from raypar.model.graph import Graph
-from raypar.model.layer_skeletons import outline_graph, parameter_shapes, shared_skeleton
+from raypar.model.layer_skeletons import make_model_outline, parameter_shapes, shared_skeleton
 from raypar.model.tensor_parallel.infer_styles import infer_styles
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
@@ -70,14 +70,14 @@ def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, inf
     )
 
 
-def outline_graph_with_layouts(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> ModelOutline:
+def make_model_outline_with_layouts(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> ModelOutline:
     """The graph without the model, and how it is cut over these numbers of shards. Without shards: not at all."""
     counts = set(shards)
     if max(counts, default=1) == 1:
-        return outline_graph(graph)
+        return make_model_outline(graph)
     layouts = {count: compute_shard_layout(graph, count, styles) for count in sorted(counts)}
     cuts = {count: layout.cuts for count, layout in layouts.items() if count > 1}
-    return replace(outline_graph(graph), shardings=cuts, layouts=layouts)
+    return replace(make_model_outline(graph), shardings=cuts, layouts=layouts)
 
 
 def held_elements_by_layer(graph: Graph, layout: TensorParallelLayout, shard: int) -> tuple[int, ...]:

@@ -75,8 +75,8 @@ def _add_operators() -> None:
         setattr(ShardedValue, f"__{name}__", lambda self, other, f=function: elementwise_on_parts(f, self, other))
     for name, whole in (
         ("__neg__", lambda self: self.like(-self.local)),
-        ("__matmul__", lambda self, other: matmul_parts(torch.matmul, self, other)),
-        ("__rmatmul__", lambda self, other: matmul_parts(torch.matmul, other, self)),
+        ("__matmul__", lambda self, other: matmul_sharded_values(torch.matmul, self, other)),
+        ("__rmatmul__", lambda self, other: matmul_sharded_values(torch.matmul, other, self)),
     ):
         setattr(ShardedValue, name, whole)
 
@@ -348,7 +348,7 @@ def _linear(func: Callable[..., Any], x: ShardedValue, weight: Tensor, bias: Ten
 
 
 @implements("matmul", "bmm", any_place=True)
-def matmul_parts(func: Callable[..., Any], left: Any, right: Any) -> ShardedValue:
+def matmul_sharded_values(func: Callable[..., Any], left: Any, right: Any) -> ShardedValue:
     """Two parts that are cut along the same batch dim; or a part and a whole matrix that does not sum over what is cut."""
     cut: ShardedValue = left if isinstance(left, ShardedValue) else right
     back, ranges = cut.dim() - cut.part_layout.dim, cut.part_layout.ranges

@@ -13,7 +13,7 @@ from torch import Tensor
 from raypar.errors import CheckpointError
 from raypar.model.graph import Graph
 from raypar.model.initial_values_protocol import DimRanges, InitialValues
-from raypar.model.layer_skeletons import parameter_shapes, persistent_buffers, state_on_meta
+from raypar.model.layer_skeletons import parameter_shapes, parameters_and_buffers_on_meta, persistent_buffers
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.pretrained.weights_file import FLOATING, open_weights, resolve_weights_path
 from raypar.worker.pretrained.weights_matching import match_weights
@@ -87,7 +87,7 @@ def weights_from_file(spec: JobSpec, graph: Graph, own: InitialValues) -> Weight
     """The initial values of `graph` under `spec.init_from`. Raises `CheckpointError` for weights of another model."""
     source = spec.init_from
     assert source is not None
-    state = state_on_meta(graph, 0, len(graph.layers), getattr(torch, spec.dtype))
+    state = parameters_and_buffers_on_meta(graph, 0, len(graph.layers), getattr(torch, spec.dtype))
     kept = {*parameter_shapes(graph), *persistent_buffers(graph)}
     path, _ = resolve_weights_path(source.path) if not spec.init_fingerprint else (Path(source.path), ())
     with open_weights(path) as file:

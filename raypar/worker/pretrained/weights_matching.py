@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError, ConfigError
 from raypar.worker.pretrained.weights_file import FLOATING, PART, WeightsFile, format_tensor_count
-from raypar.worker.weights_source import MAX_SHOWN_NAMES, WeightsSource, format_name_list
+from raypar.worker.weights_source import MAX_SHOWN_NAMES, InitialWeightsFile, format_name_list
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ def match_weights(
     ties: Sequence[Sequence[str]] = (),
     optional: Collection[str] = (),
     *,
-    source: WeightsSource | None = None,
+    source: InitialWeightsFile | None = None,
     dtype: str | torch.dtype = "float32",
     dtypes: Mapping[str, str | torch.dtype] | None = None,
 ) -> WeightsMatch:
@@ -55,7 +55,7 @@ def match_weights(
     the file may have them, and they are read if they are in `wanted` too. `dtype`: the model's; `dtypes`: those of tensors
     with another one.
     """
-    source = source or WeightsSource(str(file.path))
+    source = source or InitialWeightsFile(str(file.path))
     here, others = _dtype_name(dtype), {name: _dtype_name(each) for name, each in (dtypes or {}).items()}
     model = _Model(wanted, {name: tuple(names) for names in ties for name in names}, optional, here, others)
     found = _compare(file, model, source)
@@ -151,7 +151,7 @@ class _Comparison:
     """Sentences about what does not fit; empty if everything fits."""
 
 
-def _compare(file: WeightsFile, model: _Model, source: WeightsSource) -> _Comparison:
+def _compare(file: WeightsFile, model: _Model, source: InitialWeightsFile) -> _Comparison:
     """See `match_weights`."""
     there = source.renamed(file.names)
     result = _Comparison()
@@ -213,7 +213,7 @@ def _read(file: WeightsFile, model: _Model, result: _Comparison, name: str, stor
 def _sort_unread(
     file: WeightsFile,
     model: _Model,
-    source: WeightsSource,
+    source: InitialWeightsFile,
     result: _Comparison,
     there: Mapping[str, str],
     left_out: Collection[str],
@@ -251,7 +251,7 @@ def _shape_text(file: WeightsFile, name: str, old: str, shape: Sequence[int]) ->
 # -- cures -------------------------------------------------------------------------------------------------------------------
 
 
-def _cure(file: WeightsFile, model: _Model, source: WeightsSource, found: _Comparison) -> str:
+def _cure(file: WeightsFile, model: _Model, source: InitialWeightsFile, found: _Comparison) -> str:
     """The cure for the differences found: a setting of `init_from`, if one would help."""
     if found.lacking and PART.fullmatch(file.path.name):
         there = any(file.path.parent.glob("*.safetensors.index.json"))
@@ -282,10 +282,10 @@ def _cure(file: WeightsFile, model: _Model, source: WeightsSource, found: _Compa
     return f"give weights of this model; if it is meant so (a new head, for example), write init_from: {_yaml(source, **allow)}"
 
 
-def _other_prefix(file: WeightsFile, model: _Model, source: WeightsSource) -> WeightsSource | None:
+def _other_prefix(file: WeightsFile, model: _Model, source: InitialWeightsFile) -> InitialWeightsFile | None:
     """`source` with the prefixes under which the file has most of the model; None if other prefixes find no more."""
 
-    def number(with_these: WeightsSource) -> int:
+    def number(with_these: InitialWeightsFile) -> int:
         try:
             there = with_these.renamed(file.names)
         except ConfigError:
@@ -312,7 +312,7 @@ def _common_prefixes(names: Iterable[str]) -> list[str]:
     return ["", *(prefix for prefix, number in found.items() if number >= 2 and number * 2 >= len(names))]
 
 
-def _yaml(source: WeightsSource, **changed: object) -> str:
+def _yaml(source: InitialWeightsFile, **changed: object) -> str:
     """The value of `init_from` as written in a job file, on one line; `changed` settings are added to those of `source`."""
     settings = {
         "strip_prefix": source.strip_prefix,

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_of
-from raypar.model.layer_skeletons import state_on_meta, state_shapes
+from raypar.model.layer_skeletons import parameters_and_buffers_on_meta, state_shapes
 from raypar.model.tensor_parallel.materialise_shard import shard_slice_of
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.stage.stage_sharding import StageSharding
 
 
 @dataclass
@@ -28,7 +28,7 @@ class InitialStageState:
 
 
 def make_initial_stage_state(
-    graph: Graph, first: int, last: int, spec: JobSpec, shard: StageShard | None = None
+    graph: Graph, first: int, last: int, spec: JobSpec, shard: StageSharding | None = None
 ) -> InitialStageState:
     """The initial state of layers [first, last). Raises `ModelError`.
 
@@ -50,12 +50,12 @@ def make_initial_stage_state(
 
 
 def make_unfilled_stage_state(
-    graph: Graph, first: int, last: int, spec: JobSpec, shard: StageShard | None = None
+    graph: Graph, first: int, last: int, spec: JobSpec, shard: StageSharding | None = None
 ) -> dict[str, Tensor]:
     """Name -> uninitialised tensor for the state of layers [first, last), for `build_stage` to take over; the caller fills
     them."""
     found: dict[str, Tensor] = {}
-    for name, whole in state_on_meta(graph, first, last, getattr(torch, spec.dtype)).items():
+    for name, whole in parameters_and_buffers_on_meta(graph, first, last, getattr(torch, spec.dtype)).items():
         cut = shard.layout.cuts.get(name) if shard is not None else None
         local = whole.shape if shard is None or cut is None else shard_slice_shape(cut, whole.shape, shard.group.shard)
         found[name] = torch.empty(local, dtype=whole.dtype)

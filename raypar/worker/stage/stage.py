@@ -26,7 +26,7 @@ from raypar.worker.stage.layer_call import LayerFunction, training_pass_context,
 from raypar.worker.stage.layer_inputs import LayerInputs
 from raypar.worker.stage.loss_call import LossCall
 from raypar.worker.stage.stage_coordinate import StageCoordinate
-from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.stage.stage_sharding import StageSharding
 from raypar.worker.stage.weights import ParameterUse, StageWeights
 
 Batch = Mapping[str, Tensor]
@@ -105,7 +105,7 @@ class Stage:
     """The job's seed."""
     routing: MicrobatchRouting
     """Which replica runs a microbatch, and the blocks of microbatches."""
-    shard: StageShard | None
+    shard: StageSharding | None
     """Which shard of the stage this is; None if the stage is not cut."""
     guard: TorchStateGuard
     """Restores process state that users' code leaves changed."""

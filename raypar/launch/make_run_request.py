@@ -21,7 +21,7 @@ MIRROR_COST = 0.02
 """Share of the steps' time that the mirror may take, when `elastic.mirror` is auto."""
 
 
-def prepare_run_request(
+def make_run_request(
     spec: JobSpec, checked: PreflightResult, chosen: ChosenPlan, options: ResultNeutralOptions
 ) -> Callable[[RunFolder, str | None], RunRequest]:
     """A function that makes the driver's request from the run folder and the address on which workers listen.
@@ -32,7 +32,7 @@ def prepare_run_request(
 
     from raypar.actors.run_request import RunRequest
     from raypar.callbacks import Callbacks
-    from raypar.model.tensor_parallel.layout import outline_graph_with_layouts
+    from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
     from raypar.planner.plan_search import possible_shard_counts
     from raypar.worker.backend import make_backend
     from raypar.worker.checkpoint.checkpoint_files import contract_of_job
@@ -43,7 +43,7 @@ def prepare_run_request(
     if options.elastic is not None:
         check_worker_limits(options.elastic, chosen.plan.world)
         check_other_shard_counts(spec, checked, chosen.plan, shards)
-    outline = outline_graph_with_layouts(checked.graph, shards, dict(spec.styles))
+    outline = make_model_outline_with_layouts(checked.graph, shards, dict(spec.styles))
     lowered = make_worker_assignments(
         spec, checked.graph, chosen.plan, chosen.schedule_instructions, validation_samples=checked.validation_samples
     )

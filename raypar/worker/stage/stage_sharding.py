@@ -19,7 +19,7 @@ from raypar.worker.checkpoint.checkpoint_files import TensorSlices
 
 
 @dataclass(frozen=True)
-class StageShard:
+class StageSharding:
     """The shard of a stage that a worker has, and how its tensors are cut out of whole ones."""
 
     group: ShardGroup
