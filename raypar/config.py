@@ -33,6 +33,7 @@ from pydantic import (
 )
 
 from raypar.errors import ConfigError, PlanError
+from raypar.keys_of_other_frameworks import advice_for
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.run_folder_checks import MAX_STEPS
 from raypar.safe_yaml import parse_yaml
@@ -689,6 +690,9 @@ def _explain_finding(error: Mapping[str, Any], of_trainer: bool = False) -> tupl
     path = [part for part in error["loc"] if part not in (_AUTO, _GIVEN)]
     key = shorten(".".join(map(str, path))) or "the job file"
     if error["type"] == "extra_forbidden":
+        advice = advice_for(str(path[-1]))
+        if advice is not None:
+            return f"unknown key {key}", advice
         near = _suggest_key(str(path[-1]), path[:-1])
         valid = ", ".join(_keys(_section_at(path[:-1])))
         return f"unknown key {key}" + (f": did you mean {near}?" if near else ""), f"valid keys here: {valid}"

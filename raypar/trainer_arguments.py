@@ -12,6 +12,7 @@ from typing import Any
 
 from raypar.config import PlanConfig, check_trainer_arguments, parse_init_from
 from raypar.errors import ConfigError
+from raypar.keys_of_other_frameworks import advice_for
 from raypar.plan import ParallelPlan
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec, find_unstable_argument
 
@@ -34,6 +35,8 @@ def check_argument_names(extra: Collection[str], plan: Any, named: Collection[st
             cure = f"did you mean {near[0]!r}?" if near else "see help(raypar.Trainer)"
             if key in PlanConfig.model_fields:
                 cure = f"it is part of the plan: plan={{{key!r}: ...}}"
+            else:
+                cure = advice_for(key) or cure
             raise ConfigError(f"Trainer has no argument {key!r}", cure=cure)
 
 

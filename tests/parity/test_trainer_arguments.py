@@ -51,6 +51,8 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ),
         ({"elastic": "yes"}, r"elastic is 'yes'\n.*give True, or a dict"),
         ({"elastic": {"min_worker": 2}}, r"unknown key elastic.min_worker: did you mean elastic.min_workers\?"),
+        ({"num_workers": 2}, r"no argument 'num_workers'\n.*plan.stages x plan.replicas"),
+        ({"epochs": 2}, r"no argument 'epochs'\n.*`steps`"),
         ({"elastic": {"min_workers": 0}}, r"elastic.min_workers: expected greater than 0, got 0"),
         ({"elastic": {"mirror": "on"}}, r"elastic.mirror: expected auto, off, or a number of steps, got 'on'"),
         ({"reduction": "foo"}, r"reduction: expected 'canonical' or 'fast', got 'foo' .*\n.*the argument reduction of Trainer"),

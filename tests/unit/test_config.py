@@ -1,5 +1,7 @@
 """Job files: what is wrong is said before anything starts, with the nearest right key; what is right means one thing."""
 
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raypar.config import load_job, parse_job, parse_plan_section
+import raypar
+from raypar.config import Job, _all_keys, load_job, parse_job, parse_plan_section
 from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
+from raypar.keys_of_other_frameworks import ADVICE
 from raypar.run_folder import RunFolder
 from raypar.worker.job_spec import Ref
 
@@ -109,6 +113,8 @@ BAD = {
     "stages=2": (ConfigError, "unknown key stages: did you mean plan.stages?"),
     "validation.evry=2": (ConfigError, "did you mean validation.every?"),
     "xyzzy=1": (ConfigError, "unknown key xyzzy"),
+    "max_grad_norm=1": (ConfigError, "unknown key max_grad_norm"),
+    "optimizer.lr=1": (ConfigError, "unknown key optimizer.lr"),
     "steps=many": (ConfigError, "steps: expected a valid integer, got 'many' (str)"),
     "steps=true": (ConfigError, "steps: expected a valid integer, got True (bool)"),
     "steps='3'": (ConfigError, "steps: expected a valid integer, got '3' (str)"),
@@ -255,3 +261,29 @@ def test_a_run_dir_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot make a run folder"):
         RunFolder.create(tmp_path / "file", "run")
+
+
+@pytest.mark.parametrize(
+    "setting, cure",
+    [
+        ("max_grad_norm=1", "clip_norm"),
+        ("optimizer.lr=1", "optimizer.args.lr"),
+        ("data.num_workers=1", "data.processes"),
+        ("gradient-accumulation-steps=4", "microbatches"),
+        ("bf16=true", "not there yet"),
+    ],
+)
+def test_a_name_of_another_framework_gets_advice_of_its_own(setting, cure):
+    with pytest.raises(ConfigError) as caught:
+        parse_job(SMALL, [setting])
+    assert cure in caught.value.cure and "did you mean" not in str(caught.value)
+
+
+def test_advice_about_names_of_other_frameworks_names_keys_that_there_are_and_no_key_needs_it():
+    keys = {*_all_keys(Job), *inspect.signature(raypar.Trainer).parameters}
+    assert not {key.rpartition(".")[2] for key in keys} & set(ADVICE)
+    for advice in ADVICE.values():
+        named = re.findall(r"\b[a-z]+(?:[._][a-z]+)+\b|(?<=`)[a-z]+(?=`)", advice)
+        assert named, advice
+        for key in named:
+            assert key in keys or key in ("num_workers", "optimizer.args.lr"), (key, advice)

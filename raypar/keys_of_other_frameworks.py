@@ -1,0 +1,52 @@
+"""What people look for under the names that other frameworks use, for errors about unknown keys and arguments."""
+
+from __future__ import annotations
+
+_WORKERS = "the plan says how many workers there are: plan.stages x plan.replicas x plan.shards"
+_CLIPPING = "the largest norm of the whole gradient is clip_norm"
+_ACCUMULATION = "a batch is cut into `microbatches`, whose gradients are added up; batch_size counts the samples of one step"
+_RATE = "the learning rate is an argument of the optimizer: optimizer.args.lr"
+_STEPS = "the length of a run is `steps`; one epoch is the number of samples divided by batch_size"
+_SHARDS = "tensor parallelism is plan.shards"
+_STAGES = "pipeline parallelism is plan.stages"
+_REPLICAS = "data parallelism is plan.replicas"
+_PRECISION = "parameters are float32 or float64 (`dtype`); lower precisions are not there yet"
+_FOLDER = "runs are stored under run_dir"
+_SAVING = "checkpoints are saved every checkpoint.every steps; from Python: checkpoint_every"
+_VALIDATION = "validation takes place every validation.every steps"
+_SHARDED_STATE = "state that replicas share out (ZeRO, FSDP) is not there yet; plan.stages and plan.shards divide a model"
+
+ADVICE: dict[str, str] = {
+    **dict.fromkeys(
+        ("world_size", "nproc_per_node", "nnodes", "num_nodes", "devices", "scaling_config", "num_processes"), _WORKERS
+    ),
+    "num_workers": f"{_WORKERS}; a DataLoader's num_workers is data.processes",
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "gradient_clipping", "clip_grad", "grad_clip"), _CLIPPING),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum", "num_microbatches"), _ACCUMULATION
+    ),
+    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu"), _ACCUMULATION),
+    **dict.fromkeys(("global_batch_size", "train_batch_size"), _ACCUMULATION),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "betas"), _RATE),
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs", "num_train_epochs", "max_steps", "train_iters"), _STEPS),
+    **dict.fromkeys(("tp", "tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"), _SHARDS),
+    **dict.fromkeys(("pp", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "num_stages"), _STAGES),
+    **dict.fromkeys(("dp", "dp_size", "data_parallel_size", "data_parallel_replicate_degree"), _REPLICAS),
+    **dict.fromkeys(("precision", "bf16", "fp16", "amp", "mixed_precision", "torch_dtype"), _PRECISION),
+    **dict.fromkeys(("output_dir", "storage_path", "log_dir", "save_dir", "default_root_dir"), _FOLDER),
+    **dict.fromkeys(("save_steps", "save_interval", "checkpoint_frequency", "checkpoint_interval"), _SAVING),
+    **dict.fromkeys(("eval_steps", "eval_interval", "val_check_interval", "evaluation_strategy"), _VALIDATION),
+    **dict.fromkeys(("zero", "zero_stage", "zero_optimization", "fsdp", "fsdp_config", "sharding_strategy"), _SHARDED_STATE),
+    "train_loop_per_worker": "raypar runs the loop: give `model`, `loss`, `data` and `optimizer`",
+    "max_failures": "elastic training replaces lost workers; its limits are keys of `elastic`",
+    "random_seed": "the seed of all random numbers is `seed`",
+}
+"""A name of another framework -> the sentence that names raypar's own.
+
+They are from torchrun, Lightning, Transformers, DeepSpeed, Megatron, torchtitan and Ray Train.
+"""
+
+
+def advice_for(key: str) -> str | None:
+    """The sentence for a key or argument of another framework; None for names that are not known from one."""
+    return ADVICE.get(key.lower().replace("-", "_"))
