@@ -320,7 +320,7 @@ def parse_init_from(given: Any) -> InitialWeightsFile | None:
         return given
     if isinstance(given, Mapping) and any(hasattr(value, "untyped_storage") for value in given.values()):
         raise ConfigError(
-            f"init_from is a state_dict with {len(given)} entries: it takes what workers can read, a file or folder",
+            f"init_from is a state_dict with {len(given)} entries: it must be a file or folder that workers can read",
             cure="save it (safetensors.torch.save_file(state, FILE)) and give the path, or load it in the model function",
         )
     try:
@@ -418,7 +418,7 @@ class Job(_Section):
     trackers: Annotated[tuple[TrackerConfig, ...], Field(strict=False)] = ()
     """Experiment trackers that get the metrics."""
     wait_for_workers_s: NonNegativeFloat = 300.0
-    """How long the run waits for a cluster that has room for its workers, in seconds."""
+    """Seconds that the run waits for room for its workers, and later for lost ones below `elastic.min_workers`."""
     trace_every: NonNegativeInt = 0
     """Steps from one measured step to the next; 0: a few steps only."""
 

@@ -86,7 +86,7 @@ class DriverActor:
         self.step_calls = 0
         """Calls to workers for steps, for the report at the end."""
         self.parts: DriverParts
-        """The objects of this driver; set, with the four that use them, once the request is known (`_set_up`)."""
+        """The objects of this driver. `_set_up` sets them and the five attributes below, once the request is known."""
         self.members_text: MembersFileText
         """The content of members.json."""
         self.startup: DriverStartup
@@ -98,7 +98,7 @@ class DriverActor:
         self.shutdown: DriverShutdown
         """Ends the run and this actor."""
         context = ray.get_runtime_context()
-        with warnings.catch_warnings():  # Ray asks itself by a name that it has deprecated
+        with warnings.catch_warnings():  # Ray's own code uses a name that it has deprecated
             warnings.simplefilter("ignore", DeprecationWarning)
             again = context.was_current_actor_reconstructed
         if again:

@@ -29,7 +29,7 @@ class DriverParts:
     journal: Journal
     """The state of the run that outlives this driver."""
     plans: PlanCache
-    """The plan for each number of workers, and what follows from it."""
+    """The plan for each number of workers, with its schedule, assignments and predicted memory."""
     pool: WorkerPool
     """Placement groups and actors of the workers."""
     registry: WorkerRegistry

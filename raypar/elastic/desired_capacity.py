@@ -16,7 +16,7 @@ class WorkerCountLimits:
     """The job's bounds on the number of workers."""
 
     wanted: int
-    """Workers that the run would like to train with; more get no seat."""
+    """The most workers that get a seat."""
     minimum: int = 1
     """The run does not train with fewer workers."""
     standbys: int = 0

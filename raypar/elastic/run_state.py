@@ -69,7 +69,7 @@ class RunState:
         self.decisions: list[ActionWithReason] = []
         """The actions that the present event has led to so far."""
         self.next_event: RunEvent | None = None
-        """An event that a rule has made of the present one; it is handled right after it."""
+        """An event that a rule derives from the present one; it is handled next."""
 
     def decide(self, action: Action, reason: str) -> None:
         """Add an action for the driver to carry out."""
@@ -88,6 +88,6 @@ class RunState:
 
     @property
     def waits(self) -> bool:
-        """Whether the run waits for workers to join, or for a silent worker with an only copy to answer."""
+        """Whether the run waits for workers to join, or for a silent worker that holds the only copy of some state."""
         standing = self.phase is Phase.STANDING and self.recovery.waited_from_s is not None
         return self.phase is Phase.WAITING or standing or bool(self.health.silent_since_s)

@@ -53,7 +53,7 @@ class PhaseTimeLimit:
 
 @dataclass(slots=True)
 class RunProgress:
-    """The run's progress. Numbers of steps count from the start of the job: step n is the (n+1)-th."""
+    """The run's progress. All counts are of steps since the start of the job. Steps are numbered from 0."""
 
     issued: int
     """Steps that the workers have been called for."""
@@ -209,7 +209,7 @@ class WorkerHealth:
     next_step_least_limit_s: float = 0.0
     """Least limit for the next step: twice the time of its last attempt, if the run waited for a silent worker in it."""
     waited_s: float = 0.0
-    """How long silent workers with an only copy were last waited for in vain."""
+    """Duration of the last wait in vain for silent workers that hold an only copy."""
     out_of_memory_at: set[tuple[ParallelPlan, int]] = field(default_factory=set)
     """(plan, position) at which a worker was killed because memory was short."""
 

@@ -1,6 +1,6 @@
 """The transition table of the run machine: (phase, kind of event) -> the rule, and the phases that it may lead to.
 
-A pair without a row is a bug in raypar.
+An event without a row for the present phase is a bug in raypar.
 """
 
 from __future__ import annotations

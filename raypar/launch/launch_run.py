@@ -33,7 +33,7 @@ def launch_run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions
 
     Raises `RayparError` if nothing was started.
 
-    `tell` gets every event; the first ones are the numbered stages of the start-up.
+    `tell` gets every event. The first ones (kind `stage`) report the progress of the start-up.
     """
     spec, chosen, make_request = _check_and_plan(spec, choose, options, tell)
     _tell_stage(tell, "planned", "\n".join([describe_chosen_plan(chosen), *_plan_notes(spec, chosen, options)]))
@@ -116,7 +116,7 @@ def _connect_and_follow(
 
             return _follow(request, folder, tell_and_watch)
         finally:
-            if not begun and not folder.metrics.exists():  # it may be missing because the disk is full
+            if not begun and not folder.metrics.exists():  # on a full disk metrics.jsonl may be missing after steps
                 shutil.rmtree(folder.path, ignore_errors=True)
 
 

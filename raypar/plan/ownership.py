@@ -16,8 +16,18 @@ from raypar.plan.stage_connections import ModelOutline
 
 StateKind = Literal["parameter", "gradient", "master", "optimizer", "buffer", "average"]
 """`parameter`: what layers compute with. `gradient`: its gradient, reduced. `master`: the parameter in full precision, where
-layers compute with a copy in a lower one. `optimizer`: what the optimizer keeps for each element. `average`: a moving average
+layers use a copy in lower precision. `optimizer`: what the optimizer keeps for each element. `average`: a moving average
 of the parameter. `buffer`: a module's buffers."""
+
+STATE_KIND_NOUNS: Mapping[StateKind, str] = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "master": "master parameters",
+    "optimizer": "optimizer state",
+    "buffer": "buffers",
+    "average": "averages",
+}
+"""Kind of state -> its name in messages."""
 
 SHARED_OUT_FROM: Mapping[StateKind, int] = {
     "optimizer": 1,
@@ -106,7 +116,7 @@ class Ownership:
         return same_state_keys(self.held)
 
     def has_copies(self, rank: int) -> bool:
-        """Whether another rank holds the same state; of no state there are no copies.
+        """Whether another rank holds the same state. False for a rank that holds no state.
 
         Every worker asks this when a generation begins, so only ranks with the same tensors are looked at.
         """
@@ -122,7 +132,7 @@ class Ownership:
             self._answers[key] = tuple(sorted([*self.pieces(rank, "optimizer"), *frozen, *self.pieces(rank, "buffer")]))
         return self._answers[key]
 
-    # -- who does what once for all --------------------------------------------------------------------------------------
+    # -- what one rank does for all --------------------------------------------------------------------------------------
 
     def norm_parameters(self, rank: int) -> dict[int, tuple[str, ...]]:
         """Stage -> trained parameters, empty ones too, for which a rank sums the squares of gradients, for the norm.

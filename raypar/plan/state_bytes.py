@@ -13,14 +13,14 @@ from raypar.plan.stage_connections import ModelOutline
 
 @dataclass(frozen=True)
 class StateBytes:
-    """A model's tensors, and the bytes of each kind of their state. What a rank keeps of them, `Ownership` says."""
+    """The bytes of each kind of state of a model's tensors. `Ownership` says which of the state a rank keeps."""
 
     outline: ModelOutline
     """The model's parameters and buffers, and how they are cut over shards."""
     by_tensor: Mapping[StateKind, Mapping[str, int]]
     """Kind of state -> tensor -> bytes when the tensor is whole; a tensor that is not named has no state of the kind."""
     _on_ranks: dict[tuple[object, ...], int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What has been answered of ranks; plans that give a rank the same stages share it."""
+    """Cache of `_on_rank`; plans that give a rank the same stages share entries."""
     _of_layers: dict[tuple[StateKind, int], tuple[tuple[dict[str, int], ...], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -35,7 +35,7 @@ class StateBytes:
         return {kind: tuple(self._on_rank(ownership, rank, kind) for rank in range(plan.world)) for kind in self.by_tensor}
 
     def on_fullest_shard(self, kind: StateKind, stage: StagePlan) -> int:
-        """Bytes of a kind of state in a stage, each layer by itself and of the shard that has most of it.
+        """Bytes of a kind of state in a stage: the sum over its layers of the bytes on the layer's fullest shard.
 
         So a tied parameter counts in each of its layers, as in a reduction of gradients.
         """
@@ -51,7 +51,7 @@ class StateBytes:
         if key not in self._on_ranks:
             if shared_out:
                 kept = self._kept(ownership, rank, kind)
-            else:  # the layers' own tensors: together they are the rank's, and other plans have the same layers
+            else:  # by layer, because plans with other stages have the same layers and share the cache
                 layers = [layer for stage in stages for layer in self._by_layer(kind, shards)[stage.first : stage.last]]
                 kept = {name: nbytes for on_shards in layers for name, nbytes in on_shards[seat.shard].items()}
             copies = self._copies(stages, kind)

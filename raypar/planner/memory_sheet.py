@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
+from raypar.plan.ownership import STATE_KIND_NOUNS, StateKind
 from raypar.planner.layer_partition import balanced_cuts
 from raypar.planner.model_profile import ModelProfile
 from raypar.planner.plan_search import format_mib, predict_step, state_bytes
@@ -15,26 +16,21 @@ from raypar.schedule import registry
 
 @dataclass(frozen=True, slots=True)
 class MemorySheet:
-    """Bytes that one worker holds, by kind."""
+    """Bytes that one worker holds."""
 
-    parameters: int
-    gradients: int
-    optimizer: int
-    """What the optimizer keeps."""
+    state: Mapping[StateKind, int]
+    """Kind of state -> its bytes."""
     activations: int
-    """At the peak of a step."""
+    """Bytes of the activations at the peak of a step."""
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds."""
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        """Bytes of all that is counted."""
+        return sum(self.state.values()) + self.activations
 
     def __str__(self) -> str:
-        return (
-            f"{format_mib(self.parameters)} of parameters, {format_mib(self.gradients)} of gradients, "
-            f"{format_mib(self.optimizer)} of optimizer "
-            f"state and at most {format_mib(self.activations)} of activations: {format_mib(self.total)}"
-        )
+        state = ", ".join(f"{format_mib(nbytes)} of {STATE_KIND_NOUNS[kind]}" for kind, nbytes in self.state.items())
+        return f"{state} and at most {format_mib(self.activations)} of activations: {format_mib(self.total)}"
 
 
 def memory_sheet(
@@ -42,7 +38,8 @@ def memory_sheet(
 ) -> MemorySheet:
     """What one rank of a plan is predicted to hold, under a ZeRO stage."""
     peak = predict_step(profile, plan, schedule, microbatches)[0].peak_bytes
-    return MemorySheet(*state_bytes(profile, MicrobatchRouting(plan, microbatches), zero)[rank], peak[rank] if peak else 0)
+    state = state_bytes(profile, MicrobatchRouting(plan, microbatches), zero)
+    return MemorySheet({kind: by_rank[rank] for kind, by_rank in state.items()}, peak[rank] if peak else 0)
 
 
 def out_of_memory_advice(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
+from raypar.plan.ownership import StateKind
 from raypar.planner.candidate_plans import PlanCandidate, enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.schedule import registry
@@ -126,7 +127,7 @@ def predict_step(
             slower = simulation_costs(profile, plan, split=split, factor=needed_ms / timeline.makespan_ms)
             timeline = simulate_schedule(orders, routing, crossing, slower)
     activations = timeline.peak_bytes or (0,) * plan.world
-    memory = tuple(kept + sum(state) for kept, state in zip(activations, state_bytes(profile, routing), strict=True))
+    memory = tuple(map(sum, zip(activations, *state_bytes(profile, routing).values(), strict=True)))
     return timeline, memory
 
 
@@ -159,8 +160,8 @@ def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float
     return 2 * link.ms((replicas - 1) / replicas * stage.parameter_bytes)
 
 
-def state_bytes(profile: ModelProfile, routing: MicrobatchRouting, zero: int = 0) -> tuple[tuple[int, int, int], ...]:
-    """By rank: bytes of (parameters, gradients, optimizer state), under a ZeRO stage.
+def state_bytes(profile: ModelProfile, routing: MicrobatchRouting, zero: int = 0) -> dict[StateKind, tuple[int, ...]]:
+    """Kind of state -> by rank, its bytes in memory, under a ZeRO stage.
 
     Gradients are the open sums of the canonical reduction: one for each open subtree of the replica's blocks, so
     floor(log2 blocks) + 1 of them.
@@ -168,8 +169,8 @@ def state_bytes(profile: ModelProfile, routing: MicrobatchRouting, zero: int = 0
     plan = routing.plan
     state = profile.state_on_shards({stage.shards for stage in plan.stages}).of_plan(plan, zero)
     blocks = [len(routing.blocks_of_replica(plan.stages_of(rank)[0], seat.replica)) for rank, seat in enumerate(plan.seats)]
-    gradients = [nbytes * max(1, count.bit_length()) for nbytes, count in zip(state["gradient"], blocks, strict=True)]
-    return tuple(zip(state["parameter"], gradients, state["optimizer"], strict=True))
+    gradients = (nbytes * max(1, count.bit_length()) for nbytes, count in zip(state["gradient"], blocks, strict=True))
+    return {**state, "gradient": tuple(gradients)}
 
 
 def _order(verdict: EvaluatedCandidate) -> tuple[float, int, int, int]:

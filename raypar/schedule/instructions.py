@@ -21,9 +21,9 @@ MessageKind = Literal["activation", "gradient"]
 Bundle = tuple[MessageKind, int, int, int]
 """(kind, producer's stage, consumer's stage, microbatch): the values of one edge, or their gradients."""
 Role = Literal["compute", "communication", "release", "reduction", "step"]
-"""Computing one microbatch; one end of a message; freeing memory; once per stage and step; once at the end of a step."""
+"""`communication`: one end of a message. `release`: frees memory. `reduction`: per stage and step. `step`: once per step."""
 Cost = Literal["forward", "input", "weight", "reduce", "step"]
-"""One of the simulator's `SimulationCosts`: of a stage and microbatch, `reduce` of a stage, `step` of the whole step."""
+"""A time in `SimulationCosts`: per stage and microbatch, but `reduce` per stage and step, `step` per step."""
 
 # Results that instructions make. Edges carry values to later stages, and gradients of a stage's inputs to earlier ones.
 VALUES: Final = "values"

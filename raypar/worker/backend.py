@@ -37,7 +37,7 @@ class DeviceBackend(ABC):
     environment: Mapping[str, str]
     """Environment variables that a worker's process is started with."""
     deadlines: Mapping[str, float]
-    """Fields of `elastic.run_machine.RunPolicy`, in seconds, that have other values than its defaults."""
+    """Fields of `elastic.run_policy.RunPolicy`, in seconds, for which this kind of device has values of its own."""
     plan_notes: tuple[str, ...]
     """Lines shown with the plan."""
 
@@ -51,7 +51,7 @@ class DeviceBackend(ABC):
     def open_device(self, *, exact: bool) -> torch.device:
         """Prepare this process to compute; return the device of its tensors. Raises `ClusterError` when there is none.
 
-        `exact`: results must be bit-identical whenever they are computed.
+        `exact`: the same computation must always give the same bits.
         """
 
     @abstractmethod

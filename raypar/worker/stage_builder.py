@@ -1,7 +1,7 @@
-"""Makes a worker's stages, step by step: `build_stage` makes one, `StageBuilder` all of a worker's.
+"""Makes the stages of a worker: `build_stage` makes one, `StageBuilder` all of them.
 
-A stage is made of whole values or slices of them: modules, device, parameter uses, split backward, accumulators, hooks, calls.
-Beside the stages stand what ends their steps: optimizers, reductions over replicas, and the step commit that runs them.
+The parts of a stage: modules (of whole values or slices), parameter uses, split backward, gradient accumulator, hooks, calls.
+`StageBuilder` also makes what ends a step: optimizers, reductions over replicas, and the step commit that runs them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def materialise_stage_modules(
 
 
 def prepare_split_backward(modules: Mapping[str, nn.Module], *, sharded: bool) -> DeferredGradients:
-    """Make the Linears that can do so put off their weight gradients; returns where they put them."""
+    """Make every Linear that can do so defer its weight gradient; returns the store of deferred gradients."""
     deferred = DeferredGradients()
     for module in modules.values():
         for find in (defer_weight_gradients, defer_sharded_weight_gradients) if sharded else (defer_weight_gradients,):
@@ -144,7 +144,7 @@ def build_gradient_accumulator(
 
 
 def uses_completed_by_autograd(weights: StageWeights, deferred: DeferredGradients) -> list[list[int]]:
-    """By position of the layer: its uses whose gradients a whole backward pass completes, last first."""
+    """By layer position: its uses whose gradients autograd itself completes in a whole backward pass, last first."""
     return [
         [use for use in reversed(weights.of_layer(i).uses) if id(weights.leaves[use]) not in deferred.parameters]
         for i in range(len(weights.layer_names))
@@ -238,7 +238,7 @@ class StageBuilder:
     transport: Transport
     """Connects the plan's workers."""
     layout: Callable[[int], TensorParallelLayout]
-    """How the job's styles cut the model over so many shards."""
+    """Number of shards -> how the job's styles cut the model over them."""
     ownership: Ownership
     """Which rank of the plan keeps which piece of state."""
     device: torch.device
@@ -293,8 +293,8 @@ class StageBuilder:
         unfilled: bool,
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Tensors for the stage to take over, and digests of those that are initial values. `taken`: names that other stages
-        of the worker have taken over: of a parameter tied over two of its stages each has an optimizer of its own, which
-        updates a tensor of its own."""
+        of the worker have taken over. A parameter tied over two stages of the worker has a tensor and an optimizer in each,
+        so its value is copied for the second."""
         here = self.assignment.plan.stages[index]
         if unfilled:
             return make_unfilled_stage_state(self.graph, here.first, here.last, self.spec, shard), {}
@@ -326,7 +326,7 @@ class StageBuilder:
             return self.spec.lr_schedule.partial()
 
     def build_optimizers(self, stages: Mapping[int, Stage]) -> dict[int, torch.optim.Optimizer]:
-        """Stage -> optimizer of what this rank trains there (`Ownership`), of the stages where that is something."""
+        """Stage -> optimizer of the parameters that this rank trains there; a stage without any has no optimizer."""
         pieces = self.ownership.pieces(self.transport.rank, "optimizer")
         trained = {index: select_owned_parameters(stage.parameters, pieces) for index, stage in stages.items()}
         with self.guard.watching(f"the optimizer {self.spec.optimizer.optimizer.label}, as it was made,"):

@@ -187,7 +187,7 @@ def test_a_profile_knows_what_shards_hold_and_that_they_talk():
     for plan, made in zip(plans[1:], planned[1:], strict=True):
         with OneProcessRun(spec, plan, "1f1b") as local:
             held = [sum(p.nbytes for p in core.stages[0].parameters.values()) for core in local.cores]
-        found = [memory_sheet(made.profile, plan, "1f1b", spec.batching, rank).parameters for rank in range(plan.world)]
+        found = [memory_sheet(made.profile, plan, "1f1b", spec.batching, rank).state["parameter"] for rank in range(plan.world)]
         assert found == held
         assert made.predicted.makespan_ms > 0 and len(made.schedule_instructions) == plan.world
 
@@ -223,7 +223,7 @@ def bytes_of_tied(plan: ParallelPlan) -> tuple[list[tuple[int, int]], list[tuple
             kept = sum(v.nbytes for entry in states for v in entry.values() if isinstance(v, torch.Tensor))
             there.append((sum(p.nbytes for stage in core.stages.values() for p in stage.parameters.values()), kept))
     found = state_bytes(profile, MicrobatchRouting(plan, spec.batching))
-    return [(parameters, optimizer) for parameters, _, optimizer in found], there
+    return list(zip(found["parameter"], found["optimizer"], strict=True)), there
 
 
 @pytest.mark.parametrize(

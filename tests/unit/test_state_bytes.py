@@ -38,7 +38,8 @@ PROFILE = ModelProfile(tuple(LayerProfile(f"l{i}", 1.0, 2.0, 1.0, 1.0) for i in 
 
 def predicted(plan: ParallelPlan, blocks: int = 1, zero: int = 0) -> list[tuple[int, int, int]]:
     """By rank: bytes of parameters, gradients and optimizer state."""
-    return list(state_bytes(PROFILE, MicrobatchRouting(plan, Microbatches(blocks, blocks)), zero))
+    found = state_bytes(PROFILE, MicrobatchRouting(plan, Microbatches(blocks, blocks)), zero)
+    return list(zip(found["parameter"], found["gradient"], found["optimizer"], strict=True))
 
 
 def test_a_tie_inside_a_stage_is_one_tensor_with_one_state_and_a_gradient_for_each_layer_that_uses_it():
@@ -79,11 +80,13 @@ def test_replicas_share_out_what_the_zero_stage_says(zero, shared):
         state=StateBytes(outline, {kind: {"a": n * size} for kind, n in (("parameter", 4), ("gradient", 4), ("optimizer", 8))}),
     )
     routing = MicrobatchRouting(ParallelPlan.mesh(dp=4, layers=1), Microbatches(4, 4))
-    for found in state_bytes(profile, routing, zero):
-        for nbytes, kind, width in zip(found, ("parameter", "gradient", "optimizer"), (4, 4, 8), strict=True):
-            assert nbytes == width * size // (4 if kind in shared else 1)
+    found = state_bytes(profile, routing, zero)
+    for kind, width in (("parameter", 4), ("gradient", 4), ("optimizer", 8)):
+        assert set(found[kind]) == {width * size // (4 if kind in shared else 1)}
     plan = routing.plan
-    assert memory_sheet(profile, plan, "1f1b", routing.microbatches, 3, zero).optimizer == 8 * size // (4 if zero else 1)
+    assert memory_sheet(profile, plan, "1f1b", routing.microbatches, 3, zero).state["optimizer"] == 8 * size // (
+        4 if zero else 1
+    )
 
 
 PLANS = [
@@ -110,7 +113,8 @@ def test_layers_without_tensors_count_by_their_bytes_and_are_cut_evenly():
     layers = tuple(LayerProfile(f"l{i}", 1.0, 2.0, 1.0, 1.0, parameter_bytes=800, optimizer_bytes=1600) for i in range(4))
     for shards in (1, 2, 4):
         routing = MicrobatchRouting(ParallelPlan.mesh(pp=2, tp=shards, layers=4), Microbatches(1))
-        assert set(state_bytes(ModelProfile(layers), routing)) == {(1600 // shards, 1600 // shards, 3200 // shards)}
+        found = {kind: set(by_rank) for kind, by_rank in state_bytes(ModelProfile(layers), routing).items()}
+        assert found == {"parameter": {1600 // shards}, "gradient": {1600 // shards}, "optimizer": {3200 // shards}}
 
 
 def test_the_fullest_shard_of_a_stage_is_told_layer_by_layer():
@@ -130,3 +134,13 @@ def test_answers_are_kept_so_that_a_search_over_thousands_of_plans_asks_once():
     assert {found for plan in plans for found in state.of_plan(plan)["parameter"]} == {10 * 20 * 4000}
     assert time.perf_counter() - begin_s < 5, "0.3 s when nothing else runs"
     assert replace(state) == state, "what has been answered is no part of the value"
+
+
+def test_the_sheet_counts_every_kind_of_state_that_was_measured():
+    """One that is new needs no change of the planner."""
+    averages = {name: 4 * size for name, size in TRAINED.items()}
+    profile = replace(PROFILE, state=replace(STATE, by_tensor={**STATE.by_tensor, "average": averages}))
+    plan, batching = ParallelPlan.mesh(dp=2, layers=4), Microbatches(1)
+    before, after = (memory_sheet(known, plan, "1f1b", batching, 0) for known in (PROFILE, profile))
+    assert after.state["average"] == after.total - before.total == sum(averages.values())
+    assert "of averages and at most" in str(after)

@@ -1,7 +1,7 @@
 """One layer's forward as one callable: seed the generators, run the layer, check what it did.
 
 Everything that can decide the bits of a layer's forward is an argument of `LayerCall`: the pass (which random numbers), the
-weights and the inputs. Two features wrap the call later on; neither is built.
+weights and the inputs. Two planned features will wrap the call; neither is implemented.
 
 - Recomputation keeps the arguments in place of the activations, and makes the same call once more in the backward pass. The
   outputs have the same bits, because the call seeds the generators itself. Aliases of the inputs are arguments, made by the
@@ -37,7 +37,7 @@ class PassContext(NamedTuple):
     """One pass of a microbatch through a stage's layers."""
 
     step: int
-    """The step, from 0; in validation the last one begun, which messages name."""
+    """The step, from 0. In validation: the last training step that has begun, used in messages only."""
     microbatch: int
     """Index of the microbatch in the step, or in the validation pass."""
     training: bool
@@ -46,7 +46,7 @@ class PassContext(NamedTuple):
     """Layer name -> seed of the layer's random numbers in this pass (rule 3 of the numerics contract)."""
 
 
-# Both compute the seeds of all layers at once: between two layers this code would have to be fetched from memory again.
+# Both compute the seeds of all layers at once: between two layers this code would be out of the processor's cache.
 
 
 def training_pass_context(seed: int, step: int, microbatch: int, layers: Sequence[str]) -> PassContext:
@@ -155,7 +155,7 @@ def _is_about_writing(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def refuse_input_writes(layer: Layer, inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Context that refuses a layer which writes into its inputs: other readers would see the change in the same stage only.
+    """Context that refuses a layer that writes into its inputs: only readers in the same stage would see the change.
 
     Raises `UserCodeError`, also in place of PyTorch's error about the aliases through which layers read.
     """

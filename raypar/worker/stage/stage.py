@@ -124,7 +124,7 @@ class Stage:
     deferred: DeferredGradients
     """Weight gradients that split Linears put off."""
     gradient_reuse_policy: GradientReusePolicy
-    """Memory in which weight gradients of cut Linears lie, from step to step."""
+    """Keeps the memory of the weight gradients of sharded Linears from step to step."""
 
     step: int = -1
     """The step under way, from 0; -1 before the first."""
@@ -291,7 +291,7 @@ class Stage:
         """`halves`: 2 for the whole backward pass, 1 for its input half."""
         self.gradient_reuse_policy.before_backward()
         live = self._live[microbatch]
-        self.deferred.stash = live.stash  # a layer that checkpoints runs its forward again in here
+        self.deferred.stash = live.stash  # activation checkpointing inside a layer runs its forward again in here
         block = self.routing.microbatches.block_of(microbatch)
         self.gradients.enter(block, join=halves == 2 and not self.deferred.parameters)
         roots, starts = self._roots(live, gradients)
@@ -338,7 +338,7 @@ class Stage:
         finally:
             self.hooks.end()
             if self.shard is not None:
-                self.shard.group.shared_input = None  # a layer that checkpoints has run its forward again in here
+                self.shard.group.shared_input = None  # activation checkpointing in a layer has run its forward again
         self.guard.check("the backward pass")
 
     def _gradients_of_received(self, live: _Microbatch) -> dict[str, tuple[Tensor | None, ...]]:

@@ -1,8 +1,8 @@
 """The tensors that a stage's layers compute with: parameters, one leaf for each use of one, and buffers.
 
-A stage asks `StageWeights.of_layer` at every layer boundary; no other code knows where the tensors come from. Today they are
+A stage gets its layers' tensors from `StageWeights.of_layer`, at every layer boundary. Today these tensors are
 whole parameters (or a shard's slices of them), which lie in the modules all the time. Weights that are cast for a layer,
-gathered from the replicas that own them, or fetched from host memory are to be made in `of_layer`, too.
+gathered from the replicas that own them, or fetched from host memory would be made in `of_layer`, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LayerBuffer:
     tensor: Tensor
     """Its value when the stage was built."""
     persistent: bool
-    """Whether PyTorch's `state_dict` has it. Forward may put another tensor in the place of one that is not (a cache)."""
+    """Whether PyTorch's `state_dict` has it. Forward may replace the tensor of a buffer that is not persistent (a cache)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class ShardingStyle(ABC):
         return self.name + self.options
 
     def complete_options(self, name: str, parents: Sequence[nn.Module]) -> ShardingStyle:
-        """The style with the options that were left out, as the modules around the layer say (`parents`, innermost first).
+        """The style with its missing options taken from the modules around the layer (`parents`, innermost first).
 
         Raises `PlanError` if they do not say it.
         """
@@ -127,7 +127,7 @@ def is_plain_embedding(module: object) -> bool:
 
 
 def _is_replaceable(module: nn.Module) -> bool:
-    """Has nothing that the layer in its place would lack: hooks, a forward of this one object, a computed weight."""
+    """Whether a sharded layer can replace the module: no hooks, no forward set on the object, no computed weight."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return module._parameters.get("weight") is not None and "forward" not in vars(module) and not any(hooks)
 
