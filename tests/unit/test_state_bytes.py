@@ -1,6 +1,5 @@
 """How many bytes of state a rank is predicted to hold: what `Ownership` says it keeps, times what each tensor takes."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -130,9 +129,8 @@ def test_answers_are_kept_so_that_a_search_over_thousands_of_plans_asks_once():
     nbytes = {name: 4000 for layer in outline.elements for name in layer}
     state = StateBytes(outline, {"parameter": nbytes, "gradient": nbytes, "optimizer": nbytes})
     plans = [ParallelPlan.mesh(dp=dp, pp=20, layers=200) for dp in range(1, 201)]
-    begin_s = time.perf_counter()
     assert {found for plan in plans for found in state.of_plan(plan)["parameter"]} == {10 * 20 * 4000}
-    assert time.perf_counter() - begin_s < 5, "0.3 s when nothing else runs"
+    assert len(state._on_ranks) == 3 * 20, "one answer for each kind and stage, whatever the number of replicas"
     assert replace(state) == state, "what has been answered is no part of the value"
 
 
