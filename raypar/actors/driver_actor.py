@@ -117,7 +117,7 @@ class DriverActor:
     def _set_up(self, request: RunRequest, credential: RunCredential) -> None:
         """Make the run machine and the objects that carry out what it decides; the request is known now."""
         journal, feed, tasks = self.journal, self.feed, self.tasks
-        machine = RunMachine(request.policy, plan=request.plan, layout=lambda plan: Ownership(plan, request.outline).held)
+        machine = RunMachine(request.policy, plan=request.plan, held_pieces=lambda plan: Ownership(plan, request.outline).held)
         plans = PlanCache(request)
         pool = WorkerPool(credential, request.gpus, request.environment)
         recorder = RunRecorder(request, journal)

@@ -68,7 +68,7 @@ class DriverStartup:
         addresses = [hellos[number].address for number in members]
         deadline_s, done = request.start_deadline_s, request.policy.steps_before_run
         ranks = {number: rank for rank, number in enumerate(members)}
-        keepers = assign_buddies([nodes[number] for number in members], same_state_keys(parts.machine.layout(plan)))
+        keepers = assign_buddies([nodes[number] for number in members], same_state_keys(parts.machine.held_pieces(plan)))
 
         def part(rank: int) -> bytes:
             assignment, folder = pickle.loads(request.assignments[rank]), request.resume

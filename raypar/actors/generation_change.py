@@ -92,7 +92,7 @@ class GenerationChange:
         ranks = {number: rank for rank, number in enumerate(workers)}
         addresses = [parts.registry.hellos[number].address for number in workers]
         nodes = [parts.registry.hellos[number].node for number in order.members]
-        keepers = assign_buddies(nodes, same_state_keys(parts.machine.layout(plan)))
+        keepers = assign_buddies(nodes, same_state_keys(parts.machine.held_pieces(plan)))
         load = None
         if order.from_checkpoint and order.done:
             load = str(parts.recorder.checkpoint_path or request.resume)

@@ -49,7 +49,7 @@ class CapacityInputs:
     """No worker is started before this time, because the last attempt failed."""
     grow_at_s: float | None = None
     """Time from which a larger plan may be chosen without waiting for more workers; None: no spare is to be considered."""
-    settled: bool = False
+    may_grow: bool = False
     """Whether a larger plan may be asked for: no other change is under way, and a step has been measured. Without a measured
     step nobody knows what a seat saves."""
     stopping: bool = False
@@ -99,7 +99,7 @@ def _should_grow(view: CapacityInputs, limits: WorkerCountLimits, seats: int, no
 
     A run with one seat does not wait for more workers: the first spare keeps a second copy of the state.
     """
-    if not limits.grows or not view.settled or view.stopping or not view.spares or view.grow_at_s is None:
+    if not limits.grows or not view.may_grow or view.stopping or not view.spares or view.grow_at_s is None:
         return False
     complete = seats == limits.wanted or not view.placed
     alone = view.seats == 1

@@ -32,7 +32,7 @@ def find_only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
     done = count_steps_of_answering_workers(m, silent)
     if _needs_no_worker(m, done) and len(answering.keys() - m.membership.leaving) >= m.policy.min_workers:
         return ()
-    need = dict(enumerate(m.layout(m.membership.plan)))
+    need = dict(enumerate(m.held_pieces(m.membership.plan)))
     lost = pieces_nobody_holds(_live_pieces(m, answering, done), need)
     if not lost or state_sources.find_newest_mirror_snapshot(m, need, without=silent) is not None:
         return ()
@@ -77,13 +77,13 @@ def find_expected_pieces(m: RunState) -> dict[int, list[Piece]]:
     if m.recovery.former_order is not None:
         seatings.append((m.recovery.former_order.plan, m.recovery.former_order.members))
     for plan, members in seatings:
-        layout = m.layout(plan)
-        for worker, pieces in zip(members, layout, strict=True):
+        held = m.held_pieces(plan)
+        for worker, pieces in zip(members, held, strict=True):
             found.setdefault(worker, []).extend(pieces)
         if m.mirror.first is not None or m.mirror.complete:
-            keepers = assign_buddies([m.membership.nodes.get(worker, "") for worker in members], same_state_keys(layout))
+            keepers = assign_buddies([m.membership.nodes.get(worker, "") for worker in members], same_state_keys(held))
             for rank, keeper in keepers.items():
-                found[members[keeper]].extend(layout[rank])
+                found[members[keeper]].extend(held[rank])
     return found
 
 

@@ -80,7 +80,7 @@ def use_chosen_plan(m: RunState, event: PlanChosen) -> None:
 def adopt_plan(m: RunState, plan: ParallelPlan, members: tuple[int, ...]) -> None:
     """Find the source of the state, and tell the workers to adopt their parts of the plan."""
     r = m.recovery
-    need = dict(zip(members, m.layout(plan), strict=True))
+    need = dict(zip(members, m.held_pieces(plan), strict=True))
     source = state_sources.find_state_source(m, need)
     if source is None:
         end_unrecoverable(m, pieces_nobody_holds(state_sources.find_live_holders(m, r.done), need))

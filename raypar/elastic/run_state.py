@@ -26,19 +26,19 @@ from raypar.elastic.stragglers import StragglerWatch
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece
 
-Layout = Callable[[ParallelPlan], tuple[tuple[Piece, ...], ...]]
+HeldPieces = Callable[[ParallelPlan], tuple[tuple[Piece, ...], ...]]
 """The pieces of state that each rank of a plan has to hold."""
 
 
 class RunState:
     """The state of the run machine for one run. Rules read and change it."""
 
-    def __init__(self, policy: RunPolicy, plan: ParallelPlan | None = None, layout: Layout = lambda plan: ()) -> None:
-        """Start in the phase `STARTING`. Only elastic runs need `plan` and `layout`."""
+    def __init__(self, policy: RunPolicy, plan: ParallelPlan | None = None, held_pieces: HeldPieces = lambda plan: ()) -> None:
+        """Start in the phase `STARTING`. Only elastic runs need `plan` and `held_pieces`."""
         first = policy.steps_before_run
         self.policy = policy
         """The limits of the run."""
-        self.layout = layout
+        self.held_pieces = held_pieces
         """Plan -> by rank, the pieces of state that it has to hold."""
         self.phase = Phase.STARTING
         """The present phase."""

@@ -73,7 +73,7 @@ def choose_replacement_worker(
     Preferred is, in this order: a worker that holds most of the seat's state; a node where shards of a replica lack this one; a
     node with the fewest copies; the lowest number. `at`: place -> workers that are there.
     """
-    need, have = m.layout(plan)[plan.compute_keys.index(place)], find_live_holders(m, m.recovery.done)
+    need, have = m.held_pieces(plan)[plan.compute_keys.index(place)], find_live_holders(m, m.recovery.done)
     copies = Counter(m.membership.nodes.get(worker) for worker in at[place])
     others = [Counter(m.membership.nodes.get(w) for w in at[other]) for other in at if other[0] == place[0] and other != place]
 
@@ -106,7 +106,7 @@ def assign_seats(m: RunState, plan: ParallelPlan, usable: list[int]) -> tuple[in
     stage on different ones."""
     replicas = [(seat.position, seat.replica) for seat in plan.seats]
     have = find_live_holders(m, m.recovery.done)
-    return match_workers_to_seats(m.layout(plan), have, usable, m.membership.nodes, plan.compute_keys, replicas)
+    return match_workers_to_seats(m.held_pieces(plan), have, usable, m.membership.nodes, plan.compute_keys, replicas)
 
 
 def match_workers_to_seats(

@@ -93,6 +93,6 @@ def find_lost_pieces(m: RunState) -> tuple[Piece, ...]:
     """The pieces that are lost for good: no memory, no mirror snapshot and no checkpoint has them."""
     if m.membership.plan is None or can_restore_from_disk_or_start(m):
         return ()
-    need = dict(enumerate(m.layout(m.membership.plan)))
+    need = dict(enumerate(m.held_pieces(m.membership.plan)))
     lost = pieces_nobody_holds(find_live_holders(m, m.recovery.done), need)
     return lost if lost and find_newest_mirror_snapshot(m, need) is None else ()

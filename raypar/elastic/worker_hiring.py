@@ -23,7 +23,7 @@ def desired_capacity_of_run(m: RunState, available: int | None = None) -> Desire
         seats=len(who.members),
         start_after_s=m.hiring.retry_at_s,
         grow_at_s=planned.ask_at_s,
-        settled=not planned.asking and planned.reason is None and m.step_times.known,
+        may_grow=not planned.asking and planned.reason is None and m.step_times.known,
         stopping=m.stopping.request is not None,
     )
     return desired_capacity.compute_desired_capacity(view, m.policy.capacity, m.timer.now_s)

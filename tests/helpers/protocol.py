@@ -539,7 +539,7 @@ class Driver:
         self.world, self.number = world, number
         self.alive, self.stopped_until = True, 0.0
         self.stall_told = False
-        self.machine = RunMachine(world.policy, plan=world.plan, layout=world.flesh.layout)
+        self.machine = RunMachine(world.policy, plan=world.plan, held_pieces=world.flesh.layout)
         self.machine.membership.nodes = dict(world.nodes)
         self.outcomes: dict[int, Any] = {}
         self.inbox: deque[Any] = deque()

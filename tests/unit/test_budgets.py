@@ -33,7 +33,7 @@ class Scene:
     def __init__(self, workers: int, **policy):
         plan = ParallelPlan.mesh(dp=workers)
         fixed = {"workers": workers, "job_steps": 1000, "elastic": True, "grow": False}
-        self.machine = RunMachine(RunPolicy(**(fixed | policy)), plan=plan, layout=lambda plan: (STATE,) * plan.world)
+        self.machine = RunMachine(RunPolicy(**(fixed | policy)), plan=plan, held_pieces=lambda plan: (STATE,) * plan.world)
         self.now_s = 0.0
         self.do(WorkersReady())
 

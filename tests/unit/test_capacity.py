@@ -56,7 +56,7 @@ def test_below_the_minimum_the_run_waits_for_those_that_are_lacking():
 
 
 def growing(members=2, spares=(4,), **more):
-    return view(members, spares, **({"grow_at_s": 10.0, "settled": True} | more))
+    return view(members, spares, **({"grow_at_s": 10.0, "may_grow": True} | more))
 
 
 def test_a_spare_waits_for_others_that_are_on_their_way():
@@ -74,7 +74,7 @@ def test_a_spare_waits_for_others_that_are_on_their_way():
     [
         ("the job does not grow", {}, {"grows": False}),
         ("all seats that are wanted are there", {"members": 4}, {}),
-        ("a change is under way already", {"settled": False}, {}),
+        ("a change is under way already", {"may_grow": False}, {}),
         ("the run has been asked to end", {"stopping": True}, {}),
         ("the spares have been considered", {"grow_at_s": None}, {}),
         ("nobody waits", {"spares": ()}, {}),

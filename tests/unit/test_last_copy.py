@@ -67,7 +67,7 @@ def late(machine, unheard=()):
 
 
 def stand(machine, worker, done=4, generation=2, **more):
-    pieces = machine.layout(machine.membership.plan)[machine.membership.members.index(worker)]
+    pieces = machine.held_pieces(machine.membership.plan)[machine.membership.members.index(worker)]
     return WorkerStatusReported(generation, WorkerStatus(worker, done, pieces=pieces, **more))
 
 

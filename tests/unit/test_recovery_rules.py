@@ -57,7 +57,7 @@ def layout(plan):
 
 
 def elastic(plan, **policy):
-    return RunMachine(RunPolicy(workers=plan.world, job_steps=1, elastic=True, **policy), plan=plan, layout=layout)
+    return RunMachine(RunPolicy(workers=plan.world, job_steps=1, elastic=True, **policy), plan=plan, held_pieces=layout)
 
 
 def do(machine, *events, now_s=0.0):

@@ -74,7 +74,7 @@ def layout(plan):
 
 def test_a_lost_worker_is_replaced_by_one_that_does_not_share_the_node_of_the_copy_that_is_left():
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
-    machine = RunMachine(RunPolicy(workers=4, job_steps=9, elastic=True, grow=False), plan=plan, layout=layout)
+    machine = RunMachine(RunPolicy(workers=4, job_steps=9, elastic=True, grow=False), plan=plan, held_pieces=layout)
     machine.membership.nodes = {0: "x", 1: "y", 2: "y", 3: "x", 4: "x", 5: "y"}
     events = [
         WorkersReady(),

@@ -31,7 +31,7 @@ def held(plan):
 
 def after(plan, dead, nodes=None, new=()):
     """What is decided once all others stand."""
-    machine = RunMachine(RunPolicy(workers=plan.world, job_steps=9, elastic=True, grow=False), plan=plan, layout=held)
+    machine = RunMachine(RunPolicy(workers=plan.world, job_steps=9, elastic=True, grow=False), plan=plan, held_pieces=held)
     machine.membership.nodes = nodes or {}
     events = [
         WorkersReady(),

@@ -62,7 +62,7 @@ def stood(generation, worker, done, **more):
 def start(workers=2, pp=1, **policy):
     plan = ParallelPlan.mesh(dp=workers // pp, pp=pp, layers=2)
     fixed = {"workers": workers, "job_steps": 9, "elastic": True}
-    return RunMachine(RunPolicy(**(fixed | policy)), plan=plan, layout=layout)
+    return RunMachine(RunPolicy(**(fixed | policy)), plan=plan, held_pieces=layout)
 
 
 def run(steps=0, **policy):
