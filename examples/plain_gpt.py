@@ -56,7 +56,7 @@ def train(job):
     random.seed(seed), numpy.random.seed(seed % 2**32), torch.manual_seed(seed)
     model = function(job["model"])()
     data, loss_of = function(job["data"])(), function(job["loss"])
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = function(job["optimizer"])(parameters)
     base_lr = optimizer.defaults["lr"]
     lr_factor = function(job["lr_schedule"]) if job.get("lr_schedule") else lambda step: 1.0

@@ -453,8 +453,9 @@ class Job(_Section):
 
     @property
     def schedule_name(self) -> str:
-        """The name of the job's schedule. Raises `PlanError` for `plan: auto`."""
-        return self._given_plan().schedule
+        """The name of the job's schedule, or its file. Raises `PlanError` for `plan: auto`."""
+        given = self._given_plan()
+        return given.schedule_file or given.schedule
 
     @property
     def workers(self) -> int:

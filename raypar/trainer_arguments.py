@@ -21,7 +21,7 @@ BUILT_MODEL_BYTES = 32 << 20
 
 FUNCTIONS = ("model", "loss", "data", "optimizer", "lr_schedule", "validation")
 """Arguments that are functions or objects, which no job file has as they are."""
-NOT_IN_A_JOB_FILE = (*FUNCTIONS, "plan", "schedule", "elastic", "callbacks", "resume_from_checkpoint")
+NOT_IN_A_JOB_FILE = (*FUNCTIONS, "init_from", "plan", "schedule", "elastic", "callbacks", "resume_from_checkpoint")
 """Arguments that are checked here or by a parser of their own, not by the rules for a job file's keys."""
 
 

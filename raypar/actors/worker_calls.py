@@ -66,7 +66,10 @@ class WorkerCalls:
             return await ref
         except (RayActorError, ActorUnavailableError) as error:
             what = f"{who} was lost: {error_first_line(error)}"
-            return CallFailure("lost", WorkerLost(what, cure="`raypar resume` goes on from the last checkpoint"))
+            cure = "`raypar resume` goes on from the last checkpoint, if there is one"
+            if not self.machine.policy.elastic:
+                cure = f"with `elastic: true` lost workers are replaced; {cure}"
+            return CallFailure("lost", WorkerLost(what, cure=cure))
         except OutOfMemoryError as error:
             return CallFailure("lost", killed_for_memory_error(who, error))
         except RayError as error:

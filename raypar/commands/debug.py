@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the first steps of a job in this process; exit code 0, or 130 if the debugger was left."""
     from raypar.config import load_job
+    from raypar.launch.chosen_plan import make_custom_schedule_builder
+    from raypar.plan import MicrobatchRouting
     from raypar.user_code import make_importable
     from raypar.worker.process.torch_state_guard import TorchStateGuard
     from raypar.worker.run_in_one_process import OneProcessRun
@@ -45,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
                 f"--stop-at {args.stop_at} is never reached: {sizes[0]} steps, {sizes[1]} stages, {sizes[2]} microbatches",
                 cure="all three count from 0; --steps runs more steps",
             )
+    build = make_custom_schedule_builder(job)
+    schedule = build(MicrobatchRouting(plan, spec.batching)) if build is not None else job.schedule_name
     print(f"{plan.world} workers, {len(plan.stages)} stages in one process; schedule {job.schedule_name}", flush=True)
 
     def before(step: int, instruction: object) -> None:
@@ -54,9 +58,7 @@ def run(args: argparse.Namespace) -> int:
             breakpoint()
             guard.accept_environment()  # pdb handles Ctrl-C itself
 
-    with OneProcessRun(
-        spec, plan, job.schedule_name, graph=graph, seed=args.order_seed, before_compute=before, guard=guard
-    ) as local:
+    with OneProcessRun(spec, plan, schedule, graph=graph, seed=args.order_seed, before_compute=before, guard=guard) as local:
         for step in range(min(args.steps, spec.steps)):
             try:
                 report = local.step(step)[0]

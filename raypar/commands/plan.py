@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,6 +129,9 @@ def choose_plan_to_show(job: Job, spec: JobSpec, graph: Graph, workers: int | No
 
 def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool) -> ShownPlan:
     """The plan that the job gives. Raises `PlanError` if layers cannot be cut over its shards."""
+    from raypar.launch.chosen_plan import make_custom_schedule_builder
+    from raypar.model.layer_skeletons import make_model_outline
+    from raypar.schedule.validate import validate_schedule
     from raypar.worker.measure_profile import profile_job
 
     plan, build = job.to_plan(len(graph.layers)), make_custom_schedule_builder(job)
@@ -139,18 +142,11 @@ def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool) 
 
             check_model_can_shard(spec, preflight(spec), plan)
         profile = profile_job(spec, workers=plan.world, graph=graph, shards=counts)
-    schedule = build(MicrobatchRouting(plan, spec.batching)) if build is not None else None
+    schedule, routing = None, MicrobatchRouting(plan, spec.batching)
+    if build is not None:
+        schedule = build(routing)
+        validate_schedule(schedule, routing, make_model_outline(graph).crossing(plan))
     return ShownPlan(plan, job.schedule_name, profile, schedule)
-
-
-def make_custom_schedule_builder(job: Job) -> Callable[[MicrobatchRouting], Schedule] | None:
-    """Makes the job's schedule, if its name alone does not determine it (a file, a warmup); else None."""
-    from raypar.config import PlanConfig
-    from raypar.launch.chosen_plan import make_schedule_builder
-
-    if not isinstance(job.plan, PlanConfig) or (job.plan.schedule_file is None and job.plan.warmup is None):
-        return None
-    return make_schedule_builder(job.plan)
 
 
 def _shards_of(job: Job) -> int:

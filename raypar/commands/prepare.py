@@ -11,6 +11,7 @@ from typing import Any
 
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.run_folder import check_local_path
+from raypar.user_code import make_importable
 
 PIECE_BYTES = 4 << 20
 """How much text is read and tokenized at a time; a tokenizer gets whole lines."""
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"cannot write --out {args.out}", cure="name a .bin file in a folder that exists")
     from raypar.token_files import write_tokens
 
+    make_importable(Path.cwd())
     encode = _tokenizer(args.tokenizer)
     try:
         tokens = write_tokens(out, _pieces(files, encode), dtype=args.dtype, notes={"tokenizer": args.tokenizer})

@@ -124,7 +124,7 @@ def end_unrecoverable(m: RunState, lost: tuple[Piece, ...]) -> None:
 
 def suggest_settings_to_keep_state(m: RunState) -> list[str]:
     """Settings that would have saved the state. If all workers are gone, only a checkpoint would have."""
-    helps = ["checkpoint.every set"]
+    helps = ["a smaller checkpoint.every" if m.policy.save_every else "checkpoint.every set"]
     if m.health.waited_s:
         helps.append("a larger elastic.last_copy_wait_s, if it was only slow")
     if set(m.membership.members) - m.membership.gone:

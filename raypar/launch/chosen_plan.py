@@ -91,6 +91,15 @@ def make_plan_chooser(job: Job, spec: JobSpec) -> PlanChooser:
     return lambda checked: choose_plan(spec, checked, config.to_plan, name, job.workers, make_schedule)
 
 
+def make_custom_schedule_builder(job: Job) -> Callable[[MicrobatchRouting], Schedule] | None:
+    """Makes the job's schedule, if its name alone does not determine it (a file, a warmup); else None."""
+    from raypar.config import PlanConfig
+
+    if not isinstance(job.plan, PlanConfig) or (job.plan.schedule_file is None and job.plan.warmup is None):
+        return None
+    return make_schedule_builder(job.plan)
+
+
 def make_schedule_builder(config: PlanConfig) -> Callable[[MicrobatchRouting], Schedule]:
     """A function that makes the schedule of a plan section: from a file, which is read at once, or by name and warmup."""
     from raypar.schedule import registry

@@ -83,10 +83,11 @@ def prepare_resumed_run(
     manifest = load_manifest(path)
     check_contract(manifest, spec)
     if manifest.steps_done >= min(spec.steps, options.stop_at_step or spec.steps):
-        more = 2 * max(spec.steps, manifest.steps_done)
+        stop, more = options.stop_at_step, 2 * max(spec.steps, manifest.steps_done)
+        raises_stop = stop is not None and manifest.steps_done < spec.steps
         raise CheckpointError(
-            f"checkpoint {path}: {manifest.steps_done} of {spec.steps} steps already done",
-            cure=f"raise steps (--set steps={more}) or the step to stop at (--stop-at-step)",
+            f"checkpoint {path}: {manifest.steps_done} of {stop if raises_stop else spec.steps} steps already done",
+            cure=f"raise the step to stop at (--stop-at-step {more})" if raises_stop else f"raise steps (--set steps={more})",
         )
 
     def check_and_choose(checked: PreflightResult) -> ChosenPlan:

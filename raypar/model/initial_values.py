@@ -205,7 +205,7 @@ class SeededByNameValues(WholeTensorValues):
             wanted -= set(buffers)
             if wanted & owned:
                 _fill_with_nan(skeleton, dtype)
-                put_buffers(layer.name, skeleton, kept)
+                put_buffers(layer.name, skeleton, kept, dtype)
                 with preserve_random_state():
                     _initialise(self.graph, layer.name, skeleton, self.seed, self.guard)
                 _refuse_unfilled(self.graph, layer.name, skeleton)

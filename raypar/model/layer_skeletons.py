@@ -223,11 +223,11 @@ def make_model_outline(graph: Graph) -> ModelOutline:
     )
 
 
-def put_values(graph: Graph, layer: str, module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, str]:
+def put_values(graph: Graph, layer: str, module: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, str]:
     """Put values into a layer's skeleton, in place; returns path of each parameter -> canonical name.
 
     A parameter that the layer holds at several places stays one object. `values`: by canonical parameter name and by buffer
-    name; empty tensors may be missing.
+    name; empty tensors may be missing, and are made: floating point ones in `dtype`.
     """
     canonical = canonical_names(graph)
     names = {path: canonical.get(f"{layer}.{path}", f"{layer}.{path}") for path, _ in module.named_parameters()}
@@ -237,24 +237,25 @@ def put_values(graph: Graph, layer: str, module: nn.Module, values: Mapping[str,
         for key, parameter in part._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
-                    value = _value_of(by_id[id(parameter)], parameter, values)
+                    value = _value_of(by_id[id(parameter)], parameter, values, dtype)
                     made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                     vars(made[id(parameter)]).update(vars(parameter))
                 part._parameters[key] = made[id(parameter)]
     _put_attributes(module, made)
-    put_buffers(layer, module, values)
+    put_buffers(layer, module, values, dtype)
     return names
 
 
-def put_buffers(layer: str, module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put values into the buffers of a layer's skeleton, in place; `values` by qualified buffer name."""
+def put_buffers(layer: str, module: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Put values into the buffers of a layer's skeleton, in place; `values` by qualified buffer name. `dtype`: see
+    `put_values`."""
     by_id = {id(b): f"{layer}.{path}" for path, b in module.named_buffers()}
     made: dict[int, Tensor] = {}
     for part in module.modules():
         for key, buffer in part._buffers.items():
             if buffer is not None:
                 if id(buffer) not in made:
-                    made[id(buffer)] = _value_of(by_id[id(buffer)], buffer, values)
+                    made[id(buffer)] = _value_of(by_id[id(buffer)], buffer, values, dtype)
                     vars(made[id(buffer)]).update(vars(buffer))
                 part._buffers[key] = made[id(buffer)]
     _put_attributes(module, made)
@@ -306,11 +307,11 @@ def replace_tensors(value: Any, change: Callable[[Tensor], Tensor], done: dict[i
     return done[id(value)]
 
 
-def _value_of(name: str, skeleton: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-    """The value of a tensor of the skeleton; an empty one needs none."""
+def _value_of(name: str, skeleton: Tensor, values: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The value of a tensor of the skeleton. An empty one needs none: state that workers hand over does not contain it."""
     if name in values or skeleton.numel():
         return values[name]
-    return torch.empty(skeleton.shape, dtype=skeleton.dtype)
+    return torch.empty(skeleton.shape, dtype=dtype if skeleton.is_floating_point() else skeleton.dtype)
 
 
 # -- from modules with values to skeletons -----------------------------------------------------------------------------------

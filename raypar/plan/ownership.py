@@ -59,8 +59,8 @@ class Ownership:
     """(position, shard, whether frozen) -> how the replicas divide these parameters."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.zero_stage <= 3:
-            raise PlanError(f"there is no ZeRO stage {self.zero_stage}", cure="use 0, 1, 2 or 3")
+        if type(self.zero_stage) is not int or not 0 <= self.zero_stage <= 3:
+            raise PlanError(f"there is no ZeRO stage {self.zero_stage!r}", cure="use 0, 1, 2 or 3")
 
     # -- who keeps what ------------------------------------------------------------------------------------------------
 

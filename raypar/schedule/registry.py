@@ -51,7 +51,7 @@ def find_schedule(name: str) -> ScheduleEntry:
     """The registry's entry for a name or alias. Raises `ScheduleError` with similar names if there is none."""
     found = _ENTRIES.get(_ALIASES.get(name, name))
     if found is None:
-        near = difflib.get_close_matches(name.lower(), [*_ENTRIES, *_ALIASES], n=2, cutoff=0.4)
+        near = difflib.get_close_matches(name.lower(), NAMES, n=2, cutoff=0.4)
         raise ScheduleError(
             f"unknown schedule {name!r}", cure=f"did you mean {' or '.join(near)}? " * bool(near) + f"one of {', '.join(NAMES)}"
         )

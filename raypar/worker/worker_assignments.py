@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -143,8 +144,8 @@ def _call_model(spec: JobSpec) -> Any:
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)
         raise UserCodeError(
-            f"the model function {spec.model.label} raised {error_text(error)}",
-            cure="it is called with model.args, as one process would call it",
+            f"the model function {spec.model.label} raised {error_text(error)}\n{traceback.format_exc()}",
+            cure="the last lines of the traceback are where it did; it is called with model.args",
         ) from error
     if made is None:
         raise ModelError(f"the model function {spec.model.label} returned None", cure="return nn.Sequential, layers or a Graph")

@@ -7,6 +7,7 @@ import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+from helpers.tiny_job import write_job
 
 import raypar.commands
 from raypar.cli import COMMANDS, main
@@ -126,6 +127,20 @@ def test_a_schedule_file_in_v_shape_keeps_its_placement(capsys, tmp_path):
     facts(capsys, "--schedule", "zb-v", "--stages", "4", "--microbatches", "8", "--csv", str(path))
     found = facts(capsys, "--schedule-file", str(path))
     assert (found["makespan_ms"], found["chunks"], found["stages"]) == (25.5, 2, 4)
+
+
+@pytest.mark.parametrize("command", [["plan", "--no-profile"], ["debug", "--steps", "1"]])
+def test_a_job_whose_schedule_file_is_not_complete_is_refused_before_anything_runs(command, capsys, tmp_path):
+    """`raypar plan` drew it, and `raypar debug` ran another schedule."""
+    job = write_job(tmp_path)
+    sets = [f"plan={{stages: 2, schedule_file: {tmp_path / 's.csv'}}}", "microbatches=2", "virtual_replicas=2", "batch_size=4"]
+    words = [command[0], str(job), *command[1:], *(word for one in sets for word in ("--set", one))]
+    (tmp_path / "s.csv").write_text("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n")
+    assert main(words) == 2
+    assert "0B1" in capsys.readouterr().err
+    (tmp_path / "s.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    assert main(words) == 0
+    assert f"schedule {tmp_path / 's.csv'}" in capsys.readouterr().out
 
 
 def test_a_broken_schedule_file_is_refused_with_the_reason(capsys, tmp_path):

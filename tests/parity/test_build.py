@@ -113,6 +113,23 @@ def test_init_by_parameter_sees_canonical_names_and_its_own_seed():
     assert set(names) == {"l0.weight", "l0.bias", "l1.bias"}
 
 
+def test_empty_tensors_have_the_jobs_dtype_also_where_values_are_handed_over():
+    """State that workers hand over does not contain them. After a change of plan they had the skeleton's dtype, which code may
+    ask for; a checkpoint of such a run could not be resumed."""
+
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.rank_0 = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(0, 3))
+            self.register_buffer("dummy", torch.empty(0))
+            self.register_buffer("none", torch.empty(0, dtype=torch.int64))
+
+    graph = Graph((Layer("a", Adapter, ("x",), ("y",)),), output="y")
+    for values in (None, {"a.weight": torch.ones(2, dtype=torch.float64)}):
+        made = materialise(graph, 0, 1, seed=0, dtype=torch.float64, values=values)["a"]
+        assert [t.dtype for t in (made.rank_0, made.dummy, made.none)] == [torch.float64, torch.float64, torch.int64]
+
+
 def test_frozen_parameters_stay_frozen_and_dtype_is_the_jobs():
     module = materialise(chain(lambda: small().requires_grad_(False)), 0, 1, seed=1, dtype=torch.float64)["l0"]
     assert {(p.requires_grad, p.dtype) for p in module.parameters()} == {(False, torch.float64)}

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import numpy
@@ -85,6 +86,15 @@ def test_a_spoilt_token_file_is_refused(prepared: Path, spoil, said: str):
 def test_a_context_longer_than_the_text_is_refused(prepared: Path):
     with pytest.raises(DataError, match=r"validation part of token file .* has 102 tokens"):
         TokenFile(prepared, 102, split="validation")
+
+
+def test_a_tokenizer_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "own_tokenizer.py").write_text("def words(text):\n    return [len(word) for word in text.split()]\n")
+    (tmp_path / "text.txt").write_text("three words here")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [place for place in sys.path if place not in ("", str(tmp_path))])
+    assert main(["prepare", "text.txt", "--out", "t.bin", "--tokenizer", "own_tokenizer:words"]) == 0
+    assert numpy.fromfile(tmp_path / "t.bin", dtype="<u2").tolist() == [5, 5, 4]
 
 
 @pytest.mark.parametrize("arguments", [["absent.txt", "--out", "a.bin"], ["--out", "a.bin"], ["text.txt", "--out", "a.txt"]])

@@ -51,6 +51,7 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ),
         ({"elastic": "yes"}, r"elastic is 'yes'\n.*give True, or a dict"),
         ({"elastic": {"min_worker": 2}}, r"unknown key elastic.min_worker: did you mean elastic.min_workers\?"),
+        ({"init_from": {"a": torch.zeros(1)}}, r"init_from is a state_dict with 1 entries.*\n.*save_file"),
         ({"num_workers": 2}, r"no argument 'num_workers'\n.*plan.stages x plan.replicas"),
         ({"epochs": 2}, r"no argument 'epochs'\n.*`steps`"),
         ({"elastic": {"min_workers": 0}}, r"elastic.min_workers: expected greater than 0, got 0"),
@@ -222,6 +223,9 @@ def test_the_cure_of_a_finished_checkpoint_is_more_steps_than_it_has_done(monkey
     with pytest.raises(CheckpointError, match="225 of 10 steps already done") as x:
         prepare_resumed_run(Path("c"), SimpleNamespace(stop_at_step=None), SimpleNamespace(steps=10), None, None)
     assert "--set steps=450" in x.value.cure
+    with pytest.raises(CheckpointError, match="225 of 5 steps already done") as x:
+        prepare_resumed_run(Path("c"), SimpleNamespace(stop_at_step=5), SimpleNamespace(steps=400), None, None)
+    assert "--stop-at-step" in x.value.cure and "--set" not in x.value.cure
 
 
 # -- what a checkpoint keeps of the job's functions -------------------------------------------------------------------------

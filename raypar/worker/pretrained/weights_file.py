@@ -53,6 +53,9 @@ _INDEX = ".safetensors.index.json"
 _TORCH_NAMES = {theirs: ours for ours, theirs in DTYPES.items()} | {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 """safetensors' name of a dtype -> torch's."""
 
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+"""Colours for a terminal, which PyTorch's messages have."""
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -569,7 +572,7 @@ def _open_state_dict(path: Path) -> WeightsFile:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many classes, as many as there are kinds of damage
         raise CheckpointError(
-            f"{path} cannot be read as a state_dict: {shorten(error_first_line(error), 300)}", cure=cure
+            f"{path} cannot be read as a state_dict: {shorten(_ESCAPES.sub('', error_first_line(error)), 300)}", cure=cure
         ) from error
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state_dict", cure=cure)
