@@ -43,7 +43,7 @@ from raypar.worker.checkpoint.manifest import (
     parse_manifest,
 )
 from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header
-from raypar.worker.job_spec import JobSpec, Ref, stable_argument_text, without_addresses
+from raypar.worker.job_spec import JobSpec, contract_of_job
 
 __all__ = [  # of the manifest, for those who handle checkpoints
     "BUFFER",
@@ -483,45 +483,6 @@ def _first(names: Sequence[str]) -> str:
 _OF_SHARDS = {"styles": "plan.styles", "sequence_parallel": "plan.sequence_parallel"}
 """Key of the contract -> key of the job file, of what decides bits only where a plan has shards. A run may go on with others,
 as it may with another number of shards."""
-
-
-def contract_of_job(spec: JobSpec) -> dict[str, Any]:
-    """The settings of a job on which its bits depend, as JSON values; `steps` and validation are not among them."""
-    made = {
-        "seed": spec.seed,
-        "batch_size": spec.batch_size,
-        "microbatches": spec.microbatches,
-        "virtual_replicas": spec.batching.blocks,
-        "dtype": spec.dtype,
-        "device": spec.device,
-        "threads": spec.threads,
-        "reduction": spec.reduction,
-        "non_finite": spec.non_finite,
-        "clip_norm": spec.clip_norm,
-        "model": _ref(spec.model),
-        "loss": _ref(spec.loss),
-        "data": _ref(spec.data.dataset),
-        "optimizer": {**_ref(spec.optimizer.optimizer), "groups": [[p, dict(o)] for p, o in spec.optimizer.groups]},
-        "lr_schedule": _ref(spec.lr_schedule) if spec.lr_schedule is not None else None,
-    }
-    # Without shards neither matters: jobs that say nothing of them have the contract they had before there were any.
-    made |= {"styles": [list(pair) for pair in spec.styles]} if spec.styles else {}
-    made |= {"sequence_parallel": True} if spec.sequence_parallel else {}
-    plain: dict[str, Any] = json.loads(json.dumps(made, default=_as_text))
-    return plain
-
-
-def _as_text(value: Any) -> str:
-    """An argument that is no JSON value; a tensor with all of its values, which its `repr` has not."""
-    return (
-        stable_argument_text(value)
-        if hasattr(value, "tolist") or isinstance(value, (set, frozenset))
-        else without_addresses(repr(value))
-    )
-
-
-def _ref(ref: Ref) -> dict[str, Any]:
-    return {"function": ref.label, "args": dict(ref.args)}
 
 
 _MOVED = {"raypar.worker.tokens": "raypar.token_files"}
