@@ -67,7 +67,7 @@ def make_run_request(
             outline=outline,
             profile=chosen.profile.with_outline(outline),
             validation_batching=lowered[0].validation_microbatches,
-            resume=str(options.resume.resolve()) if options.resume is not None else None,
+            resume=options.resume.absolute_location() if options.resume is not None else None,
             keep_checkpoints=options.keep_checkpoints,
             listen_host=host,
             traced_steps=choose_traced_steps(policy.steps_before_run, policy.end, options.trace_every),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from helpers import pretend, torch_flesh, ugly_models
 from helpers.generations import SHARDS, Generations, mesh
 from helpers.parity import STEPS, Layout, expected
@@ -19,7 +20,6 @@ from helpers.shard_grid import run as run_cell
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.pieces import PieceMove
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.job_spec import OptimizerSpec, Ref, ValidationSpec, contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash

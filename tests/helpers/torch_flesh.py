@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from helpers.kernel_calls import parameters_lie_as_new_ones
 
 from raypar.comm import blocking_code_as_routine
@@ -27,7 +28,6 @@ from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Piece
 from raypar.schedule import registry
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.job_spec import JobSpec, contract_of_job

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from helpers.ugly_models import job
 from safetensors.torch import load_file
 
 from raypar.errors import CheckpointError
 from raypar.plan import ParallelPlan
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, TensorSlices
 from raypar.worker.job_spec import contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash

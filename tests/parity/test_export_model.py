@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from helpers.ugly_models import SEQ, VOCAB, WIDTH, job
 from safetensors import safe_open
 from safetensors.torch import load_model
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from raypar.cli import main
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.job_spec import JobSpec, Ref, contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun

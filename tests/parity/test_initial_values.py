@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from helpers import initial_models as models
 from helpers import reference, torch_flesh
 from helpers.generations import Generations
@@ -29,7 +30,6 @@ from raypar.model.layer_skeletons import STATE_DTYPES, state_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import ParallelPlan
 from raypar.worker import worker_assignments
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, CACHE, PARAMETER
 from raypar.worker.checkpoint.manifest import DTYPES
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, contract_of_job

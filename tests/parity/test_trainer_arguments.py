@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from torch import nn
 from torch.utils.data import DataLoader
@@ -20,7 +21,6 @@ from raypar.config import ElasticConfig, parse_init_from
 from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
 from raypar.launch.resume import prepare_resumed_run
 from raypar.worker import measure_profile
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.job_spec import (
     DataSpec,
     Ref,

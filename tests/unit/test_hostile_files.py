@@ -24,6 +24,7 @@ import numpy
 import pytest
 import torch
 import yaml
+from helpers import checkpoint_folders as checkpoint_files
 from helpers.tiny_job import JOB
 from safetensors.torch import load_file
 
@@ -31,7 +32,6 @@ from raypar.cli import main
 from raypar.config import load_job
 from raypar.errors import ConfigError
 from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TensorSlices
 from raypar.worker.job_spec import contract_of_job
 
