@@ -8,7 +8,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,8 +36,6 @@ FILES = (
 """Names of the files that a run reads and writes directly in its folder."""
 DOCUMENT_BYTES = 16 << 20
 """Size limit of plan.json, members.json and cluster.json: enough for tens of thousands of workers."""
-URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""`s3://...`, also with one slash: that is what `pathlib.Path` makes of it."""
 
 
 def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
@@ -46,12 +43,10 @@ def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
 
     `what`: the argument or key that gave it.
     """
-    if found := URI.match(os.fspath(given)):
-        scheme = found[0].rstrip(":/")
-        raise ConfigError(
-            f"{what} is {os.fspath(given)!r}: raypar does not read or write {scheme} storage, only folders",
-            cure="give the path of a folder (on a cluster, of storage that all nodes have mounted), and copy to or from there",
-        )
+    from raypar.worker.checkpoint.checkpoint_store import storage_scheme, unknown_storage_error
+
+    if storage_scheme(given):
+        raise unknown_storage_error(given, what)
     return Path(given)
 
 
@@ -117,6 +112,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Holds `step_00000050/`, ..."""
         return self.path / "checkpoints"
+
+    @property
+    def checkpoint_location(self) -> str:
+        """Where the run's checkpoints are stored, for `open_checkpoint_store`."""
+        return str(self.checkpoints)
 
     @staticmethod
     def create(run_dir: str | Path, name: str) -> RunFolder:

@@ -28,23 +28,23 @@ class CheckpointTask:
         parts = self.parts
         generation, recorder = parts.machine.membership.generation, parts.recorder
         try:
-            folder = await asyncio.to_thread(recorder.checkpoint_begin, done)
+            begun = await asyncio.to_thread(recorder.checkpoint_begin, done)
         except RayparError as error:
             parts.tasks.post(on.CheckpointFailed(done, error))
             return
         members = {n: parts.pool.workers[n] for n in parts.machine.membership.members if n in parts.pool.workers}
-        asked = [parts.calls.ask(number, w.save.remote(generation, done, str(folder))) for number, w in members.items()]
+        asked = [parts.calls.ask(number, w.save.remote(generation, done, str(begun))) for number, w in members.items()]
         taken = await asyncio.gather(*asked)
         if not any(isinstance(answer, CallFailure) for answer in taken):
             parts.tasks.post(on.AllWorkersCopiedState(done))
             taken = await asyncio.gather(*(parts.calls.ask(n, w.save_result.remote()) for n, w in members.items()))
         failed = [answer for answer in taken if isinstance(answer, CallFailure)]
         if failed:
-            await asyncio.to_thread(recorder.checkpoint_drop, folder)
+            await asyncio.to_thread(recorder.checkpoint_drop, begun)
             parts.tasks.post(on.CheckpointFailed(done, failed[0].error))
             return
         try:
-            await asyncio.get_running_loop().run_in_executor(self._disk, recorder.checkpoint_end, done, folder, taken)
+            await asyncio.get_running_loop().run_in_executor(self._disk, recorder.checkpoint_end, done, begun, taken)
         except Exception as error:
             parts.tasks.post(on.CheckpointFailed(done, error))
             return

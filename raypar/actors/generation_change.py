@@ -95,7 +95,7 @@ class GenerationChange:
         keepers = assign_buddies(nodes, same_state_keys(parts.machine.held_pieces(plan)))
         load = None
         if order.from_checkpoint and order.done:
-            load = str(parts.recorder.checkpoint_path or request.resume)
+            load = str(parts.recorder.last_checkpoint or request.resume)
         self.last_order = order
         parts.side_effects.aside(parts.recorder.note_generation, plan, [node[:8] for node in nodes])
         text = f"generation {order.generation}: {membership_event_text.describe_generation(order)}; {reason}"

@@ -34,6 +34,7 @@ from raypar.plan import ParallelPlan
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import ShardRecord
+from raypar.worker.checkpoint.checkpoint_store import CheckpointRef, open_checkpoint_store
 from raypar.worker.process.environment_guard import EnvironmentGuard
 
 RETOLD = 1000
@@ -99,7 +100,9 @@ class RunRecorder:
         """By rank: the node of the worker in that seat."""
         self._last_loss_and_norm: dict[str, Any] = {}
         """Loss and norm of the last step, for a checkpoint's manifest."""
-        self.checkpoint_path: Path | None = None
+        self._checkpoint_store = open_checkpoint_store(run.checkpoint_location)
+        """Where the run's checkpoints are."""
+        self.last_checkpoint: CheckpointRef | None = None
         """The last checkpoint."""
         self.age_s = 0.0
         """Seconds that former drivers have worked since the run was last started or resumed."""
@@ -137,8 +140,8 @@ class RunRecorder:
         since = began[-1] if began else None if journal is None else journal.began()
         self.age_s = max(0.0, time.time() - since) if since is not None else 0.0
         validations = [line for line in lines if "validation_loss" in line]
-        path, _ = checkpoint_files.latest_usable_checkpoint(self.folder / "checkpoints")
-        self.checkpoint_path = path
+        checkpoint, _ = checkpoint_files.latest_usable_checkpoint(self._checkpoint_store)
+        self.last_checkpoint = checkpoint
         self._step_seconds.extend(line["seconds"] for line in steps[-50:])
         for line in lines[-RETOLD:]:
             facts = {key: value for key, value in line.items() if key != "time"}
@@ -150,10 +153,9 @@ class RunRecorder:
             else:
                 loss = facts["validation_loss"]
                 self._new_events.append({"kind": "validation", **facts, "validation_loss": math.nan if loss is None else loss})
-        if path is not None:
-            self._new_events.append(
-                {"kind": "checkpoint", "step": checkpoint_files.load_manifest(path).steps_done, "path": str(path)}
-            )
+        saved = checkpoint_files.load_manifest(checkpoint).steps_done if checkpoint is not None else None
+        if checkpoint is not None:
+            self._new_events.append({"kind": "checkpoint", "step": saved, "path": str(checkpoint)})
         if rebuilt:
             lacking = format_step_ranges(rebuilt)
             text = f"{self.metrics.path} lacked the lines of {lacking}: they are written again from the journal"
@@ -166,7 +168,7 @@ class RunRecorder:
                 s["step"] - 1: (s["loss"], s["norm"]) for s in steps if s["loss"] is not None and s.get("norm") is not None
             },
             validated=validations[-1]["step"] if validations else None,
-            saved=checkpoint_files.load_manifest(path).steps_done if path is not None else None,
+            saved=saved,
             last_s=steps[-1].get("time") if steps else None,
             lost=lost_workers_since_last_start(events),
             unseen=unseen,
@@ -391,35 +393,35 @@ class RunRecorder:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
-    def checkpoint_begin(self, done: int) -> Path:
-        """Make the temporary folder into which workers write a checkpoint. Raises `CheckpointError`."""
-        return checkpoint_files.create_checkpoint(self.folder / "checkpoints", done)
+    def checkpoint_begin(self, done: int) -> CheckpointRef:
+        """Begin a checkpoint, into which workers write. Raises `CheckpointError`."""
+        return checkpoint_files.create_checkpoint(self._checkpoint_store, done)
 
-    def checkpoint_drop(self, folder: Path) -> None:
+    def checkpoint_drop(self, begun: CheckpointRef) -> None:
         """Remove a checkpoint that could not be finished."""
-        checkpoint_files.discard_checkpoint(folder)
+        checkpoint_files.discard_checkpoint(begun)
 
-    def checkpoint_end(self, done: int, folder: Path, records: Sequence[ShardRecord | None]) -> None:
+    def checkpoint_end(self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None]) -> None:
         """Write the manifest, give the checkpoint its name, remove the oldest beyond `keep`. Raises `CheckpointError`."""
         written = [record for record in records if record is not None]
         try:
             for record in written:
-                if not (folder / record.file).is_file():
+                if not begun.has_file(record.file):
                     raise CheckpointError(
-                        f"{folder / record.file}, written by a worker, cannot be seen by the driver",
+                        f"{begun.file_location(record.file)}, written by a worker, cannot be seen by the driver",
                         cure="set run_dir to storage that all nodes share",
                     )
-            self.checkpoint_path = checkpoint_files.commit_checkpoint(
-                folder, written, steps_done=done, contract=self.request.contract, metrics=self._last_loss_and_norm
+            self.last_checkpoint = checkpoint_files.commit_checkpoint(
+                begun, written, steps_done=done, contract=self.request.contract, metrics=self._last_loss_and_norm
             )
         except Exception:
-            checkpoint_files.discard_checkpoint(folder)  # on a full disk the next one needs its room
+            checkpoint_files.discard_checkpoint(begun)  # on a full disk the next one needs its room
             raise
-        checkpoint_files.remove_old_checkpoints(self.folder / "checkpoints", self.request.keep_checkpoints)
+        checkpoint_files.remove_old_checkpoints(self._checkpoint_store, self.request.keep_checkpoints)
 
     def checkpoint_seen(self, done: int) -> None:
         """Report the checkpoint to the client and the callbacks."""
-        facts = {"step": done, "path": str(self.checkpoint_path)}
+        facts = {"step": done, "path": str(self.last_checkpoint)}
         self._new_events.append({"kind": "checkpoint", **facts})
         self._call("on_checkpoint", facts)
 

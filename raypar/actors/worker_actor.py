@@ -215,10 +215,10 @@ class WorkerActor:
         )
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def save(self, generation: int, done: int, folder: str) -> Any:
+    def save(self, generation: int, done: int, checkpoint: str) -> Any:
         """Copy the state after `done` steps and start writing it in the background; `save_result` returns the outcome."""
         return self._run_call(
-            "saving", lambda: self.generation_guard.save(generation, done, lambda: self.core.save(Path(folder)))
+            "saving", lambda: self.generation_guard.save(generation, done, lambda: self.core.save(checkpoint))
         )
 
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------

@@ -7,9 +7,13 @@ import contextlib
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError, ConfigError
 from raypar.run_folder import RunFolder, check_local_path
+
+if TYPE_CHECKING:
+    from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
 
 SUFFIXES = (".safetensors", ".pt")
 
@@ -31,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     out = check_local_path(args.out, "--out")
     if out.suffix not in SUFFIXES or not out.parent.is_dir():
         raise ConfigError(f"cannot write --out {args.out}", cure=f"name a {' or '.join(SUFFIXES)} file in a folder that exists")
-    path = _checkpoint(args.run, args.run_dir, args.step)
+    checkpoint = _checkpoint(args.run, args.run_dir, args.step)
     from raypar.worker.checkpoint.checkpoint_files import (
         BUFFER,
         PARAMETER,
@@ -41,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         write_safetensors,
     )
 
-    ties, tensors = load_manifest(path).ties, CheckpointTensors(path, kinds=(PARAMETER, BUFFER))
+    ties, tensors = load_manifest(checkpoint).ties, CheckpointTensors(checkpoint, kinds=(PARAMETER, BUFFER))
     aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         if out.suffix == ".pt":
@@ -63,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
     finally:
         with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
             aside.unlink()
-    steps, size = load_manifest(path).steps_done, out.stat().st_size / 2**20
+    steps, size = load_manifest(checkpoint).steps_done, out.stat().st_size / 2**20
     print(f"{len(tensors)} tensors after {steps} steps in {out} ({size:.1f} MiB)")
-    print(f"weights sha256 {checkpoint_weights_hash(path)}", flush=True)
+    print(f"weights sha256 {checkpoint_weights_hash(checkpoint)}", flush=True)
     return 0
 
 
@@ -75,23 +79,30 @@ def unwritable_out_error(out: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(f"cannot write {out}: {why}", cure="choose another --out, or free disk space")
 
 
-def _checkpoint(run: str, run_dir: str, step: int | None) -> Path:
+def _checkpoint(run: str, run_dir: str, step: int | None) -> CheckpointRef:
     """The checkpoint at `run`, if that is one; else the run's checkpoint after `step` steps, or its last whole one.
 
     Raises `CheckpointError`.
     """
-    from raypar.worker.checkpoint.checkpoint_files import MANIFEST, latest_usable_checkpoint, verify_checkpoint
+    from raypar.worker.checkpoint.checkpoint_files import (
+        MANIFEST,
+        checkpoint_name,
+        latest_usable_checkpoint,
+        verify_checkpoint,
+    )
+    from raypar.worker.checkpoint.checkpoint_store import CheckpointRef, open_checkpoint, open_checkpoint_store
 
-    if os.path.lexists(check_local_path(run, "the run") / MANIFEST):
-        return verify_checkpoint(Path(run)).path
+    given = open_checkpoint(run, "the run")
+    if given.has_file(MANIFEST):
+        return verify_checkpoint(given).checkpoint
     folder = RunFolder.find(run, run_dir, with_job=False)
+    store = open_checkpoint_store(folder.checkpoint_location)
     if step is not None:
-        there = sorted(p.name for p in folder.checkpoints.glob("step_*"))
-        path = folder.checkpoints / f"step_{step:08d}"
-        if not path.is_dir():
+        there = sorted(name for name in store.names() if name.startswith("step_"))
+        if checkpoint_name(step) not in there:
             raise CheckpointError(f"run {folder.name} has no checkpoint after {step} steps", cure=f"it has: {', '.join(there)}")
-        return verify_checkpoint(path).path
-    found, skipped = latest_usable_checkpoint(folder.checkpoints)
+        return verify_checkpoint(CheckpointRef(store, checkpoint_name(step))).checkpoint
+    found, skipped = latest_usable_checkpoint(store)
     for line in skipped:
         print(f"warning: {line}", file=sys.stderr)
     if found is None:

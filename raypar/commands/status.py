@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +98,19 @@ def read_status(folder: RunFolder, now: float) -> RunStatus:
         events=list(folder.read_lines(folder.events)),
         cluster=cluster,
         gone=find_dead_local_nodes(cluster or {}),
-        resumable=any(folder.checkpoints.glob("step_*")),
+        resumable=has_checkpoints(folder),
         now=now,
     )
+
+
+def has_checkpoints(folder: RunFolder) -> bool:
+    """Whether the run has checkpoints, whole or not."""
+    from raypar.errors import CheckpointError
+    from raypar.worker.checkpoint.checkpoint_store import open_checkpoint_store
+
+    with contextlib.suppress(CheckpointError):  # a storage that cannot be read has nothing to resume from
+        return any(name.startswith("step_") for name in open_checkpoint_store(folder.checkpoint_location).names())
+    return False
 
 
 def read_job_step_count(folder: RunFolder) -> int | None:

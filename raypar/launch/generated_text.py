@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 
 
-def generate_text_with_checkpoint(spec: JobSpec, checkpoint: Path) -> str | None:
-    """The text that the model's module generates with the checkpoint's weights; None if the module has no function for it.
+def generate_text_with_checkpoint(spec: JobSpec, checkpoint: str) -> str | None:
+    """The text that the model's module generates with the weights of a checkpoint (its location).
+
+    None if the module has no function for it.
 
     The function is `generate(model, ...)`, defined beside the model's function. It gets those of `model.args` for which it
     has parameters. If it raises, the run does not fail: the text then says what was raised.

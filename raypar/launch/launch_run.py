@@ -41,9 +41,9 @@ def launch_run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions
     if result.end in ("done", "stopped") and result.checkpoint_path is not None:
         from raypar.worker.checkpoint.checkpoint_files import checkpoint_weights_hash
 
-        result.weights_sha256 = checkpoint_weights_hash(Path(result.checkpoint_path))
+        result.weights_sha256 = checkpoint_weights_hash(result.checkpoint_path)
         with recording_ctrl_c():
-            result.sample = generate_text_with_checkpoint(spec, Path(result.checkpoint_path))
+            result.sample = generate_text_with_checkpoint(spec, result.checkpoint_path)
     return result
 
 

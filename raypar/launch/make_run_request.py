@@ -9,7 +9,7 @@ from raypar.errors import ConfigError
 from raypar.launch.chosen_plan import ChosenPlan
 from raypar.launch.result_neutral_options import ResultNeutralOptions
 from raypar.run_folder import RunFolder
-from raypar.worker.job_spec import JobSpec
+from raypar.worker.job_spec import JobSpec, contract_of_job
 
 if TYPE_CHECKING:
     from raypar.actors.run_request import RunRequest
@@ -35,7 +35,6 @@ def make_run_request(
     from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
     from raypar.planner.plan_search import possible_shard_counts
     from raypar.worker.backend import make_backend
-    from raypar.worker.checkpoint.checkpoint_files import contract_of_job
     from raypar.worker.preflight import check_other_shard_counts
     from raypar.worker.worker_assignments import make_worker_assignments
 
@@ -68,7 +67,7 @@ def make_run_request(
             outline=outline,
             profile=chosen.profile.with_outline(outline),
             validation_batching=lowered[0].validation_microbatches,
-            resume=str(options.resume.resolve()) if options.resume is not None else None,
+            resume=options.resume.absolute_location() if options.resume is not None else None,
             keep_checkpoints=options.keep_checkpoints,
             listen_host=host,
             traced_steps=choose_traced_steps(policy.steps_before_run, policy.end, options.trace_every),

@@ -26,7 +26,7 @@ class Result:
     error: Exception | None = None
     """The error of a failed run."""
     checkpoint_path: str | None = None
-    """Folder of the last checkpoint."""
+    """Location of the last checkpoint."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """The facts of every step and validation, in order."""
     weights_sha256: str | None = None

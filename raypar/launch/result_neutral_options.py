@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError
@@ -13,6 +12,7 @@ from raypar.run_folder import RunFolder
 if TYPE_CHECKING:
     from raypar.config import ElasticConfig, Job
     from raypar.launch.chosen_plan import ChosenPlan
+    from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
 
 EventHandler = Callable[[dict[str, Any]], None]
 """Gets every event of a run, as a dict with its `kind`."""
@@ -24,8 +24,8 @@ class ResultNeutralOptions:
 
     make_folder: Callable[[ChosenPlan], RunFolder]
     """Makes or finds the run folder and writes job and plan into it; called when all input has been checked."""
-    resume: Path | None = None
-    """The checkpoint folder to resume from."""
+    resume: CheckpointRef | None = None
+    """The checkpoint to resume from."""
     steps_done: int = 0
     """Steps that are done in the checkpoint to resume from."""
     save_every: int = 0

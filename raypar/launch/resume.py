@@ -14,13 +14,14 @@ from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions, result_neutral_options_from_job
-from raypar.run_folder import RunFolder, check_local_path
+from raypar.run_folder import RunFolder
 from raypar.untrusted_files import explain_read_errors
 from raypar.user_code import make_importable
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from raypar.config import Job
+    from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
     from raypar.worker.preflight import PreflightResult
 
 
@@ -55,21 +56,21 @@ def resume_job(
 
     with folder.hold_lock():
         try:
-            path = find_last_whole_checkpoint(folder, tell)
+            checkpoint = find_last_whole_checkpoint(folder, tell)
         except CheckpointError:
             end_orphaned_driver(folder, address)
             raise
         for _ in folder.read_lines(folder.metrics):  # raises for an unreadable file before anything is started
             pass
         options = result_neutral_options_from_job(job, rewind_folder, stop_at_step, address, local_nodes)
-        options, choose = prepare_resumed_run(path, options, spec, make_plan_chooser(job, spec), tell)
+        options, choose = prepare_resumed_run(checkpoint, options, spec, make_plan_chooser(job, spec), tell)
         return launch_run(spec, choose, options, tell)
 
 
 def prepare_resumed_run(
-    path: Path, options: ResultNeutralOptions, spec: JobSpec, choose: PlanChooser, tell: EventHandler
+    checkpoint: CheckpointRef, options: ResultNeutralOptions, spec: JobSpec, choose: PlanChooser, tell: EventHandler
 ) -> tuple[ResultNeutralOptions, PlanChooser]:
-    """Options and plan chooser of a run that resumes from the checkpoint at `path`; tells the user so.
+    """Options and plan chooser of a run that resumes from the checkpoint; tells the user so.
 
     Raises `CheckpointError` if the checkpoint belongs to another job or has all steps done.
     """
@@ -80,13 +81,13 @@ def prepare_resumed_run(
         load_manifest,
     )
 
-    manifest = load_manifest(path)
+    manifest = load_manifest(checkpoint)
     check_contract(manifest, spec)
     if manifest.steps_done >= min(spec.steps, options.stop_at_step or spec.steps):
         stop, more = options.stop_at_step, 2 * max(spec.steps, manifest.steps_done)
         raises_stop = stop is not None and manifest.steps_done < spec.steps
         raise CheckpointError(
-            f"checkpoint {path}: {manifest.steps_done} of {stop if raises_stop else spec.steps} steps already done",
+            f"checkpoint {checkpoint}: {manifest.steps_done} of {stop if raises_stop else spec.steps} steps already done",
             cure=f"raise the step to stop at (--stop-at-step {more})" if raises_stop else f"raise steps (--set steps={more})",
         )
 
@@ -96,31 +97,34 @@ def prepare_resumed_run(
         check_checkpoint_fits_model(manifest, parameter_shapes(checked.graph))
         return choose(checked)
 
-    text = f"from {path.name}: {manifest.steps_done} steps are done"
+    text = f"from {checkpoint.name}: {manifest.steps_done} steps are done"
     if changed := list_changed_shard_settings(manifest, spec):
         text += f"; with another {' and '.join(changed)}, on which the bits depend where the plan has shards"
     tell({"kind": "resuming", "text": text, "step": manifest.steps_done})
-    return replace(options, resume=path, steps_done=manifest.steps_done), check_and_choose
+    return replace(options, resume=checkpoint, steps_done=manifest.steps_done), check_and_choose
 
 
-def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Path:
+def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> CheckpointRef:
     """The run's last whole checkpoint; tells which ones were skipped. Raises `CheckpointError` if there is none."""
     from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint
 
-    path, skipped = latest_usable_checkpoint(folder.checkpoints)
+    checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_location)
     for line in skipped:
         tell({"kind": "warning", "text": line})
-    if path is None:
-        raise CheckpointError(f"run {folder.name} has no usable checkpoint under {folder.checkpoints}", cure="train it again")
-    return path
+    if checkpoint is None:
+        raise CheckpointError(
+            f"run {folder.name} has no usable checkpoint under {folder.checkpoint_location}", cure="train it again"
+        )
+    return checkpoint
 
 
-def find_checkpoint(given: Any, tell: EventHandler) -> Path:
+def find_checkpoint(given: Any, tell: EventHandler) -> CheckpointRef:
     """The checkpoint that `given` means: a `ray.train.Checkpoint`, the path of a checkpoint, or of a run (its last one).
 
     Raises `CheckpointError` if there is none or it is not whole, `ConfigError` if it lies on other storage than a folder.
     """
     from raypar.worker.checkpoint.checkpoint_files import MANIFEST, verify_checkpoint
+    from raypar.worker.checkpoint.checkpoint_store import open_checkpoint
 
     elsewhere = getattr(given, "filesystem", None)
     if elsewhere is not None and elsewhere.type_name != "local":
@@ -133,14 +137,17 @@ def find_checkpoint(given: Any, tell: EventHandler) -> Path:
         raise ConfigError(
             f"resume_from_checkpoint is {given!r}", cure="give a result's checkpoint, or the path of a checkpoint or of a run"
         )
-    path = check_local_path(given, "resume_from_checkpoint")
+    checkpoint = open_checkpoint(given, "resume_from_checkpoint")
+    path = Path(given)
     with explain_read_errors(path):
-        is_run, is_checkpoint = (path / "checkpoints").is_dir(), (path / MANIFEST).is_file()
+        is_run = (path / "checkpoints").is_dir()
     if is_run:
         return find_last_whole_checkpoint(RunFolder(path), tell)
-    if not is_checkpoint:
-        raise CheckpointError(f"{path} is neither a checkpoint nor a run", cure="give a folder runs/NAME/checkpoints/step_...")
-    return verify_checkpoint(path).path
+    if not checkpoint.has_file(MANIFEST):
+        raise CheckpointError(
+            f"{checkpoint} is neither a checkpoint nor a run", cure="give a folder runs/NAME/checkpoints/step_..."
+        )
+    return verify_checkpoint(checkpoint).checkpoint
 
 
 def end_orphaned_driver(folder: RunFolder, address: str | None) -> None:

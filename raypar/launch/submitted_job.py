@@ -44,11 +44,11 @@ def find_unfinished_run(job: Job) -> tuple[RunFolder | None, str]:
         return None, ""
     folder = RunFolder(max(runs, key=lambda path: path.lstat().st_mtime).parent)
     folder.refuse_special_files()
-    path, skipped = latest_usable_checkpoint(folder.checkpoints)
-    if path is None:
+    checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_location)
+    if checkpoint is None:
         lacks = f"has no checkpoint that is whole ({'; '.join(skipped)})" if skipped else "has no checkpoint"
         return None, f"run {folder.name} in {folder.path} {lacks}: a new run begins"
-    manifest, spec = load_manifest(path), job.to_spec()
+    manifest, spec = load_manifest(checkpoint), job.to_spec()
     differences = list_contract_differences(manifest, spec)
     if differences:
         return None, f"run {folder.name} in {folder.path} was another job ({'; '.join(differences)}): a new run begins"

@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,8 +145,7 @@ class ElasticWorker:
         if not (part.run_begins or part.checkpoint_folder):
             state = self._assemble_state(part, transport.rank, base)
             values = {name: kept[PARAMETER] for name, kept in state.items()}
-        load = Path(part.checkpoint_folder) if part.checkpoint_folder else None
-        self.adopt_description = self.core.adopt(part.assignment, transport, values=values, load=load)
+        self.adopt_description = self.core.adopt(part.assignment, transport, values=values, load=part.checkpoint_folder or None)
         self.core.release_initial_values()
         if not (part.run_begins or part.checkpoint_folder):
             for index, optimizer in self.core.step_commit.optimizers.items():

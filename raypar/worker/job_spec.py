@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -246,3 +247,42 @@ class JobSpec:
     def batching(self) -> Microbatches:
         """How the samples of a step are divided into microbatches, and these into blocks."""
         return Microbatches(self.microbatches, self.virtual_replicas, self.batch_size)
+
+
+def contract_of_job(spec: JobSpec) -> dict[str, Any]:
+    """The settings of a job on which its bits depend, as JSON values; `steps` and validation are not among them."""
+    made = {
+        "seed": spec.seed,
+        "batch_size": spec.batch_size,
+        "microbatches": spec.microbatches,
+        "virtual_replicas": spec.batching.blocks,
+        "dtype": spec.dtype,
+        "device": spec.device,
+        "threads": spec.threads,
+        "reduction": spec.reduction,
+        "non_finite": spec.non_finite,
+        "clip_norm": spec.clip_norm,
+        "model": _ref(spec.model),
+        "loss": _ref(spec.loss),
+        "data": _ref(spec.data.dataset),
+        "optimizer": {**_ref(spec.optimizer.optimizer), "groups": [[p, dict(o)] for p, o in spec.optimizer.groups]},
+        "lr_schedule": _ref(spec.lr_schedule) if spec.lr_schedule is not None else None,
+    }
+    # Without shards neither matters: jobs that say nothing of them have the contract they had before there were any.
+    made |= {"styles": [list(pair) for pair in spec.styles]} if spec.styles else {}
+    made |= {"sequence_parallel": True} if spec.sequence_parallel else {}
+    plain: dict[str, Any] = json.loads(json.dumps(made, default=_as_text))
+    return plain
+
+
+def _as_text(value: Any) -> str:
+    """An argument that is no JSON value; a tensor with all of its values, which its `repr` has not."""
+    return (
+        stable_argument_text(value)
+        if hasattr(value, "tolist") or isinstance(value, (set, frozenset))
+        else without_addresses(repr(value))
+    )
+
+
+def _ref(ref: Ref) -> dict[str, Any]:
+    return {"function": ref.label, "args": dict(ref.args)}

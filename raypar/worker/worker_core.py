@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Instruction
-from raypar.worker.checkpoint.checkpoint_files import ShardRecord
+from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
 from raypar.worker.job_spec import DataSpec, JobSpec
 from raypar.worker.microbatch_loader import BatchSource, MicrobatchLoader, SampleOrder, make_dataset
 from raypar.worker.norm_and_weights_hash import sum_losses
@@ -174,7 +173,7 @@ class WorkerCore:
         cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
         before_compute: Callable[[int, Instruction], None] | None = None,
         values: Mapping[str, Tensor] | None = None,
-        load: Path | None = None,
+        load: CheckpointAt | None = None,
     ) -> dict[str, Any]:
         """Build this rank's stages, optimizers, reductions and loaders. Returns a description for the driver.
 
@@ -367,18 +366,20 @@ class WorkerCore:
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
+    def save(self, checkpoint: CheckpointAt) -> None:
         """Copy this rank's share of the state, and write it in the background; see `save_result`."""
         state = take_snapshot(self.stages, self.step_commit.optimizers, self.ownership.checkpoint_pieces(self.rank))
-        self._writer.start(folder, f"worker_{self.rank:04d}.safetensors", state)
+        self._writer.start(checkpoint, f"worker_{self.rank:04d}.safetensors", state)
 
     def save_result(self) -> ShardRecord:
         """Wait until the file of `save` is written, and describe it. Raises `CheckpointError` if the disk refuses it."""
         return self._writer.result()
 
-    def load(self, path: Path) -> None:
+    def load(self, checkpoint: CheckpointAt) -> None:
         """Put a checkpoint's state into the stages. Raises `CheckpointError`."""
-        restore_from_checkpoint(path, self.stages, self.step_commit.optimizers, initial_values_of(self.graph, self.spec.seed))
+        restore_from_checkpoint(
+            checkpoint, self.stages, self.step_commit.optimizers, initial_values_of(self.graph, self.spec.seed)
+        )
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from helpers.full_disk import room
 from helpers.tiny_job import write_job
 
@@ -24,7 +25,7 @@ from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError, ConfigError, WorkerLost
 from raypar.launch import Result, resume, train_job
 from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.checkpoint import checkpoint_store
 
 LINE = {"step": 1, "loss": 0.5, "norm": 1.0, "count": 8.0, "seconds": 0.1, "samples_per_s": 80.0, "time": 1.0}
 
@@ -245,7 +246,7 @@ def test_a_checkpoint_that_cannot_be_read_is_skipped_and_said(run, monkeypatch):
         with open(path, "rb") as file:
             yield SimpleNamespace(fileno=file.fileno, read=fails)
 
-    monkeypatch.setattr(checkpoint_files, "open_regular_file", broken)
+    monkeypatch.setattr(checkpoint_store, "open_regular_file", broken)
     path, skipped = checkpoint_files.latest_usable_checkpoint(run / "checkpoints")
     assert path is None and len(skipped) == 1 and "Input/output error" in skipped[0]
 

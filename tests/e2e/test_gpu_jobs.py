@@ -21,7 +21,8 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.errors import CheckpointError, ClusterError, ConfigError
 from raypar.plan import ParallelPlan
 from raypar.worker.backend import GpuBackend
-from raypar.worker.checkpoint.checkpoint_files import Manifest, check_contract, contract_of_job
+from raypar.worker.checkpoint.checkpoint_files import Manifest, check_contract
+from raypar.worker.job_spec import contract_of_job
 
 
 def joined(monkeypatch, cluster):

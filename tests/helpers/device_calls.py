@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from helpers import pretend, torch_flesh, ugly_models
 from helpers.generations import SHARDS, Generations, mesh
 from helpers.parity import STEPS, Layout, expected
@@ -19,9 +20,8 @@ from helpers.shard_grid import run as run_cell
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.pieces import PieceMove
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.elastic_worker import ElasticWorker
-from raypar.worker.job_spec import OptimizerSpec, Ref, ValidationSpec
+from raypar.worker.job_spec import OptimizerSpec, Ref, ValidationSpec, contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.step.optimizer import build_optimizer, load_optimizer_state, optimizer_state
@@ -98,9 +98,7 @@ def resumes(state: State, folder: str) -> None:
                 for core in run.cores:
                     core.save(part)
                 records = [core.save_result() for core in run.cores]
-                path = checkpoint_files.commit_checkpoint(
-                    part, records, steps_done=2, contract=checkpoint_files.contract_of_job(spec)
-                )
+                path = checkpoint_files.commit_checkpoint(part, records, steps_done=2, contract=contract_of_job(spec))
             with OneProcessRun(spec, plan, "zb-h1", device=second) as run:
                 for core in run.cores:
                     core.load(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from helpers import checkpoint_folders as checkpoint_files
 from helpers import torch_flesh
 from helpers.kernel_calls import parameters_lie_as_new_ones
 from helpers.shard_grid import graph
@@ -16,7 +17,6 @@ from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.pieces import plan_moves, subtract_pieces
 from raypar.schedule import registry
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.worker_assignments import make_worker_assignments
 from raypar.worker.worker_core import WorkerCore

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from helpers.kernel_calls import parameters_lie_as_new_ones
 
 from raypar.comm import blocking_code_as_routine
@@ -27,10 +28,9 @@ from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Piece
 from raypar.schedule import registry
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.elastic_worker import ElasticWorker
-from raypar.worker.job_spec import JobSpec
+from raypar.worker.job_spec import JobSpec, contract_of_job
 from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey, extract_elements
 from raypar.worker.worker_assignments import ProgramAssignment, make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
@@ -153,7 +153,7 @@ class TorchFlesh:
     def save(self, done: int, place: Path, copies: dict[int, Any]) -> None:
         spec = self.job.spec
         self.checkpoints[done] = checkpoint_files.commit_checkpoint(
-            place, list(copies.values()), steps_done=done, contract=checkpoint_files.contract_of_job(spec)
+            place, list(copies.values()), steps_done=done, contract=contract_of_job(spec)
         )
 
     def outcome(self, answer: Any) -> Any:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from helpers.ugly_models import job
 from safetensors.torch import load_file
 
 from raypar.errors import CheckpointError
 from raypar.plan import ParallelPlan
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, TensorSlices
+from raypar.worker.job_spec import contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.state.checkpoint_snapshot import take_snapshot
@@ -29,9 +30,7 @@ def save(local: OneProcessRun, root: Path, done: int) -> Path:
     for core in local.cores:
         core.save(folder)
     records = [core.save_result() for core in local.cores]
-    return checkpoint_files.commit_checkpoint(
-        folder, records, steps_done=done, contract=checkpoint_files.contract_of_job(local.spec)
-    )
+    return checkpoint_files.commit_checkpoint(folder, records, steps_done=done, contract=contract_of_job(local.spec))
 
 
 def finished(local: OneProcessRun) -> str:
@@ -241,7 +240,7 @@ def test_a_checkpoint_of_another_model_names_the_first_differences(one: Path):
 
 def test_a_checkpoint_of_another_contract_says_what_changed_and_steps_are_no_part_of_it(tmp_path: Path):
     folder = checkpoint_files.create_checkpoint(tmp_path, 1)
-    path = checkpoint_files.commit_checkpoint(folder, [], steps_done=1, contract=checkpoint_files.contract_of_job(SPEC))
+    path = checkpoint_files.commit_checkpoint(folder, [], steps_done=1, contract=contract_of_job(SPEC))
     manifest = checkpoint_files.load_manifest(path)
     checkpoint_files.check_contract(manifest, job("tangled", steps=100))
     with pytest.raises(CheckpointError, match="seed was 11, is 12; batch_size was 11, is 13"):

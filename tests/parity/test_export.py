@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from safetensors.torch import load_file
 
 from raypar.cli import main
 from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.norm_and_weights_hash import weights_hash
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from helpers.ugly_models import SEQ, VOCAB, WIDTH, job
 from safetensors import safe_open
 from safetensors.torch import load_model
@@ -15,8 +16,7 @@ from torch import Tensor, nn
 from raypar.cli import main
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
-from raypar.worker.checkpoint import checkpoint_files
-from raypar.worker.job_spec import JobSpec, Ref
+from raypar.worker.job_spec import JobSpec, Ref, contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -72,9 +72,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
         for core in local.cores:
             core.save(folder)
         records = [core.save_result() for core in local.cores]
-        path = checkpoint_files.commit_checkpoint(
-            folder, records, steps_done=2, contract=checkpoint_files.contract_of_job(local.spec)
-        )
+        path = checkpoint_files.commit_checkpoint(folder, records, steps_done=2, contract=contract_of_job(local.spec))
         return path, {name: copies[0].detach().clone() for name, copies in local.parameters().items()}
 
 

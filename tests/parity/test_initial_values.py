@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from helpers import initial_models as models
 from helpers import reference, torch_flesh
 from helpers.generations import Generations
@@ -29,10 +30,9 @@ from raypar.model.layer_skeletons import STATE_DTYPES, state_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import ParallelPlan
 from raypar.worker import worker_assignments
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, CACHE, PARAMETER
 from raypar.worker.checkpoint.manifest import DTYPES
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, contract_of_job
 from raypar.worker.preflight import preflight
 from raypar.worker.pretrained import weights_file
 from raypar.worker.pretrained.initial_values import with_weights_fingerprint
@@ -233,9 +233,7 @@ def test_checkpoints_hold_buffers_and_those_of_an_older_raypar_are_completed(tmp
         for core in run.cores:
             core.save(folder)
         records = [core.save_result() for core in run.cores]
-        path = checkpoint_files.commit_checkpoint(
-            folder, records, steps_done=1, contract=checkpoint_files.contract_of_job(spec)
-        )
+        path = checkpoint_files.commit_checkpoint(folder, records, steps_done=1, contract=contract_of_job(spec))
     kinds = {(e.name, e.kind) for e in checkpoint_files.load_manifest(path).entries}
     assert {("0.mask", BUFFER), ("3.shift", CACHE), ("2.count", BUFFER), ("0.up.weight", PARAMETER)} <= kinds
     older = checkpoint_files.create_checkpoint(tmp_path, 2)
@@ -246,7 +244,7 @@ def test_checkpoints_hold_buffers_and_those_of_an_older_raypar_are_completed(tmp
         if torch.is_tensor(v)
     }
     record = checkpoint_files.write_shard(older, "worker_0000.safetensors", tensors)
-    lacking = checkpoint_files.commit_checkpoint(older, [record], steps_done=2, contract=checkpoint_files.contract_of_job(spec))
+    lacking = checkpoint_files.commit_checkpoint(older, [record], steps_done=2, contract=contract_of_job(spec))
     with OneProcessRun(spec, ParallelPlan.mesh(layers=4), "1f1b") as run:
         for core in run.cores:
             for stage in core.stages.values():
@@ -340,9 +338,7 @@ def test_complex_buffers_are_mirrored_exported_and_read_by_init_from(tmp_path):
         for core in run.cores:
             core.save(folder)
         records = [core.save_result() for core in run.cores]
-        path = checkpoint_files.commit_checkpoint(
-            folder, records, steps_done=0, contract=checkpoint_files.contract_of_job(spec)
-        )
+        path = checkpoint_files.commit_checkpoint(folder, records, steps_done=0, contract=contract_of_job(spec))
     assert main(["export", str(path), "--out", str(tmp_path / "m.safetensors")]) == 0
     exported = load_file(tmp_path / "m.safetensors")
     assert torch.equal(exported["1.phase"], phase) and exported["1.phase"].dtype == torch.complex64
@@ -865,7 +861,7 @@ def test_a_large_model_is_deferred_by_itself(monkeypatch):
     monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
     monkeypatch.setattr("raypar.worker.worker_assignments.WHOLE_BYTES", 100)
     graph = make_layer_graph(replace(job("gpt2_residual"), deferred_init="auto"))
-    assert type(graph.initial_values).__name__ == "DeferredValues"
+    assert type(graph.initial_values).__name__ == "DeferredInitialValues"
     want = one_process("gpt2_residual", torch.float32)
     assert all(torch.equal(value, want[name]) for name, value in graph.initial_values.stream(list(want), torch.float32))
 

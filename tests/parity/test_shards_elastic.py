@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from helpers import torch_flesh
 from helpers.generations import SHARDS, Generations, mesh
 from helpers.protocol import Fault
@@ -17,7 +18,6 @@ from raypar.comm.local_transport import LocalMesh
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.schedule import registry
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.state.mirror import StateCopy
 from raypar.worker.worker_assignments import make_worker_assignments

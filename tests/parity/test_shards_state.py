@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from helpers import same_shards
 from helpers.shard_grid import HEADS, Cell, graph, held, initial, layout_for, steps_of
 
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.tensor_parallel.materialise_shard import shard_slice_of
 from raypar.plan import ParallelPlan
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.job_spec import contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -26,9 +27,7 @@ def save(local: OneProcessRun, root: Path, done: int) -> Path:
     for core in local.cores:
         core.save(folder)
     records = [core.save_result() for core in local.cores]
-    return checkpoint_files.commit_checkpoint(
-        folder, records, steps_done=done, contract=checkpoint_files.contract_of_job(local.spec)
-    )
+    return checkpoint_files.commit_checkpoint(folder, records, steps_done=done, contract=contract_of_job(local.spec))
 
 
 def mesh(model: str, replicas: int, stages: int, shards: int) -> ParallelPlan:
@@ -133,9 +132,7 @@ def test_a_run_goes_on_with_another_way_to_cut(tmp_path):
     for number, (name, other) in enumerate(others.items()):
         checkpoint_files.check_contract(manifest, other)
         assert checkpoint_files.list_changed_shard_settings(manifest, other) == [name]
-        assert checkpoint_files.list_changed_shard_settings(
-            replace(manifest, contract=checkpoint_files.contract_of_job(other)), job
-        ) == [name]
+        assert checkpoint_files.list_changed_shard_settings(replace(manifest, contract=contract_of_job(other)), job) == [name]
         found = checkpoint_files.read_checkpoint_state(path)
         with OneProcessRun(other, mesh("gpt", 1, 1, 3), "1f1b", graph=graph("gpt")) as local:
             for core in local.cores:

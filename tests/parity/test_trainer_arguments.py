@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from helpers import checkpoint_folders as checkpoint_files
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from torch import nn
 from torch.utils.data import DataLoader
@@ -20,8 +21,14 @@ from raypar.config import ElasticConfig, parse_init_from
 from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
 from raypar.launch.resume import prepare_resumed_run
 from raypar.worker import measure_profile
-from raypar.worker.checkpoint import checkpoint_files
-from raypar.worker.job_spec import DataSpec, Ref, find_unstable_argument, stable_argument_text, stable_callable_label
+from raypar.worker.job_spec import (
+    DataSpec,
+    Ref,
+    contract_of_job,
+    find_unstable_argument,
+    stable_argument_text,
+    stable_callable_label,
+)
 from raypar.worker.preflight import preflight
 from raypar.worker.worker_core import WorkerCore
 
@@ -266,7 +273,7 @@ def as_a_script_makes_them():
 def test_a_script_that_is_started_again_gives_the_same_job_whatever_is_where_in_memory():
     """A partial and a data set object had their addresses in it: no such run could be resumed."""
     first, second = as_a_script_makes_them(), as_a_script_makes_them()  # both are kept: their addresses are different ones
-    found = [[checkpoint_files.contract_of_job(spec) for spec in specs] for specs in (first, second)]
+    found = [[contract_of_job(spec) for spec in specs] for specs in (first, second)]
     assert found[0] == found[1] and "0x" not in json.dumps(found)
     name = as_a_script_makes_them.__name__ + ".<locals>.scaled"
     assert found[0][0]["loss"] == {"function": f"partial({name}, scale=2.0)", "args": {}}
@@ -291,7 +298,7 @@ OTHER[1000] += 1e-6  # in no repr
 def test_a_loss_with_other_class_weights_is_another_loss(one, other, tmp_path):
     before, again, after = (raypar.Trainer(**(GIVEN | {"loss": loss})).spec for loss in (one, one, other))
     path = checkpoint_files.commit_checkpoint(
-        checkpoint_files.create_checkpoint(tmp_path, 1), [], steps_done=1, contract=checkpoint_files.contract_of_job(before)
+        checkpoint_files.create_checkpoint(tmp_path, 1), [], steps_done=1, contract=contract_of_job(before)
     )
     manifest = checkpoint_files.load_manifest(path)
     checkpoint_files.check_contract(manifest, again)

@@ -17,7 +17,8 @@ from raypar.launch.result_neutral_options import ResultNeutralOptions
 from raypar.launch.resume import find_last_whole_checkpoint, prepare_resumed_run
 from raypar.launch.submitted_job import find_unfinished_run
 from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint.checkpoint_files import contract_of_job, list_contract_differences, load_manifest
+from raypar.worker.checkpoint.checkpoint_files import list_contract_differences, load_manifest
+from raypar.worker.job_spec import contract_of_job
 
 JOB = """
 name: old

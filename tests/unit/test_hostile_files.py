@@ -24,6 +24,7 @@ import numpy
 import pytest
 import torch
 import yaml
+from helpers import checkpoint_folders as checkpoint_files
 from helpers.tiny_job import JOB
 from safetensors.torch import load_file
 
@@ -31,8 +32,8 @@ from raypar.cli import main
 from raypar.config import load_job
 from raypar.errors import ConfigError
 from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TensorSlices
+from raypar.worker.job_spec import contract_of_job
 
 HANGS_S = 30.0
 """Only a case that hangs takes so long, also on a busy machine."""
@@ -69,7 +70,7 @@ def make_good(place: Path) -> None:
         slices={("w", PARAMETER): TensorSlices((4, 3), 0, ((3, 4),)), ("w", "exp_avg"): TensorSlices((4, 3), 0, ((3, 4),))},
     )
     checkpoint_files.commit_checkpoint(
-        aside, [a, b], steps_done=4, contract=checkpoint_files.contract_of_job(load_job(job).to_spec()), metrics={"loss": 2.5}
+        aside, [a, b], steps_done=4, contract=contract_of_job(load_job(job).to_spec()), metrics={"loss": 2.5}
     )
     node = "b09ad58ff304f43b"
     who = {"worker": 0, "coordinate": "worker 0 (stage 0, replica 0)", "node": node, "pid": 5000, "host": "alpha"}

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from helpers import checkpoint_folders as checkpoint_files
 
 from raypar.cli import main
 from raypar.commands import train
@@ -11,7 +12,7 @@ from raypar.errors import ActiveError, OutlivedError
 from raypar.launch import Result
 from raypar.launch.submitted_job import SUBMITTED_VARIABLE, choose_lasting_run_dir, find_unfinished_run
 from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.job_spec import contract_of_job
 
 JOB = """
 name: small
@@ -42,7 +43,7 @@ def stopped(run_dir: Path, done: int, *words: str) -> RunFolder:
     folder = RunFolder.create(run_dir, job.name)
     folder.job.write_text(job.to_yaml())
     aside = checkpoint_files.create_checkpoint(folder.checkpoints, done)
-    checkpoint_files.commit_checkpoint(aside, [], steps_done=done, contract=checkpoint_files.contract_of_job(job.to_spec()))
+    checkpoint_files.commit_checkpoint(aside, [], steps_done=done, contract=contract_of_job(job.to_spec()))
     return folder
 
 

@@ -1,8 +1,9 @@
-"""Checkpoints on disk: state by (qualified parameter name, kind, slice), readable under any plan and by one process.
+"""Checkpoints: state by (qualified parameter name, kind, slice), readable under any plan and by one process.
 
     checkpoints/step_00000050/manifest.json  worker_0000.safetensors  worker_0001.safetensors ...
 
-Workers write shards into `.tmp-step_...`; the driver adds the manifest and renames, so a folder with the final name is whole.
+Workers write shards into a checkpoint that is not there yet for readers; the driver adds the manifest and commits it.
+How that is done, and where checkpoints lie, is the storage's (`checkpoint_store.py`).
 Torch is imported where tensors are touched only: the driver and the command line handle manifests without it.
 """
 
@@ -15,15 +16,23 @@ import json
 import math
 import os
 import re
-import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from raypar.errors import CheckpointError
 from raypar.plan.shard_ranges import IndexRanges
-from raypar.untrusted_files import READABLE, open_regular_file, parse_untrusted_json, read_limited_bytes, shorten
+from raypar.untrusted_files import parse_untrusted_json, shorten
+from raypar.worker.checkpoint.checkpoint_store import (
+    CheckpointRef,
+    CheckpointStore,
+    Location,
+    OpenedFile,
+    open_checkpoint,
+    open_checkpoint_store,
+    write_durably,
+)
 from raypar.worker.checkpoint.manifest import (
     BUFFER,
     CACHE,
@@ -43,7 +52,7 @@ from raypar.worker.checkpoint.manifest import (
     parse_manifest,
 )
 from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header
-from raypar.worker.job_spec import JobSpec, Ref, stable_argument_text, without_addresses
+from raypar.worker.job_spec import JobSpec, contract_of_job
 
 __all__ = [  # of the manifest, for those who handle checkpoints
     "BUFFER",
@@ -64,6 +73,12 @@ if TYPE_CHECKING:
 
 MANIFEST_BYTES = 256 << 20
 """Size limit of a manifest: half a million entries."""
+
+
+CheckpointAt = CheckpointRef | Location
+"""A checkpoint, or the text or path of its location."""
+StoreAt = CheckpointStore | Location
+"""A store of checkpoints, or the text or path of its location."""
 
 
 @dataclass(frozen=True)
@@ -102,17 +117,19 @@ class ShardRecord:
 # -- writing -----------------------------------------------------------------------------------------------------------------
 
 
-def create_checkpoint(root: Path, steps_done: int) -> Path:
-    """Make the temporary folder of a new checkpoint, into which workers write. Raises `CheckpointError` if the disk refuses."""
-    folder = root / f".tmp-step_{steps_done:08d}"
-    with _disk(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    return folder
+def checkpoint_name(steps_done: int) -> str:
+    """The name of a checkpoint in its store."""
+    return f"step_{steps_done:08d}"
+
+
+def create_checkpoint(store: StoreAt, steps_done: int) -> CheckpointRef:
+    """Begin a new checkpoint, into which workers write. Raises `CheckpointError` if the storage refuses."""
+    store = _store(store)
+    return CheckpointRef(store, store.begin(checkpoint_name(steps_done)))
 
 
 def write_shard(
-    folder: Path,
+    checkpoint: CheckpointAt,
     file_name: str,
     tensors: Mapping[StateName, Tensor],
     scalars: Mapping[StateName, Scalar] | None = None,
@@ -140,7 +157,9 @@ def write_shard(
             entries.append(ManifestEntry(name, kind, held.shape, dtype, part, file_name, key))
             if kind == PARAMETER:
                 entries += [replace(entries[-1], name=other, kind=TIE) for other in (ties or {}).get(name, ())]
-    nbytes, digest = write_safetensors(folder / file_name, specs, written)
+    begun = _checkpoint(checkpoint)
+    with begun.store.write(begun.name, file_name) as file:
+        nbytes, digest = _write_tensors(file, specs, written)
     return ShardRecord(file_name, nbytes, digest, tuple(entries))
 
 
@@ -154,6 +173,17 @@ def write_safetensors(
 
     Raises `CheckpointError` (disk full, ...).
     """
+    with write_durably(path) as file:
+        return _write_tensors(file, specs, tensors, metadata)
+
+
+def _write_tensors(
+    file: BinaryIO,
+    specs: Sequence[tuple[str, str, Sequence[int]]],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """Write a safetensors file into `file`; see `write_safetensors`."""
     import torch
 
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -166,12 +196,9 @@ def write_safetensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with _disk(path), open(path, "wb") as file:
-        for piece in itertools.chain((len(text).to_bytes(8, "little"), text), map(_raw, tensors)):
-            file.write(piece)
-            digest.update(piece)
-        file.flush()
-        os.fsync(file.fileno())
+    for piece in itertools.chain((len(text).to_bytes(8, "little"), text), map(_raw, tensors)):
+        file.write(piece)
+        digest.update(piece)
     return 8 + len(text) + offset, digest.hexdigest()
 
 
@@ -182,14 +209,14 @@ def _raw(tensor: Tensor) -> Any:
 
 
 def commit_checkpoint(
-    folder: Path,
+    checkpoint: CheckpointAt,
     records: Sequence[ShardRecord],
     *,
     steps_done: int,
     contract: Mapping[str, Any],
     metrics: Mapping[str, Any] | None = None,
-) -> Path:
-    """Add the manifest and give the folder its final name. One that is there already is replaced. Returns the new path."""
+) -> CheckpointRef:
+    """Add the manifest and give the checkpoint its final name. One that is there already is replaced. Returns the new one."""
     body = manifest_to_json(
         [entry for record in records for entry in record.entries],
         {record.file: (record.nbytes, record.sha256) for record in records},
@@ -197,49 +224,39 @@ def commit_checkpoint(
         contract=contract,
         metrics=metrics or {},
     )
-    final = folder.with_name(f"step_{steps_done:08d}")
-    old = folder.with_name(f".old-step_{steps_done:08d}")
-    with _disk(final):
-        with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-            json.dump(body, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync(folder)
-        if final.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-        folder.rename(final)
-        _sync(final.parent)
-        shutil.rmtree(old, ignore_errors=True)
+    begun = _checkpoint(checkpoint)
+    final = CheckpointRef(begun.store, checkpoint_name(steps_done))
+    begun.store.commit(begun.name, final.name, MANIFEST, json.dumps(body, indent=1).encode())
     return final
 
 
-def discard_checkpoint(folder: Path) -> None:
-    """Remove the folder of a checkpoint that could not be finished; the last good checkpoint stays."""
-    shutil.rmtree(folder, ignore_errors=True)
+def discard_checkpoint(checkpoint: CheckpointAt) -> None:
+    """Remove a checkpoint that could not be finished; the last good checkpoint stays."""
+    begun = _checkpoint(checkpoint)
+    begun.store.remove(begun.name)
 
 
-def remove_old_checkpoints(root: Path, count: int) -> None:
+def remove_old_checkpoints(store: StoreAt, count: int) -> None:
     """Remove all but the newest `count` checkpoints, and what unfinished ones before them have left."""
-    steps = _steps(root)
-    for _, path in steps[:-count]:
-        shutil.rmtree(path, ignore_errors=True)
-    for path in root.glob(".*-step_*"):
-        left = re.fullmatch(r"\.(?:tmp|old)-step_([0-9]+)", path.name)
+    store = _store(store)
+    steps = _steps(store)
+    for _, checkpoint in steps[:-count]:
+        store.remove(checkpoint.name)
+    for leftover, name in store.leftovers():
+        left = _STEP.fullmatch(name)
         if left is not None and steps and int(left[1]) < steps[-1][0]:
-            shutil.rmtree(path, ignore_errors=True)
+            store.remove(leftover)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------------
 
 
-def load_manifest(path: Path) -> Manifest:
+def load_manifest(checkpoint: CheckpointAt) -> Manifest:
     """Read a checkpoint's manifest. Raises `CheckpointError` when it is missing, altered, of another format, or says what no
     checkpoint can have (`worker/checkpoint/manifest.py`); no other file is opened."""
-    file = path / MANIFEST
-    text = read_limited_bytes(
-        file, follow=False, limit=MANIFEST_BYTES, error=CheckpointError, cure="give the folder of a checkpoint"
-    )
+    checkpoint = _checkpoint(checkpoint)
+    file = checkpoint.file_location(MANIFEST)
+    text = checkpoint.store.read(checkpoint.name, MANIFEST, limit=MANIFEST_BYTES, cure="give the folder of a checkpoint")
     try:
         body = parse_untrusted_json(text)
         if not isinstance(body, dict):
@@ -250,114 +267,120 @@ def load_manifest(path: Path) -> Manifest:
             raise CheckpointError(f"{shorten(file)} was altered: its checksum is another", cure="use another checkpoint")
         if type(body.get("format")) is not int or body["format"] != FORMAT:
             raise CheckpointError(
-                f"{shorten(path)} has checkpoint format {shorten(body.get('format'))}, this raypar reads {FORMAT}",
+                f"{shorten(str(checkpoint))} has checkpoint format {shorten(body.get('format'))}, this raypar reads {FORMAT}",
                 cure="use the raypar that wrote it",
             )
-        return parse_manifest(body, path)
+        return parse_manifest(body, checkpoint)
     except ValueError as error:
         raise CheckpointError(
             f"{shorten(file)} is damaged: {shorten(str(error), 600)}", cure="use another checkpoint"
         ) from error
 
 
-def verify_checkpoint(path: Path) -> Manifest:
+def verify_checkpoint(checkpoint: CheckpointAt) -> Manifest:
     """The manifest, after every file's length, checksum and header were compared with it. Raises `CheckpointError`."""
-    manifest = load_manifest(path)
+    manifest = load_manifest(checkpoint)
     for name, (_, sha256) in manifest.files.items():
         with _open(manifest, name) as file:
             found = hashlib.sha256()
-            with _reading(path / name):
-                while piece := file.read(1 << 22):
+            location = manifest.checkpoint.file_location(name)
+            with _reading(location):
+                while piece := file.stream.read(1 << 22):
                     found.update(piece)
             if found.hexdigest() != sha256:
                 raise CheckpointError(
-                    f"{shorten(path / name)} was altered: its checksum is another", cure="use another checkpoint"
+                    f"{shorten(location)} was altered: its checksum is another", cure="use another checkpoint"
                 )
-            _header_of(manifest, name, file)
+            _read_header(manifest, name, file)
     return manifest
 
 
 @contextlib.contextmanager
-def _open(manifest: Manifest, name: str) -> Iterator[BinaryIO]:
+def _open(manifest: Manifest, name: str) -> Iterator[OpenedFile]:
     """Open one of the checkpoint's files. Raises `CheckpointError` for a link, and for another length than the manifest's."""
-    path, nbytes = manifest.path / name, manifest.files[name][0]
-    if not os.path.lexists(path):
-        raise CheckpointError(f"{shorten(path)} is missing", cure="use another checkpoint")
-    with open_regular_file(path, follow=False, error=CheckpointError, cure="use another checkpoint") as file:
-        there = os.fstat(file.fileno()).st_size
+    checkpoint, nbytes = manifest.checkpoint, manifest.files[name][0]
+    location = checkpoint.file_location(name)
+    if not checkpoint.has_file(name):
+        raise CheckpointError(f"{shorten(location)} is missing", cure="use another checkpoint")
+    with checkpoint.store.open(checkpoint.name, name, cure="use another checkpoint") as file:
+        there = file.nbytes
         if there != nbytes:
             raise CheckpointError(
-                f"{shorten(path)} has {there:,} bytes instead of {nbytes:,}: it was "
+                f"{shorten(location)} has {there:,} bytes instead of {nbytes:,}: it was "
                 + ("truncated" if there < nbytes else "added to"),
                 cure="use another checkpoint",
             )
         yield file
 
 
-def _header_of(manifest: Manifest, name: str, file: BinaryIO) -> SafetensorsHeader:
+def _read_header(manifest: Manifest, name: str, file: OpenedFile) -> SafetensorsHeader:
     """The header of an open file. Raises `CheckpointError` if it and the manifest disagree on the file's tensors."""
-    path = manifest.path / name
-    header = parse_safetensors_header(file, path)
+    header = parse_safetensors_header(file, manifest.checkpoint.file_location(name))
+    check_header(manifest, name, header)
+    return header
+
+
+def check_header(manifest: Manifest, name: str, header: SafetensorsHeader) -> None:
+    """Raises `CheckpointError` if the header of a file and the manifest disagree on the file's tensors."""
     try:
         check_header_matches_manifest(manifest, name, header)
     except ValueError as error:
         raise CheckpointError(
-            f"{shorten(path)} is not what {MANIFEST} says: {shorten(str(error), 400)}",
+            f"{shorten(manifest.checkpoint.file_location(name))} is not what {MANIFEST} says: {shorten(str(error), 400)}",
             cure="use another checkpoint",
         ) from error
-    return header
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn errors of the file system inside into a `CheckpointError` that names `path`."""
+def _reading(location: str) -> Iterator[None]:
+    """Turn an `OSError` of reading inside into a `CheckpointError` that names `location`."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"cannot read {shorten(path)}: {error.strerror or error}",
+            f"cannot read {shorten(location)}: {error.strerror or error}",
             cure="look after the disk, or use another checkpoint",
         ) from error
 
 
-def latest_usable_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
-    """(folder of the newest checkpoint that is whole, or None; lines that say why newer ones were skipped)."""
+def latest_usable_checkpoint(store: StoreAt) -> tuple[CheckpointRef | None, list[str]]:
+    """(the newest checkpoint that is whole, or None; lines that say why newer ones were skipped)."""
     skipped = []
-    for _, path in reversed(_steps(root)):
+    for _, checkpoint in reversed(_steps(_store(store))):
         try:
-            verify_checkpoint(path)
+            verify_checkpoint(checkpoint)
         except CheckpointError as error:
-            skipped.append(f"skipped {path.name}: {error.what}")
+            skipped.append(f"skipped {checkpoint.name}: {error.what}")
         else:
-            return path, skipped
+            return checkpoint, skipped
     return None, skipped
 
 
 def read_checkpoint_state(
-    path: Path, names: Collection[str] | None = None, take: Callable[[str, Tensor], Tensor] | None = None
+    checkpoint: CheckpointAt, names: Collection[str] | None = None, take: Callable[[str, Tensor], Tensor] | None = None
 ) -> dict[str, dict[str, Any]]:
     """Read unsharded state: name -> {"parameter": tensor, "exp_avg": tensor, "step": tensor or number, ...}.
 
     `names`: of the parameters to read; None: all. `take(name, tensor)`: the part to keep of each tensor; one tensor is held
     whole at a time. Raises `CheckpointError` for names that are not there, missing slices and damaged files.
     """
-    manifest = load_manifest(path)
+    manifest = load_manifest(checkpoint)
     wanted = set(manifest.shapes if names is None else names)
     missing = sorted(wanted - set(manifest.shapes))
     if missing:
         raise CheckpointError(
-            f"checkpoint {path} has no parameter {missing[0]!r}"
+            f"checkpoint {checkpoint} has no parameter {missing[0]!r}"
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
             cure="use a checkpoint of this model",
         )
     return _read(manifest, [e for e in manifest.entries if e.name in wanted], take)
 
 
-def read_checkpoint_buffers(path: Path, names: Collection[str]) -> dict[str, Tensor]:
+def read_checkpoint_buffers(checkpoint: CheckpointAt, names: Collection[str]) -> dict[str, Tensor]:
     """Read buffers: name -> buffer, of those of `names` that the checkpoint has. Raises `CheckpointError` for damaged files."""
     if not names:
         return {}
-    manifest = load_manifest(path)
+    manifest = load_manifest(checkpoint)
     entries = [e for e in manifest.entries if e.name in names and e.kind in (BUFFER, CACHE)]
     return {name: value for name, kinds in _read(manifest, entries).items() for value in kinds.values()}
 
@@ -366,26 +389,25 @@ def _read(
     manifest: Manifest,
     entries: Sequence[ManifestEntry],
     take: Callable[[str, Tensor], Tensor] | None = None,
-    headers: dict[str, tuple[tuple[int, ...], SafetensorsHeader]] | None = None,
+    headers: dict[str, tuple[Hashable, SafetensorsHeader]] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Name -> kind -> tensor or number, of `entries` (as in the manifest: those of one name and kind together).
 
     Checksums are not compared: `verify_checkpoint` did that, perhaps in another process and some time ago. Length and header
     are compared with the manifest again, in the file that is then read and stays open: a file that was replaced meanwhile by
     one of another size or shape is refused. Other bytes in the same places are not noticed before the next `verify_checkpoint`.
-    `headers`: cache of parsed headers: file -> (its identity in the file system, header).
+    `headers`: cache of parsed headers: file -> (its version, header).
     """
     import torch
 
     found: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
-        files: dict[str, tuple[BinaryIO, SafetensorsHeader]] = {}
+        files: dict[str, tuple[OpenedFile, SafetensorsHeader]] = {}
 
-        def header_in(opened: BinaryIO, name: str) -> SafetensorsHeader:
-            about = os.fstat(opened.fileno())
-            same = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
-            if headers is None or headers.get(name, ((), None))[0] != same:
-                header = _header_of(manifest, name, opened)
+        def header_in(opened: OpenedFile, name: str) -> SafetensorsHeader:
+            same = opened.version()
+            if headers is None or name not in headers or headers[name][0] != same:
+                header = _read_header(manifest, name, opened)
                 if headers is not None:
                     headers[name] = same, header
                 return header
@@ -397,12 +419,12 @@ def _read(
                 files[entry.file] = opened, header_in(opened, entry.file)
             file, header = files[entry.file]
             tensor = torch.empty(entry.part, dtype=getattr(torch, entry.dtype))
-            with _reading(manifest.path / entry.file):
-                file.seek(header.tensors[entry.key].start)
-                read = file.readinto(_raw(tensor)) if tensor.numel() else 0  # type: ignore[attr-defined]
+            location = manifest.checkpoint.file_location(entry.file)
+            with _reading(location):
+                read = file.read_at(_raw(tensor), header.tensors[entry.key].start) if tensor.numel() else 0
             if read != tensor.nbytes:
                 raise CheckpointError(
-                    f"{shorten(manifest.path / entry.file)} ends within {shorten(entry.key)}: it was truncated just now",
+                    f"{shorten(location)} ends within {shorten(entry.key)}: it was truncated just now",
                     cure="use another checkpoint",
                 )
             return tensor
@@ -425,9 +447,9 @@ def _read(
 class CheckpointTensors(Mapping[str, "Tensor"]):
     """The parameters of a checkpoint (or, with `kinds`, buffers too), each read when it is asked for."""
 
-    def __init__(self, path: Path, kinds: Collection[str] = (PARAMETER,)) -> None:
-        self._manifest = load_manifest(path)
-        self._headers: dict[str, tuple[tuple[int, ...], SafetensorsHeader]] = {}
+    def __init__(self, checkpoint: CheckpointAt, kinds: Collection[str] = (PARAMETER,)) -> None:
+        self._manifest = load_manifest(checkpoint)
+        self._headers: dict[str, tuple[Hashable, SafetensorsHeader]] = {}
         self._entries: dict[str, list[ManifestEntry]] = {}
         for entry in self._manifest.entries:
             if entry.kind in kinds:
@@ -448,11 +470,11 @@ class CheckpointTensors(Mapping[str, "Tensor"]):
         return len(self._entries)
 
 
-def checkpoint_weights_hash(path: Path) -> str:
+def checkpoint_weights_hash(checkpoint: CheckpointAt) -> str:
     """The weights hash (raypar/README.md, rule 10) of a checkpoint; neither the model nor its code is needed."""
     from raypar.worker.norm_and_weights_hash import weights_hash
 
-    return weights_hash(CheckpointTensors(path))
+    return weights_hash(CheckpointTensors(checkpoint))
 
 
 # -- whether it fits a model and a job ----------------------------------------------------------------------------------------
@@ -471,7 +493,7 @@ def check_checkpoint_fits_model(manifest: Manifest, shapes: Mapping[str, Sequenc
     texts += [f"{n} is {list(wanted[n])} in the model and {list(there[n])} in the checkpoint" for n in differ[:3]]
     if texts:
         raise CheckpointError(
-            f"checkpoint {manifest.path} belongs to another model: {'; '.join(texts)}",
+            f"checkpoint {manifest.checkpoint} belongs to another model: {'; '.join(texts)}",
             cure="set model and model.args as they were when it was written",
         )
 
@@ -483,45 +505,6 @@ def _first(names: Sequence[str]) -> str:
 _OF_SHARDS = {"styles": "plan.styles", "sequence_parallel": "plan.sequence_parallel"}
 """Key of the contract -> key of the job file, of what decides bits only where a plan has shards. A run may go on with others,
 as it may with another number of shards."""
-
-
-def contract_of_job(spec: JobSpec) -> dict[str, Any]:
-    """The settings of a job on which its bits depend, as JSON values; `steps` and validation are not among them."""
-    made = {
-        "seed": spec.seed,
-        "batch_size": spec.batch_size,
-        "microbatches": spec.microbatches,
-        "virtual_replicas": spec.batching.blocks,
-        "dtype": spec.dtype,
-        "device": spec.device,
-        "threads": spec.threads,
-        "reduction": spec.reduction,
-        "non_finite": spec.non_finite,
-        "clip_norm": spec.clip_norm,
-        "model": _ref(spec.model),
-        "loss": _ref(spec.loss),
-        "data": _ref(spec.data.dataset),
-        "optimizer": {**_ref(spec.optimizer.optimizer), "groups": [[p, dict(o)] for p, o in spec.optimizer.groups]},
-        "lr_schedule": _ref(spec.lr_schedule) if spec.lr_schedule is not None else None,
-    }
-    # Without shards neither matters: jobs that say nothing of them have the contract they had before there were any.
-    made |= {"styles": [list(pair) for pair in spec.styles]} if spec.styles else {}
-    made |= {"sequence_parallel": True} if spec.sequence_parallel else {}
-    plain: dict[str, Any] = json.loads(json.dumps(made, default=_as_text))
-    return plain
-
-
-def _as_text(value: Any) -> str:
-    """An argument that is no JSON value; a tensor with all of its values, which its `repr` has not."""
-    return (
-        stable_argument_text(value)
-        if hasattr(value, "tolist") or isinstance(value, (set, frozenset))
-        else without_addresses(repr(value))
-    )
-
-
-def _ref(ref: Ref) -> dict[str, Any]:
-    return {"function": ref.label, "args": dict(ref.args)}
 
 
 _MOVED = {"raypar.worker.tokens": "raypar.token_files"}
@@ -559,7 +542,7 @@ def check_contract(manifest: Manifest, spec: JobSpec) -> None:
     differences = list_contract_differences(manifest, spec)
     if differences:
         raise CheckpointError(
-            f"checkpoint {manifest.path} belongs to another job: {'; '.join(differences)}",
+            f"checkpoint {manifest.checkpoint} belongs to another job: {'; '.join(differences)}",
             cure="resume with these as they were (plan, steps and validation may change), or train a new run",
         )
 
@@ -567,32 +550,21 @@ def check_contract(manifest: Manifest, spec: JobSpec) -> None:
 # -- parts -------------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _disk(path: Path) -> Iterator[None]:
-    """Turn errors of the file system inside into a `CheckpointError` that says `path` cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {path}: {error.strerror or error}", cure="free disk space or set run_dir to a disk that has some"
-        ) from error
+_STEP = re.compile(r"step_([0-9]+)")
+"""The name of a checkpoint; other names in a store are none."""
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _steps(store: CheckpointStore) -> list[tuple[int, CheckpointRef]]:
+    """(steps done, checkpoint), ascending; none where there is no store. Raises `CheckpointError` if it cannot be read."""
+    found = [(_STEP.fullmatch(name), name) for name in store.names()]
+    return [
+        (step, CheckpointRef(store, name)) for step, name in sorted((int(match[1]), name) for match, name in found if match)
+    ]
 
 
-def _steps(root: Path) -> list[tuple[int, Path]]:
-    """(steps done, folder), ascending; none where `root` does not exist. Raises `CheckpointError` if it cannot be read."""
-    try:
-        paths = list(root.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise CheckpointError(f"cannot read {root}: {error.strerror or error}", cure=READABLE) from error
-    found = [(re.fullmatch(r"step_([0-9]+)", path.name), path) for path in paths]
-    return sorted((int(match[1]), path) for match, path in found if match)
+def _store(given: StoreAt) -> CheckpointStore:
+    return open_checkpoint_store(given) if isinstance(given, (str, os.PathLike)) else given
+
+
+def _checkpoint(given: CheckpointAt) -> CheckpointRef:
+    return given if isinstance(given, CheckpointRef) else open_checkpoint(given)

@@ -14,8 +14,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypar.untrusted_files import shorten
 from raypar.worker.checkpoint.safetensors_header import (
@@ -26,6 +25,9 @@ from raypar.worker.checkpoint.safetensors_header import (
     is_int64_count,
     parse_shape,
 )
+
+if TYPE_CHECKING:
+    from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -82,8 +84,8 @@ class ManifestEntry:
 class Manifest:
     """What a checkpoint holds."""
 
-    path: Path
-    """The checkpoint's folder."""
+    checkpoint: CheckpointRef
+    """The checkpoint."""
     steps_done: int
     """Number of steps after which the state was saved."""
     contract: Mapping[str, Any]
@@ -142,15 +144,15 @@ def manifest_checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def parse_manifest(body: Mapping[str, Any], path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path` from JSON values. Raises `ValueError` for what no checkpoint can have."""
+def parse_manifest(body: Mapping[str, Any], checkpoint: CheckpointRef) -> Manifest:
+    """The manifest of a checkpoint from JSON values. Raises `ValueError` for what no checkpoint can have."""
     _keys(body, "the manifest", {"format", "steps_done", "contract", "metrics", "files", "entries"})
     steps_done, contract, metrics = body["steps_done"], body["contract"], body["metrics"]
     if not is_int64_count(steps_done):
         raise ValueError(f"steps_done is {shorten(steps_done)}, not a whole number >= 0")
-    named = re.fullmatch(r"step_([0-9]+)", path.name)
+    named = re.fullmatch(r"step_([0-9]+)", checkpoint.name)
     if named is not None and int(named[1]) != steps_done:
-        raise ValueError(f"steps_done is {steps_done}, but its folder is {path.name}")
+        raise ValueError(f"steps_done is {steps_done}, but its folder is {checkpoint.name}")
     for what, value in (("contract", contract), ("metrics", metrics), ("files", body["files"])):
         if not isinstance(value, dict):
             raise ValueError(f"{what} is {shorten(value)}, not keys and values")
@@ -163,7 +165,7 @@ def parse_manifest(body: Mapping[str, Any], path: Path) -> Manifest:
         _check_whole(f"{shorten(name)} ({shorten(kind)})", list(group))
     _check_kinds(entries)
     _check_ties(entries)
-    return Manifest(path, steps_done, contract, entries, files, metrics)
+    return Manifest(checkpoint, steps_done, contract, entries, files, metrics)
 
 
 def check_header_matches_manifest(manifest: Manifest, file: str, header: SafetensorsHeader) -> None:

@@ -8,7 +8,6 @@ of them together for exactly the bytes of the file, without holes or overlaps.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO
 
 from raypar.errors import CheckpointError
 from raypar.untrusted_files import open_regular_file, parse_untrusted_json, shorten
+from raypar.worker.checkpoint.checkpoint_store import LocalFile, OpenedFile
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
@@ -53,23 +53,23 @@ class SafetensorsHeader:
 def read_safetensors_header(path: Path, *, follow: bool = True) -> Mapping[str, TensorInfo]:
     """The tensors of a file, by name. `follow`: whether it may be a symbolic link. Raises `CheckpointError`."""
     with open_regular_file(path, follow=follow, error=CheckpointError, cure="give a .safetensors file") as file:
-        return parse_safetensors_header(file, path).tensors
+        return parse_safetensors_header(LocalFile(file), path).tensors
 
 
-def parse_safetensors_header(file: BinaryIO, path: Path) -> SafetensorsHeader:
+def parse_safetensors_header(file: OpenedFile, location: Path | str) -> SafetensorsHeader:
     """Read and check the header of an open file, the same one from which tensors are read. Raises `CheckpointError`.
 
-    `path`: for messages.
+    `location`: for messages.
     """
     try:
-        return _header(file, os.fstat(file.fileno()).st_size)
+        return _header(file.stream, file.nbytes)
     except OSError as error:
         raise CheckpointError(
-            f"cannot read {shorten(path)}: {error.strerror or error}", cure="try again, or use another file"
+            f"cannot read {shorten(location)}: {error.strerror or error}", cure="try again, or use another file"
         ) from error
     except ValueError as error:
         raise CheckpointError(
-            f"{shorten(path)} is damaged, or no safetensors file: {shorten(str(error), 400)}",
+            f"{shorten(location)} is damaged, or no safetensors file: {shorten(str(error), 400)}",
             cure="use another file",
         ) from error
 

@@ -14,8 +14,9 @@ from raypar.errors import CheckpointError
 from raypar.model.graph import Graph
 from raypar.model.initial_values_protocol import DimRanges, InitialValues
 from raypar.model.layer_skeletons import parameter_shapes, parameters_and_buffers_on_meta, persistent_buffers
+from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.pretrained.weights_file import FLOATING, open_weights, resolve_weights_path
+from raypar.worker.pretrained.weights_file import FLOATING, absolute_weights_path, open_weights, resolve_weights_path
 from raypar.worker.pretrained.weights_matching import match_weights
 
 
@@ -23,8 +24,8 @@ from raypar.worker.pretrained.weights_matching import match_weights
 class WeightsFromFile:
     """`InitialValues` that come from a file; tensors that the file lacks get the model's own values."""
 
-    path: Path
-    """The path that `resolve_weights_path` returned."""
+    path: str | Path | CheckpointRef
+    """What `resolve_weights_path` returned."""
     fingerprint: str
     """`WeightsFile.fingerprint` of the file when `names` was made."""
     names: Mapping[str, str]
@@ -80,7 +81,7 @@ def with_weights_fingerprint(spec: JobSpec) -> JobSpec:
     path, _ = resolve_weights_path(spec.init_from.path)
     with open_weights(path) as file:
         fingerprint = file.fingerprint()
-    return replace(spec, init_from=replace(spec.init_from, path=str(path.resolve())), init_fingerprint=fingerprint)
+    return replace(spec, init_from=replace(spec.init_from, path=absolute_weights_path(path)), init_fingerprint=fingerprint)
 
 
 def weights_from_file(spec: JobSpec, graph: Graph, own: InitialValues) -> WeightsFromFile:
@@ -89,7 +90,7 @@ def weights_from_file(spec: JobSpec, graph: Graph, own: InitialValues) -> Weight
     assert source is not None
     state = parameters_and_buffers_on_meta(graph, 0, len(graph.layers), getattr(torch, spec.dtype))
     kept = {*parameter_shapes(graph), *persistent_buffers(graph)}
-    path, _ = resolve_weights_path(source.path) if not spec.init_fingerprint else (Path(source.path), ())
+    path = source.path if spec.init_fingerprint else resolve_weights_path(source.path)[0]
     with open_weights(path) as file:
         found = match_weights(
             file,

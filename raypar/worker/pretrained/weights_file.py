@@ -12,13 +12,12 @@ import hashlib
 import itertools
 import math
 import mmap
-import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from raypar.errors import CheckpointError, error_first_line
 from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, positions_of_indices
@@ -29,8 +28,22 @@ from raypar.untrusted_files import (
     read_limited_bytes,
     shorten,
 )
-from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint, load_manifest, verify_checkpoint
-from raypar.worker.checkpoint.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, ManifestEntry, check_header_matches_manifest
+from raypar.worker.checkpoint.checkpoint_files import (
+    check_header,
+    latest_usable_checkpoint,
+    load_manifest,
+    verify_checkpoint,
+)
+from raypar.worker.checkpoint.checkpoint_store import (
+    STORES,
+    CheckpointRef,
+    LocalFile,
+    OpenedFile,
+    open_checkpoint,
+    open_checkpoint_store,
+    storage_scheme,
+)
+from raypar.worker.checkpoint.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, Manifest, ManifestEntry
 from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header
 from raypar.worker.weights_source import format_name_list
 
@@ -71,8 +84,8 @@ class WeightsFile:
     A file that is replaced after it was opened is still read as it was; one that is modified raises `CheckpointError`.
     """
 
-    path: Path
-    """The file, or the folder of a checkpoint or of a model in several files."""
+    path: Path | CheckpointRef
+    """The file, the folder of a model in several files, or the checkpoint."""
     names: Mapping[str, StoredTensor]
     """Every name that can be read, with all names of a tensor that is stored once for several."""
     aliases: Mapping[str, str]
@@ -80,7 +93,7 @@ class WeightsFile:
     notes: tuple[str, ...] = ()
     """Lines for the user about the choice of files: newer checkpoints that were damaged."""
 
-    def __init__(self, path: Path, names: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> None:
+    def __init__(self, path: Path | CheckpointRef, names: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> None:
         self.path = path
         self.names = {**names, **{other: names[first] for other, first in aliases.items()}}
         self.aliases = dict(aliases)
@@ -167,31 +180,43 @@ PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
 """The name of one file of several, as Hugging Face writes them."""
 
 
-def open_weights(path: str | Path) -> WeightsFile:
+def open_weights(path: str | Path | CheckpointRef) -> WeightsFile:
     """Open the weights at a path; for a run of raypar, its last whole checkpoint (see `resolve_weights_path`).
 
     Raises `CheckpointError` if there are no weights, or if it is not clear which file is meant.
     """
+    if isinstance(path, CheckpointRef) or _is_in_storage(path):
+        return _open_checkpoint(path if isinstance(path, CheckpointRef) else open_checkpoint(path))
     found = _existing(path)
-    found, notes = resolve_weights_path(found) if _is_run(found) else (found, ())
+    if _is_run(found):
+        last, notes = resolve_weights_path(found)
+        weights = open_weights(last)
+        weights.notes = notes
+        return weights
     with _as_checkpoint_errors(found):
-        kind = _open_file if not found.is_dir() else _open_checkpoint if (found / MANIFEST).exists() else _open_folder
-    weights = kind(found)
-    weights.notes = notes
-    return weights
+        is_folder, is_checkpoint = found.is_dir(), (found / MANIFEST).exists()
+    return (
+        _open_file(found)
+        if not is_folder
+        else _open_checkpoint(open_checkpoint(found))
+        if is_checkpoint
+        else _open_folder(found)
+    )
 
 
-def resolve_weights_path(path: str | Path) -> tuple[Path, tuple[str, ...]]:
-    """(the path that workers open: a run's last whole checkpoint, else the path itself; why newer checkpoints were skipped).
+def resolve_weights_path(path: str | Path) -> tuple[Path | CheckpointRef, tuple[str, ...]]:
+    """(what workers open: a run's last whole checkpoint, else the path itself; why newer checkpoints were skipped).
 
     Called once, before workers start: a run that is still going may have a newer checkpoint a moment later. Reads checkpoints
     whole and compares their checksums, which `open_weights` does not. Raises `CheckpointError`.
     """
+    if _is_in_storage(path):
+        return verify_checkpoint(path).checkpoint, ()
     found = _existing(path)
     with _as_checkpoint_errors(found):
         is_checkpoint = found.is_dir() and (found / MANIFEST).exists()
     if is_checkpoint:
-        return verify_checkpoint(found).path, ()
+        return verify_checkpoint(found).checkpoint, ()
     if not _is_run(found):
         return found, ()
     with _as_checkpoint_errors(found):
@@ -201,13 +226,23 @@ def resolve_weights_path(path: str | Path) -> tuple[Path, tuple[str, ...]]:
                 f"{found} holds checkpoints and {_listed(besides)}: either may be meant",
                 cure=f"give {found / besides[0]}, or one of the checkpoints",
             )
-        last, skipped = latest_usable_checkpoint(found / "checkpoints")
+        last, skipped = latest_usable_checkpoint(open_checkpoint_store(found / "checkpoints"))
     if last is None:
         raise CheckpointError(
             f"run {found} has no checkpoint that is whole" + "".join(f"; {line}" for line in skipped),
             cure="give another run, or the path of a checkpoint",
         )
     return last, tuple(skipped)
+
+
+def absolute_weights_path(path: Path | CheckpointRef) -> str:
+    """The text of a path that `resolve_weights_path` has returned, for other processes."""
+    return str(path.resolve()) if isinstance(path, Path) else path.absolute_location()
+
+
+def _is_in_storage(path: str | Path) -> bool:
+    """Whether a path is the URL of a storage that raypar has."""
+    return bool(scheme := storage_scheme(path)) and scheme in STORES
 
 
 def _existing(path: str | Path) -> Path:
@@ -267,25 +302,30 @@ class _OpenFiles:
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._open: dict[str, tuple[BinaryIO, Path, tuple[int, int]]] = {}
-        """Name -> file, its path, its size and modification time when its header was checked."""
+        self._open: dict[str, tuple[OpenedFile, Path | str, Hashable]] = {}
+        """Name -> file, its location, its version when its header was checked."""
 
     def add(self, name: str, path: Path, *, follow: bool) -> SafetensorsHeader:
         """Open a file and check its header. Raises `CheckpointError`."""
-        file = self._stack.enter_context(
+        opened = self._stack.enter_context(
             open_regular_file(path, follow=follow, error=CheckpointError, cure="give another file")
         )
-        self._open[name] = (file, path, _size_and_time(file))
+        file = LocalFile(opened)
+        self._open[name] = (file, path, file.version())
         return parse_safetensors_header(file, path)
+
+    def add_of_checkpoint(self, manifest: Manifest, name: str) -> SafetensorsHeader:
+        """Open a checkpoint's file and check its header by itself. Raises `CheckpointError`."""
+        checkpoint = manifest.checkpoint
+        file = self._stack.enter_context(checkpoint.store.open(checkpoint.name, name, cure="give another file"))
+        self._open[name] = (file, checkpoint.file_location(name), file.version())
+        return parse_safetensors_header(file, checkpoint.file_location(name))
 
     def read_into(self, memory: memoryview, name: str, offset: int) -> None:
         """Fill `memory` with the bytes from `offset`. Raises `CheckpointError`."""
         file, path, checked = self._open[name]
-        done = 0
         with _as_checkpoint_errors(path):
-            while done < len(memory) and (got := os.preadv(file.fileno(), [memory[done:]], offset + done)):
-                done += got
-            changed = done < len(memory) or _size_and_time(file) != checked
+            changed = file.read_at(memory, offset) < len(memory) or file.version() != checked
         if changed:
             raise CheckpointError(f"{path} has changed while it was read", cure="start again when nobody writes to it")
 
@@ -294,13 +334,10 @@ class _OpenFiles:
         self._stack.close()
 
 
-def _size_and_time(file: BinaryIO) -> tuple[int, int]:
-    found = os.fstat(file.fileno())
-    return found.st_size, found.st_mtime_ns
-
-
 class _SafetensorsWeights(WeightsFile):
-    def __init__(self, path: Path, tensors: Mapping[str, _Blocks], aliases: Mapping[str, str], files: _OpenFiles) -> None:
+    def __init__(
+        self, path: Path | CheckpointRef, tensors: Mapping[str, _Blocks], aliases: Mapping[str, str], files: _OpenFiles
+    ) -> None:
         super().__init__(path, {name: blocks.stored for name, blocks in tensors.items()}, aliases)
         self._tensors, self._files = tensors, files
         self._chunk: Tensor | None = None
@@ -491,22 +528,16 @@ def _open_index(index: Path, path: Path | None = None) -> _IndexedWeights:
 # -- checkpoints of raypar -----------------------------------------------------------------------------------------------------
 
 
-def _open_checkpoint(path: Path) -> WeightsFile:
+def _open_checkpoint(checkpoint: CheckpointRef) -> WeightsFile:
     """The parameters and buffers of a checkpoint. `load_manifest` checks that every slice of each is there once."""
-    manifest = load_manifest(path)
+    manifest = load_manifest(checkpoint)
     entries = [entry for entry in manifest.entries if entry.kind in (PARAMETER, BUFFER)]
     with _files_closed_on_error() as files:
-        headers = {name: files.add(name, path / name, follow=False) for name in sorted({entry.file for entry in entries})}
+        headers = {name: files.add_of_checkpoint(manifest, name) for name in sorted({entry.file for entry in entries})}
         for name, header in headers.items():
-            try:
-                check_header_matches_manifest(manifest, name, header)
-            except ValueError as error:
-                raise CheckpointError(
-                    f"{path / name} is not what {MANIFEST} says: {shorten(str(error), 400)}",
-                    cure="use another checkpoint",
-                ) from error
+            check_header(manifest, name, header)
         tensors = {name: _joined(list(parts), headers) for name, parts in itertools.groupby(entries, lambda entry: entry.name)}
-        return _SafetensorsWeights(path, tensors, manifest.ties, files)
+        return _SafetensorsWeights(checkpoint, tensors, manifest.ties, files)
 
 
 def _joined(entries: Sequence[ManifestEntry], headers: Mapping[str, SafetensorsHeader]) -> _Blocks:
@@ -621,7 +652,7 @@ def _files_closed_on_error() -> Iterator[_OpenFiles]:
 
 
 @contextlib.contextmanager
-def _as_checkpoint_errors(path: Path) -> Iterator[None]:
+def _as_checkpoint_errors(path: Path | str) -> Iterator[None]:
     """Turn an `OSError` into a `CheckpointError` about `path`."""
     try:
         yield

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError, ConfigError
@@ -253,7 +254,7 @@ def _shape_text(file: WeightsFile, name: str, old: str, shape: Sequence[int]) ->
 
 def _cure(file: WeightsFile, model: _Model, source: InitialWeightsFile, found: _Comparison) -> str:
     """The cure for the differences found: a setting of `init_from`, if one would help."""
-    if found.lacking and PART.fullmatch(file.path.name):
+    if found.lacking and isinstance(file.path, Path) and PART.fullmatch(file.path.name):
         there = any(file.path.parent.glob("*.safetensors.index.json"))
         return f"it is one file of several: give the folder, {file.path.parent}" + (
             "" if there else ", with the index of the model (a file model.safetensors.index.json) beside them"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from raypar.worker.checkpoint.checkpoint_files import (
     BUFFER,
     CACHE,
     PARAMETER,
+    CheckpointAt,
     Scalar,
     ShardRecord,
     StateName,
@@ -89,7 +89,10 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def restore_from_checkpoint(
-    path: Path, stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], initial: InitialValues
+    checkpoint: CheckpointAt,
+    stages: Mapping[int, Stage],
+    optimizers: Mapping[int, torch.optim.Optimizer],
+    initial: InitialValues,
 ) -> None:
     """Read a checkpoint's state into these stages and optimizers, and only what they hold. Raises `CheckpointError`.
 
@@ -97,9 +100,9 @@ def restore_from_checkpoint(
     """
     names = {name for stage in stages.values() for name in stage.parameters}
     shards = [stage.shard for stage in stages.values()]  # those of one worker cut a parameter alike
-    found = read_checkpoint_state(path, names, shards[0].part if shards and shards[0] is not None else None)
+    found = read_checkpoint_state(checkpoint, names, shards[0].part if shards and shards[0] is not None else None)
     wanted = {name: tensor.dtype for stage in stages.values() for name, tensor in stage.buffers.items()}
-    buffers = read_checkpoint_buffers(path, wanted)
+    buffers = read_checkpoint_buffers(checkpoint, wanted)
     lacking = [name for name in wanted if name not in buffers]
     buffers |= {name: value.to(wanted[name]) for name, value in initial.stream(lacking, torch.float64)} if lacking else {}
     with torch.no_grad():
@@ -111,7 +114,7 @@ def restore_from_checkpoint(
                 if kept.shape != tensor.shape or kept.dtype != tensor.dtype:
                     raise CheckpointError(
                         f"{name} is {list(tensor.shape)} {tensor.dtype} in the model and {list(kept.shape)} {kept.dtype} "
-                        f"in checkpoint {path}",
+                        f"in checkpoint {checkpoint}",
                         cure="use a checkpoint of this model",
                     )
                 tensor.copy_(kept)
@@ -134,7 +137,7 @@ class CheckpointWriter:
     def __init__(self) -> None:
         self._thread, self._record, self._error = None, None, None
 
-    def start(self, folder: Path, file_name: str, state: StateSnapshot) -> None:
+    def start(self, checkpoint: CheckpointAt, file_name: str, state: StateSnapshot) -> None:
         """Begin to write. Waits for a snapshot that is still being written; raises `CheckpointError` if that takes too long."""
         if self._thread is not None:
             self._wait(WRITE_TIMEOUT_S)
@@ -142,7 +145,7 @@ class CheckpointWriter:
 
         def write() -> None:
             try:
-                self._record = write_shard(folder, file_name, state.tensors, state.scalars, state.slices, state.ties)
+                self._record = write_shard(checkpoint, file_name, state.tensors, state.scalars, state.slices, state.ties)
             except Exception as error:
                 self._error = error
 

@@ -1,0 +1,169 @@
+"""A storage for checkpoints is one class and one line in `STORES`: shown with one that keeps them in memory."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.memory_store import URL, MemoryStore
+from helpers.ugly_models import job
+from safetensors.torch import load_file
+
+from raypar.actors.run_recorder import RunRecorder
+from raypar.cli import main
+from raypar.errors import CheckpointError, ConfigError
+from raypar.launch.resume import find_checkpoint, find_last_whole_checkpoint
+from raypar.plan import ParallelPlan
+from raypar.run_folder import RunFolder
+from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.checkpoint.checkpoint_store import STORES, CheckpointStore, open_checkpoint, open_checkpoint_store
+from raypar.worker.job_spec import contract_of_job
+from raypar.worker.norm_and_weights_hash import weights_hash
+from raypar.worker.pretrained.weights_file import absolute_weights_path, open_weights, resolve_weights_path
+from raypar.worker.run_in_one_process import OneProcessRun
+
+SPEC = job("tangled", steps=4)
+LAYERS = 9
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, MemoryStore]:
+    """The stores in memory, by location; any is made when it is first opened."""
+    there: dict[str, MemoryStore] = {}
+    monkeypatch.setitem(STORES, "memory", lambda location: there.setdefault(location, MemoryStore(location)))
+    return there
+
+
+@pytest.fixture(params=["folder", "memory"])
+def store(request: pytest.FixtureRequest, memory: dict[str, MemoryStore], tmp_path: Path) -> CheckpointStore:
+    return open_checkpoint_store(URL if request.param == "memory" else tmp_path / "checkpoints")
+
+
+def save(local: OneProcessRun, at: str, done: int) -> str:
+    """What the driver and its workers do; locations travel as text."""
+    begun = str(checkpoint_files.create_checkpoint(at, done))
+    for core in local.cores:
+        core.save(begun)
+    records = [core.save_result() for core in local.cores]
+    facts = {"steps_done": done, "contract": contract_of_job(local.spec)}
+    return str(checkpoint_files.commit_checkpoint(begun, records, **facts))
+
+
+def final_hash(local: OneProcessRun) -> str:
+    return weights_hash({name: copies[0] for name, copies in local.parameters().items()})
+
+
+def commit(store: CheckpointStore, done: int, value: float) -> checkpoint_files.CheckpointRef:
+    begun = checkpoint_files.create_checkpoint(store, done)
+    record = checkpoint_files.write_shard(begun, "a.safetensors", {("w", PARAMETER): torch.full((3,), value)})
+    return checkpoint_files.commit_checkpoint(begun, [record], steps_done=done, contract={})
+
+
+def test_a_run_saves_to_memory_resumes_with_the_same_bits_and_exports(memory, tmp_path: Path, capsys):
+    with OneProcessRun(SPEC, ParallelPlan.mesh(layers=LAYERS), "gpipe") as local:
+        for step in range(4):
+            local.step(step)
+        undisturbed = final_hash(local)
+    with OneProcessRun(SPEC, ParallelPlan.mesh(pp=2, dp=2, layers=LAYERS), "1f1b") as local:
+        for step in range(2):
+            local.step(step)
+        location = save(local, URL, 2)
+        assert location == f"{URL}/step_00000002"
+    last, skipped = checkpoint_files.latest_usable_checkpoint(URL)
+    assert (str(last), skipped) == (location, [])
+    checkpoint_files.check_contract(checkpoint_files.load_manifest(location), SPEC)
+    with OneProcessRun(SPEC, ParallelPlan.mesh(pp=3, layers=LAYERS), "gpipe") as local:
+        for core in local.cores:
+            core.load(location)
+        for step in range(2, 4):
+            local.step(step)
+        assert final_hash(local) == undisturbed
+        location = save(local, URL, 4)
+    assert main(["export", location, "--out", str(tmp_path / "model.safetensors")]) == 0
+    assert f"weights sha256 {undisturbed}" in capsys.readouterr().out
+    exported = load_file(tmp_path / "model.safetensors")
+    found = checkpoint_files.read_checkpoint_state(location)
+    assert all(torch.equal(exported[name], kinds[PARAMETER]) for name, kinds in found.items() if PARAMETER in kinds)
+    assert not list(tmp_path.glob("*memory*")) and not Path("memory:").exists()
+
+
+def test_initial_weights_are_read_from_memory_by_slices(memory):
+    checkpoint = commit(open_checkpoint_store(URL), 3, 2.5)
+    path, _ = resolve_weights_path(str(checkpoint))
+    assert absolute_weights_path(path) == str(checkpoint)
+    with open_weights(absolute_weights_path(path)) as weights:
+        assert torch.equal(weights.read("w", slices=(0, ((1, 3),))), torch.full((2,), 2.5))
+
+
+def test_a_runs_checkpoints_lie_where_its_folder_says(memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The recorder writes there, and whoever resumes or shows the run looks there."""
+    monkeypatch.setattr(RunFolder, "checkpoint_location", property(lambda folder: f"memory://bucket/{folder.name}"))
+    folder = RunFolder.create(tmp_path, "mine")
+    recorder = RunRecorder(SimpleNamespace(folder=str(folder.path), contract={}, keep_checkpoints=1))
+    for done in (2, 4):
+        begun = recorder.checkpoint_begin(done)
+        record = checkpoint_files.write_shard(str(begun), "a.safetensors", {("w", PARAMETER): torch.ones(2)})
+        recorder.checkpoint_end(done, begun, [record])
+    found = find_last_whole_checkpoint(folder, print)
+    assert str(found) == "memory://bucket/mine/step_00000004" == str(recorder.last_checkpoint)
+    assert find_checkpoint(str(found), print) == found
+    assert memory["memory://bucket/mine"].names() == ["step_00000004"]
+    assert main(["export", "mine", "--run-dir", str(tmp_path), "--step", "4", "--out", str(tmp_path / "m.pt")]) == 0
+    assert torch.equal(torch.load(tmp_path / "m.pt")["w"], torch.ones(2))
+
+
+def test_what_is_begun_is_not_seen_before_it_is_committed(store: CheckpointStore):
+    good = commit(store, 1, 1.0)
+    begun = checkpoint_files.create_checkpoint(store, 2)
+    record = checkpoint_files.write_shard(begun, "a.safetensors", {("w", PARAMETER): torch.ones(3)})
+    assert begun.has_file("a.safetensors") and open_checkpoint(str(begun)) == begun, "workers get its text"
+    assert checkpoint_files.latest_usable_checkpoint(store) == (good, [])
+    last = checkpoint_files.commit_checkpoint(begun, [record], steps_done=2, contract={})
+    assert checkpoint_files.latest_usable_checkpoint(store) == (last, [])
+
+
+def test_a_checkpoint_takes_the_place_of_one_with_its_name(store: CheckpointStore):
+    assert commit(store, 1, 1.0) == commit(store, 1, 2.0)
+    assert store.names() == ["step_00000001"] and not store.leftovers()
+    found = checkpoint_files.read_checkpoint_state(store.location("step_00000001"))
+    assert torch.equal(found["w"][PARAMETER], torch.full((3,), 2.0))
+
+
+def test_old_ones_and_what_was_never_committed_are_removed(store: CheckpointStore):
+    for done in (1, 2, 3):
+        commit(store, done, 1.0)
+    before, after = checkpoint_files.create_checkpoint(store, 2), checkpoint_files.create_checkpoint(store, 9)
+    for begun in (before, after):
+        checkpoint_files.write_shard(begun, "a.safetensors", {("w", PARAMETER): torch.ones(3)})
+    checkpoint_files.remove_old_checkpoints(store, 2)
+    steps = {name for name in store.names() if name.startswith("step_")}
+    assert steps == {"step_00000002", "step_00000003"} and store.leftovers() == [(after.name, "step_00000009")]
+    checkpoint_files.discard_checkpoint(after)
+    assert not store.leftovers() and not after.has_file("a.safetensors")
+
+
+def test_what_lies_in_a_store_is_checked_as_in_a_folder(store: CheckpointStore):
+    first, last = commit(store, 1, 1.0), commit(store, 2, 1.0)
+    with store.open(last.name, "a.safetensors", cure="") as opened:
+        content = opened.stream.read()
+    with store.write(last.name, "a.safetensors") as file:
+        file.write(content[:-1] + b"!")
+    found, skipped = checkpoint_files.latest_usable_checkpoint(store)
+    assert found == first and skipped == [
+        f"skipped step_00000002: {last.file_location('a.safetensors')} was altered: its checksum is another"
+    ]
+    with store.write(last.name, "a.safetensors") as file:
+        file.write(content[:-1])
+    with pytest.raises(CheckpointError, match="it was truncated"):
+        checkpoint_files.read_checkpoint_state(last)
+    with pytest.raises(CheckpointError, match="cannot read"):
+        checkpoint_files.load_manifest(store.location("step_00000007"))
+
+
+def test_a_storage_that_is_not_there_is_refused_by_name():
+    for location in ("s3://bucket/run/checkpoints", "gs:/bucket"):
+        with pytest.raises(ConfigError, match=r"does not read or write (s3|gs) storage, only folders"):
+            open_checkpoint_store(location)
+        with pytest.raises(ConfigError, match=f"the run is '{location}'"):
+            open_checkpoint(location, "the run")
