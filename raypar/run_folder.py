@@ -115,8 +115,11 @@ class RunFolder:
 
     @property
     def checkpoint_location(self) -> str:
-        """Where the run's checkpoints are stored, for `open_checkpoint_store`."""
-        return str(self.checkpoints)
+        """The location of the run's checkpoints, for `open_checkpoint_store`; a relative path may look like a URL (`ab:/r`)."""
+        from raypar.worker.checkpoint.checkpoint_store import storage_scheme
+
+        text = str(self.checkpoints)
+        return os.path.abspath(text) if storage_scheme(text) else text
 
     @staticmethod
     def create(run_dir: str | Path, name: str) -> RunFolder:

@@ -130,22 +130,21 @@ def choose_plan_to_show(job: Job, spec: JobSpec, graph: Graph, workers: int | No
 def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool) -> ShownPlan:
     """The plan that the job gives. Raises `PlanError` if layers cannot be cut over its shards."""
     from raypar.launch.chosen_plan import make_custom_schedule_builder
-    from raypar.model.layer_skeletons import make_model_outline
     from raypar.schedule.validate import validate_schedule
     from raypar.worker.measure_profile import profile_job
 
     plan, build = job.to_plan(len(graph.layers)), make_custom_schedule_builder(job)
     profile, counts = None, {stage.shards for stage in plan.stages}
+    schedule, routing = None, MicrobatchRouting(plan, spec.batching)
+    if build is not None:
+        schedule = build(routing)
+        validate_schedule(schedule, routing, graph.crossing(plan))
     if with_profile:
         if max(counts) > 1 or spec.styles:
             from raypar.worker.preflight import check_model_can_shard, preflight
 
             check_model_can_shard(spec, preflight(spec), plan)
         profile = profile_job(spec, workers=plan.world, graph=graph, shards=counts)
-    schedule, routing = None, MicrobatchRouting(plan, spec.batching)
-    if build is not None:
-        schedule = build(routing)
-        validate_schedule(schedule, routing, make_model_outline(graph).crossing(plan))
     return ShownPlan(plan, job.schedule_name, profile, schedule)
 
 

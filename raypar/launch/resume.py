@@ -88,7 +88,9 @@ def prepare_resumed_run(
         raises_stop = stop is not None and manifest.steps_done < spec.steps
         raise CheckpointError(
             f"checkpoint {checkpoint}: {manifest.steps_done} of {stop if raises_stop else spec.steps} steps already done",
-            cure=f"raise the step to stop at (--stop-at-step {more})" if raises_stop else f"raise steps (--set steps={more})",
+            cure="raise the step to stop at (--stop-at-step), or leave it out"
+            if raises_stop
+            else f"raise steps (--set steps={more})",
         )
 
     def check_and_choose(checked: PreflightResult) -> ChosenPlan:

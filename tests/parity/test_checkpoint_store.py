@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from raypar.actors.run_recorder import RunRecorder
 from raypar.cli import main
+from raypar.commands.status import has_checkpoints
 from raypar.errors import CheckpointError, ConfigError
 from raypar.launch.resume import find_checkpoint, find_last_whole_checkpoint
 from raypar.plan import ParallelPlan
@@ -167,3 +168,14 @@ def test_a_storage_that_is_not_there_is_refused_by_name():
             open_checkpoint_store(location)
         with pytest.raises(ConfigError, match=f"the run is '{location}'"):
             open_checkpoint(location, "the run")
+
+
+def test_a_relative_folder_that_looks_like_a_url_is_a_folder(tmp_path, monkeypatch):
+    """`./ab:/r`, or a run_dir `ab:`: pathlib drops the `./`, and what is left looks like a URL of `ab`."""
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(Path("ab:") / "r")
+    folder.checkpoints.mkdir(parents=True)
+    assert open_checkpoint_store(folder.checkpoint_location).names() == []
+    assert not has_checkpoints(folder)
+    named = open_checkpoint("./ab:/r/checkpoints/step_00000005")
+    assert named.name == "step_00000005" and not named.has_file("manifest.json")

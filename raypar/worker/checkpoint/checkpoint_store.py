@@ -288,4 +288,4 @@ def open_checkpoint(location: Location, what: str = "the checkpoint") -> Checkpo
         store, _, name = os.fspath(location).rstrip("/").rpartition("/")
         return CheckpointRef(open_checkpoint_store(store, what), name)
     path = Path(location)
-    return CheckpointRef(open_checkpoint_store(path.parent, what), path.name)
+    return CheckpointRef(LocalCheckpointStore(path.parent), path.name)

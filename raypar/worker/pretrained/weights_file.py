@@ -37,10 +37,10 @@ from raypar.worker.checkpoint.checkpoint_files import (
 from raypar.worker.checkpoint.checkpoint_store import (
     STORES,
     CheckpointRef,
+    LocalCheckpointStore,
     LocalFile,
     OpenedFile,
     open_checkpoint,
-    open_checkpoint_store,
     storage_scheme,
 )
 from raypar.worker.checkpoint.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, Manifest, ManifestEntry
@@ -226,7 +226,7 @@ def resolve_weights_path(path: str | Path) -> tuple[Path | CheckpointRef, tuple[
                 f"{found} holds checkpoints and {_listed(besides)}: either may be meant",
                 cure=f"give {found / besides[0]}, or one of the checkpoints",
             )
-        last, skipped = latest_usable_checkpoint(open_checkpoint_store(found / "checkpoints"))
+        last, skipped = latest_usable_checkpoint(LocalCheckpointStore(found / "checkpoints"))
     if last is None:
         raise CheckpointError(
             f"run {found} has no checkpoint that is whole" + "".join(f"; {line}" for line in skipped),
