@@ -5,7 +5,7 @@ from __future__ import annotations
 _WORKERS = "the plan says how many workers there are: plan.stages x plan.replicas x plan.shards"
 _CLIPPING = "the largest norm of the whole gradient is clip_norm"
 _ACCUMULATION = "a batch is cut into `microbatches`, whose gradients are added up; batch_size counts the samples of one step"
-_RATE = "the learning rate is an argument of the optimizer: optimizer.args.lr"
+_OPTIMIZER = "it is an argument of the optimizer: a key of optimizer.args, such as optimizer.args.lr"
 _STEPS = "the length of a run is `steps`; one epoch is the number of samples divided by batch_size"
 _SHARDS = "tensor parallelism is plan.shards"
 _STAGES = "pipeline parallelism is plan.stages"
@@ -27,7 +27,7 @@ ADVICE: dict[str, str] = {
     ),
     **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu"), _ACCUMULATION),
     **dict.fromkeys(("global_batch_size", "train_batch_size"), _ACCUMULATION),
-    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "betas"), _RATE),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "betas"), _OPTIMIZER),
     **dict.fromkeys(("epochs", "num_epochs", "max_epochs", "num_train_epochs", "max_steps", "train_iters"), _STEPS),
     **dict.fromkeys(("tp", "tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"), _SHARDS),
     **dict.fromkeys(("pp", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "num_stages"), _STAGES),

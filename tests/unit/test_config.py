@@ -268,6 +268,7 @@ def test_a_run_dir_that_cannot_be_made(tmp_path: Path):
     [
         ("max_grad_norm=1", "clip_norm"),
         ("optimizer.lr=1", "optimizer.args.lr"),
+        ("weight_decay=0.1", "argument of the optimizer"),
         ("data.num_workers=1", "data.processes"),
         ("gradient-accumulation-steps=4", "microbatches"),
         ("bf16=true", "not there yet"),
