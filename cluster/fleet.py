@@ -114,8 +114,9 @@ class Fleet:
         """Stop everything by pid and remove the folder; what had to be killed, although its cluster was gone."""
         known = self.look() - self._others
         self._cluster.shutdown()
-        _, left = psutil.wait_procs(list(known), timeout=LEFT_S)
-        found = []
+        deadline, found = time.monotonic() + LEFT_S, []
+        while (left := [process for process in known if _lives(process)]) and time.monotonic() < deadline:
+            time.sleep(0.1)  # `psutil.wait_procs` raises FileNotFoundError on some kernels when a process ends meanwhile
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 found.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
@@ -145,3 +146,11 @@ def state_of(pid: int) -> str:
 def works(pid: int) -> bool:
     """Whether a process is there and neither stopped nor a zombie."""
     return state_of(pid) not in "TtZX"
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether a process is still there, and no zombie."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

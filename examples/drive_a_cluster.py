@@ -54,7 +54,10 @@ def main() -> None:
     parser.add_argument("--run-dir", default="runs")
     given = parser.parse_args()
     # Workers import what this process can import: on other machines from a copy of the repository, which Ray sends there.
-    ray.init(given.address, runtime_env={"working_dir": str(ROOT), "excludes": ["runs/"]}, log_to_driver=True)
+    try:
+        ray.init(given.address, runtime_env={"working_dir": str(ROOT), "excludes": ["runs/"]}, log_to_driver=True)
+    except ConnectionError as error:
+        sys.exit(f"no Ray cluster answers at {given.address!r}: {error}\n  cure: start one: ray start --head --num-cpus 8")
     plan = {"stages": given.stages, "replicas": given.replicas, "shards": given.shards}
     done = trainer(given.steps, plan, callbacks=[Losses()], run_dir=given.run_dir).fit()
     print(f"{done.done} steps, loss {done.metrics['loss']:.4f}, weights {done.weights_sha256}, in {done.path}")

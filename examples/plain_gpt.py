@@ -1,16 +1,18 @@
 """The reference: the job of a job file in one plain PyTorch process with one thread. It does not import raypar.
 
-    python examples/plain_gpt.py jobs/quickstart.yaml
+    python examples/plain_gpt.py jobs/quickstart.yaml [--set precision.compute=bf16]
 
 ends with the line `weights sha256 <64 hex>`, which `raypar train` prints too, whatever its plan. This page is the numerics
 contract (raypar/README.md): blocks of microbatches, the addition tree, one scaling, the norm in float64 over fixed pieces.
 """
 
+import argparse
 import hashlib
 import importlib
 import math
 import random
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +52,12 @@ def tree(sums):  # the left subtree is the largest power of two below the number
     return add(tree(sums[:left]), tree(sums[left:]))
 
 
+def computing_in(precision):  # every operation casts for itself; parameters, their gradients and all below stay float32
+    if (precision or {}).get("compute") == "bf16":
+        return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    return nullcontext()
+
+
 def train(job):
     seed, batch, m = job["seed"], job["batch_size"], job["microbatches"]
     blocks = job.get("virtual_replicas") or min(m, 16)
@@ -78,8 +86,9 @@ def train(job):
                 where = [divmod(place, len(data)) for place in places]
                 samples = [sample(data, seed, epoch, order(epoch)[entry]) for epoch, entry in where]
                 x, y = (torch.stack(field) for field in zip(*samples, strict=True))
-                total, count = loss_of(model(x), y)
-                total.backward()
+                with computing_in(job.get("precision")):
+                    total, count = loss_of(model(x), y)
+                total.float().backward()
                 losses.append((total.item(), float(count)))
             sums.append([p.grad for p in parameters] if len(members) else None)
         gradients = tree(sums)
@@ -99,8 +108,24 @@ def train(job):
     return model
 
 
+def read_job(path, overrides):  # each `a.b=c`
+    job = yaml.safe_load(Path(path).read_text())
+    for override in overrides:
+        place, value = override.split("=", 1)
+        *sections, key = place.split(".")
+        here = job
+        for section in sections:
+            here = here.setdefault(section, {})
+        here[key] = yaml.safe_load(value)
+    return job
+
+
 if __name__ == "__main__":
-    model = train(yaml.safe_load(Path(sys.argv[1]).read_text()))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("job")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c")
+    given = parser.parse_args()
+    model = train(read_job(given.job, given.overrides))
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name}\0".encode() + parameter.detach().contiguous().numpy().tobytes())

@@ -12,6 +12,7 @@ _WHERE = {
     "Callback": "raypar.callbacks",
     "EarlyStopping": "raypar.callbacks",
     "Stop": "raypar.callbacks",
+    "Job": "raypar.config",
     "ParallelPlan": "raypar.plan",
     "StagePlan": "raypar.plan",
     "Graph": "raypar.model.graph",

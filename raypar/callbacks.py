@@ -553,6 +553,7 @@ def callbacks_from_job(job: Job) -> tuple[Callback, ...]:
     """
     found: list[Callback] = []
     for config in job.callbacks:
+        name = config.to_ref().label
         try:
             made = config.to_ref().call()
         except RayparError:
@@ -560,10 +561,10 @@ def callbacks_from_job(job: Job) -> tuple[Callback, ...]:
         except USER_CODE_ERRORS as error:
             reraise_ctrl_c(error)
             raise InputError(
-                f"callback {config.function} raised {error_text(error)}\n{traceback.format_exc()}",
+                f"callback {name} raised {error_text(error)}\n{traceback.format_exc()}",
                 cure="call it by itself with its args",
             ) from error
-        found.append(check_callback(made, config.function))
+        found.append(check_callback(made, name))
     if job.early_stopping is not None:
         found.append(EarlyStopping(job.early_stopping.patience, job.early_stopping.min_delta))
     for tracker in job.trackers:

@@ -20,6 +20,7 @@ from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.errors import ConfigError, Interrupted, RayparError
 from raypar.untrusted_files import READABLE
 from raypar.user_code import recording_ctrl_c
+from raypar.user_frames import show_users_frames, shows_all_frames
 
 UNWRITABLE_DISK_ERRNOS = DISK_FULL_ERRNOS | {errno.EROFS}
 """Error numbers for a disk that takes nothing more: full, or read-only."""
@@ -81,6 +82,8 @@ def _run_and_explain_errors(argv: Sequence[str]) -> int:
         print(stopped.what + (f"\nnext: {stopped.cure}" if stopped.cure else ""), file=sys.stderr)
         return stopped.exit_code
     except RayparError as error:
+        if not shows_all_frames():
+            show_users_frames(error)
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -133,7 +136,8 @@ def _overview() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="raypar",
         usage="raypar COMMAND ...",
-        description="Train PyTorch models on a Ray cluster, in stages, replicas and shards, with the results of one process.",
+        description="Train PyTorch models on a Ray cluster, in stages (pipeline parallel), replicas (data parallel) and shards "
+        "(tensor parallel), with the results of one process.",
         epilog="commands:\n"
         + "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
         + "\n\n`raypar COMMAND --help` says more.",

@@ -60,6 +60,12 @@ class ClusterError(RayparError):
     """The cluster cannot give, or no longer gives, what the plan needs."""
 
 
+class ClusterAddressError(ClusterError):
+    """No cluster at the given address lets this process in; nothing has been started."""
+
+    exit_code = 2
+
+
 class ActiveError(ClusterError):
     """Another driver on the cluster trains the run."""
 

@@ -8,18 +8,20 @@ _ACCUMULATION = "a batch is cut into `microbatches`, whose gradients are added u
 _OPTIMIZER = "it is an argument of the optimizer: a key of optimizer.args, such as optimizer.args.lr"
 _STEPS = "the length of a run is `steps`; one epoch is the number of samples divided by batch_size"
 _SHARDS = "tensor parallelism is plan.shards"
+_KEEPING = "the newest checkpoint.keep checkpoints are kept"
+_DATA = "the training data is `data`, and what a run validates on is `validation`; raypar makes the batches"
+_LOADING = "CPU processes that read samples ahead are data.processes"
+_SCHEDULER = "a function of the step that returns the factor on the learning rates is lr_schedule"
 _STAGES = "pipeline parallelism is plan.stages"
 _REPLICAS = "data parallelism is plan.replicas"
-_PRECISION = "parameters are float32 or float64 (`dtype`); lower precisions are not there yet"
+_PRECISION = "parameters are float32 or float64 (`dtype`); mixed precision is precision.compute, which may be bf16"
 _FOLDER = "runs are stored under run_dir"
-_SAVING = "checkpoints are saved every checkpoint.every steps; from Python: checkpoint_every"
+_SAVING = "checkpoints are saved every checkpoint.every steps"
 _VALIDATION = "validation takes place every validation.every steps"
 _SHARDED_STATE = "state that replicas share out (ZeRO, FSDP) is not there yet; plan.stages and plan.shards divide a model"
 
 ADVICE: dict[str, str] = {
-    **dict.fromkeys(
-        ("world_size", "nproc_per_node", "nnodes", "num_nodes", "devices", "scaling_config", "num_processes"), _WORKERS
-    ),
+    **dict.fromkeys(("world_size", "nproc_per_node", "nnodes", "num_nodes", "devices", "num_processes", "num_gpus"), _WORKERS),
     "num_workers": f"{_WORKERS}; a DataLoader's num_workers is data.processes",
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "gradient_clipping", "clip_grad", "grad_clip"), _CLIPPING),
     **dict.fromkeys(
@@ -32,11 +34,18 @@ ADVICE: dict[str, str] = {
     **dict.fromkeys(("tp", "tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"), _SHARDS),
     **dict.fromkeys(("pp", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "num_stages"), _STAGES),
     **dict.fromkeys(("dp", "dp_size", "data_parallel_size", "data_parallel_replicate_degree"), _REPLICAS),
-    **dict.fromkeys(("precision", "bf16", "fp16", "amp", "mixed_precision", "torch_dtype"), _PRECISION),
+    **dict.fromkeys(("bf16", "fp16", "amp", "mixed_precision", "torch_dtype"), _PRECISION),
     **dict.fromkeys(("output_dir", "storage_path", "log_dir", "save_dir", "default_root_dir"), _FOLDER),
     **dict.fromkeys(("save_steps", "save_interval", "checkpoint_frequency", "checkpoint_interval"), _SAVING),
     **dict.fromkeys(("eval_steps", "eval_interval", "val_check_interval", "evaluation_strategy"), _VALIDATION),
     **dict.fromkeys(("zero", "zero_stage", "zero_optimization", "fsdp", "fsdp_config", "sharding_strategy"), _SHARDED_STATE),
+    **dict.fromkeys(("save_total_limit", "num_to_keep", "save_top_k", "max_to_keep"), _KEEPING),
+    **dict.fromkeys(("datasets", "dataset", "train_dataset", "train_dataloader", "train_dataloaders", "dataloader"), _DATA),
+    **dict.fromkeys(("eval_dataset", "val_dataloader", "val_dataloaders", "valid_dataset"), _DATA),
+    **dict.fromkeys(("dataloader_num_workers", "prefetch_factor", "pin_memory"), _LOADING),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type", "warmup_steps", "warmup_ratio"), _SCHEDULER),
+    **dict.fromkeys(("loss_fn", "criterion", "loss_function"), "the loss function is `loss`"),
+    **dict.fromkeys(("failure_config", "fault_tolerance", "max_restarts"), "lost workers are replaced if `elastic` is set"),
     "train_loop_per_worker": "raypar runs the loop: give `model`, `loss`, `data` and `optimizer`",
     "max_failures": "elastic training replaces lost workers; its limits are keys of `elastic`",
     "random_seed": "the seed of all random numbers is `seed`",

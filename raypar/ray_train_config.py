@@ -1,56 +1,119 @@
-"""Ray Train's `RunConfig` and `CheckpointConfig`, as `Trainer` takes them: which of their fields say something to raypar."""
+"""Ray Train's configs, as `Trainer` takes them: which of their fields say something to raypar, and what to give for the others.
+
+Taken are `ScalingConfig`, `RunConfig` with its `FailureConfig` and `CheckpointConfig`, and `CheckpointConfig` by itself.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from raypar.errors import ConfigError
+from raypar.implied_setting import ImpliedSetting
+
+RAY_TRAIN_ARGUMENTS = ("scaling_config", "run_config", "checkpoint_config")
+"""Arguments of `Trainer` that are configs of Ray Train, in the order of `settings_from_ray_train`."""
 
 UNUSED_FIELDS = {
     "storage_filesystem": "give storage_path, the path of a folder (on a cluster, of storage that all nodes have mounted)",
     "callbacks": "give callbacks=[...] to Trainer, objects of classes derived from raypar.callbacks.Callback",
     "worker_runtime_env": "give it to ray.init(runtime_env=...)",
-    "failure_config": "give elastic=True to Trainer: workers that are lost are then replaced; `raypar resume` after a failure",
     "stop": "give steps= or stop_at_step= to Trainer, or a callback that returns raypar.callbacks.Stop",
     "verbose": "give it to fit(verbose=...)",
     "checkpoint_score_attribute": "leave it out: the newest checkpoints are kept, num_to_keep of them",
     "checkpoint_score_order": "leave it out: the newest checkpoints are kept, num_to_keep of them",
-    "checkpoint_at_end": "leave it out: there always is one at the end",
+    "max_failures": "give -1, or elastic=True to Trainer: an elastic run replaces lost workers, however many",
+    "max_preemption_failures": "leave it out: drained workers are replaced in an elastic run, however many",
+    "preemption_grace_s": "leave it out: work moves off a drained node before its deadline",
+    "controller_failure_limit": "leave it out: the driver of an elastic run is started again",
+    "fail_fast": "leave it out: the run ends at once where it is not elastic",
+    "resources_per_worker": "leave it out: a worker takes one CPU, with use_gpu one GPU too; threads= says how many threads",
+    "trainer_resources": "leave it out: the driver takes no CPU",
+    "placement_strategy": "leave it out: workers of one stage are placed together where there is room",
+    "accelerator_type": "leave it out, and join a cluster of such machines (address=)",
+    "label_selector": "leave it out, and join a cluster of such machines (address=)",
+    "use_tpu": "leave it out: workers compute on CPUs, or with use_gpu on GPUs",
+    "elastic_resize_monitor_interval_s": "leave it out: workers join between two steps (elastic.grow_after_s)",
 }
 """Fields of Ray Train's configs that raypar does not use -> what to give instead."""
-USED_FIELDS = ("name", "storage_path", "checkpoint_config", "num_to_keep", "checkpoint_frequency")
+
+MADE_UP_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
+"""The name that `RunConfig` makes up where it is given none."""
 
 
-def arguments_from_ray_train(given: dict[str, Any]) -> dict[str, Any]:
-    """`Trainer`'s arguments by name, with name, run_dir, keep and checkpoint_every as the two configs among them say.
+def settings_from_ray_train(scaling_config: Any, run_config: Any, checkpoint_config: Any) -> Iterator[ImpliedSetting]:
+    """The keys of a job that the configs set, of those that are given.
 
-    Raises `ConfigError` for a config with a field that raypar does not use.
+    Raises `ConfigError` for a config of another class, and for one that sets a field that raypar does not use.
     """
-    found = {**given}
-    run_config = found.pop("run_config")
-    checkpoint_config = found.pop("checkpoint_config")
+    if scaling_config is not None:
+        yield from _settings_of_scaling(scaling_config, "scaling_config")
     if run_config is not None:
-        found["name"] = found["name"] or run_config.name  # in this order: without a name, RunConfig makes one up
-        found["run_dir"] = run_config.storage_path or found["run_dir"]
-        checkpoint_config = checkpoint_config or run_config.checkpoint_config
-        refuse_unused_fields(run_config, "run_config")
+        yield from _settings_of_run(run_config, "run_config")
     if checkpoint_config is not None:
-        refuse_unused_fields(checkpoint_config, "checkpoint_config")
-        found["keep"] = checkpoint_config.num_to_keep or found["keep"]
-        frequency = getattr(checkpoint_config, "checkpoint_frequency", None)
-        if isinstance(frequency, int) and frequency:
-            found["checkpoint_every"] = frequency
-    return found
+        yield from _settings_of_checkpoint(checkpoint_config, "checkpoint_config")
 
 
-def refuse_unused_fields(config: Any, what: str) -> None:
-    """Raise `ConfigError` if a config of Ray Train sets a field that has no effect here: one that is not as by default."""
+def _settings_of_scaling(config: Any, what: str) -> Iterator[ImpliedSetting]:
+    """What a `ScalingConfig` says: the number of workers, or its limits in an elastic run, and the device."""
+    changed = _changed_fields(config, what, "ScalingConfig", {"num_workers", "use_gpu"})
+    workers = changed.get("num_workers")
+    if isinstance(workers, tuple):
+        least, most = workers
+        yield ImpliedSetting("elastic.min_workers", least, f"the least of {what}.num_workers")
+        yield ImpliedSetting("elastic.max_workers", most, f"the most of {what}.num_workers")
+        workers = most
+    if workers is not None:
+        yield ImpliedSetting("workers", workers, f"{what}.num_workers")
+    if "use_gpu" in changed:
+        yield ImpliedSetting("device", "gpu" if config.use_gpu else "cpu", f"that of {what}.use_gpu")
+
+
+def _settings_of_run(config: Any, what: str) -> Iterator[ImpliedSetting]:
+    """What a `RunConfig` says: name and folder, and what its `FailureConfig` and `CheckpointConfig` say."""
+    used = {"name", "storage_path", "failure_config", "checkpoint_config"}
+    changed = _changed_fields(config, what, "RunConfig", used)
+    if config.name is not None:
+        yield ImpliedSetting("name", config.name, f"{what}.name", yields=MADE_UP_NAME.fullmatch(config.name) is not None)
+    if config.storage_path is not None:
+        yield ImpliedSetting("run_dir", config.storage_path, f"{what}.storage_path", yields="storage_path" not in changed)
+    if config.failure_config is not None:
+        inner = f"{what}.failure_config"
+        failures = _changed_fields(config.failure_config, inner, "FailureConfig", {"max_failures"}).get("max_failures")
+        if failures == -1:
+            yield ImpliedSetting("elastic", True, f"that of {inner}.max_failures=-1")
+        elif failures is not None:
+            raise _unused(inner, "max_failures")
+    if config.checkpoint_config is not None:
+        yield from _settings_of_checkpoint(config.checkpoint_config, f"{what}.checkpoint_config")
+
+
+def _settings_of_checkpoint(config: Any, what: str) -> Iterator[ImpliedSetting]:
+    """What a `CheckpointConfig` says: how many checkpoints are kept; one of before also how often they are saved."""
+    used = {"num_to_keep", "checkpoint_frequency", "checkpoint_at_end"}
+    keys = {"num_to_keep": "keep", "checkpoint_frequency": "every", "checkpoint_at_end": "at_end"}
+    for field, value in _changed_fields(config, what, "CheckpointConfig", used).items():
+        if value is not None:
+            yield ImpliedSetting(f"checkpoint.{keys[field]}", value, f"{what}.{field}")
+
+
+def _changed_fields(config: Any, what: str, kind: str, used: set[str]) -> dict[str, Any]:
+    """The fields that are not as by default. Raises `ConfigError` if one is not `used`, or if `config` is of another class."""
+    if not is_dataclass(config) or isinstance(config, type) or not used <= {field.name for field in fields(config)}:
+        name = config.__name__ if isinstance(config, type) else f"a {type(config).__name__}"
+        raise ConfigError(f"{what} is {name}, not a ray.train.{kind}", cure=f"give ray.train.{kind}(...), or leave it out")
     default = type(config)()
-    for field in fields(config):
-        value = getattr(config, field.name)
-        same = value == getattr(default, field.name) or (field.name == "checkpoint_at_end" and value is True)
-        if field.name not in USED_FIELDS and not same:
-            raise ConfigError(
-                f"{what} has {field.name}, which raypar does not use", cure=UNUSED_FIELDS.get(field.name, "leave it out")
-            )
+    changed = {
+        field.name: value for field in fields(config) if (value := getattr(config, field.name)) != getattr(default, field.name)
+    }
+    for name in changed:
+        if name not in used:
+            raise _unused(what, name)
+    return changed
+
+
+def _unused(what: str, field: str) -> ConfigError:
+    """The error about a field that has no effect here."""
+    return ConfigError(f"{what} has {field}, which raypar does not use", cure=UNUSED_FIELDS.get(field, "leave it out"))

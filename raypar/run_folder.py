@@ -29,9 +29,12 @@ from raypar.untrusted_files import (
     shorten,
 )
 
+ERROR_FILE = "error.txt"
+"""The error of a failed run, with all frames."""
 FILES = (
     "job.yaml", "plan.json", "plan.new", "metrics.jsonl", "events.jsonl", "members.json", "members.new", "cluster.json",
     "trace.json", "swimlane.svg", "wandb.id", "mlflow.id",
+    ERROR_FILE,
 )  # fmt: skip
 """Names of the files that a run reads and writes directly in its folder."""
 DOCUMENT_BYTES = 16 << 20

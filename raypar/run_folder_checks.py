@@ -62,7 +62,7 @@ EVENT: dict[str, Check] = WHO | {
     "done": STEP,
     "plan": _text, "schedule": _text, "schedule_was": _text, "schedule_why": _text, "shards": _text, "shards_was": _text,
     "pause_s": _number(MAX_TIME_S), "again": STEP, "moved_elements": _count(2**63), "state": _text, "path": _text,
-    "end": _text,
+    "end": _text, "precision": _text,
 }  # fmt: skip
 NEEDED = {
     "lost": ("worker",), "joined": ("worker",), "draining": ("worker",), "generation": ("generation", "workers"),

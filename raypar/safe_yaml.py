@@ -1,4 +1,4 @@
-"""Parses YAML into plain values. Depth is limited, and so is size with every alias expanded ("billion laughs")."""
+"""Parses and writes YAML, as plain values. Depth is limited, and so is size with every alias expanded ("billion laughs")."""
 
 from __future__ import annotations
 
@@ -59,9 +59,19 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which writes the text `3e-4` in quotes: here it would be read as a number."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+
+def dump_yaml(value: Any) -> str:
+    """A YAML text that `parse_yaml` reads as `value`, which is made of plain values. Short lists stand on one line."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=None)
 
 
 def parse_yaml(text: str, source: str) -> Any:

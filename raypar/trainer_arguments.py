@@ -1,108 +1,327 @@
-"""`Trainer`'s arguments as a `JobSpec`: checked, with functions, models and data sets as references that workers can call."""
+"""`Trainer`'s arguments as a checked `Job`: functions, models and data sets become references that workers can call."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from typing import Any
+from typing import Any, ParamSpec, Protocol
 
-from raypar.config import PlanConfig, check_trainer_arguments, parse_init_from
+from raypar.callbacks import check_callbacks
+from raypar.config import (
+    RUN_ARGUMENTS,
+    DataConfig,
+    FunctionConfig,
+    Job,
+    OptimizerConfig,
+    PlanConfig,
+    ValidationConfig,
+    job_from_arguments,
+)
 from raypar.errors import ConfigError
-from raypar.keys_of_other_frameworks import advice_for
+from raypar.implied_setting import ImpliedSetting
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec, find_unstable_argument
+from raypar.ray_train_config import RAY_TRAIN_ARGUMENTS, settings_from_ray_train
+from raypar.user_frames import is_own_file
+from raypar.worker.job_spec import DataSpec, OptimizerSpec, Ref, find_unstable_argument
+from raypar.worker.weights_source import InitialWeightsFile
 
 BUILT_MODEL_BYTES = 32 << 20
 """Size limit of a model that is given built: it travels to every worker through Ray's store."""
 
-FUNCTIONS = ("model", "loss", "data", "optimizer", "lr_schedule", "validation")
-"""Arguments that are functions or objects, which no job file has as they are."""
-NOT_IN_A_JOB_FILE = (*FUNCTIONS, "init_from", "plan", "schedule", "elastic", "callbacks", "resume_from_checkpoint")
-"""Arguments that are checked here or by a parser of their own, not by the rules for a job file's keys."""
+Arguments = Mapping[str, Any]
+"""Keyword arguments of a function."""
+FunctionArgument = str | Callable[..., Any] | tuple[str | Callable[..., Any], Arguments] | Arguments | FunctionConfig | Ref
+"""A function: `"module:name"`, the callable itself, a pair with its keyword arguments, or a section as a job file has it."""
 
 
-def check_argument_names(extra: Collection[str], plan: Any, named: Collection[str]) -> None:
-    """Raise `ConfigError` for an argument beside the `named` ones that a job does not have, or that belongs in the plan."""
-    known = {f.name for f in fields(JobSpec)}
-    whole_plan = isinstance(plan, ParallelPlan)  # which says nothing of styles
-    for key in extra:
-        if key not in known or (key in PlanConfig.model_fields and not whole_plan):
-            near = get_close_matches(key, [*named, *known], n=1, cutoff=0.6)
-            cure = f"did you mean {near[0]!r}?" if near else "see help(raypar.Trainer)"
-            if key in PlanConfig.model_fields:
-                cure = f"it is part of the plan: plan={{{key!r}: ...}}"
-            else:
-                cure = advice_for(key) or cure
-            raise ConfigError(f"Trainer has no argument {key!r}", cure=cure)
+class SampleSource(Protocol):
+    """A map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
 
 
-def check_schedule_argument(schedule: str | None, plan: Any) -> None:
-    """Raise `ConfigError` if `schedule` contradicts `plan`."""
-    if schedule is not None and isinstance(plan, str) and plan == "auto":
+FUNCTIONS: dict[str, type[FunctionConfig]] = {
+    "model": FunctionConfig,
+    "loss": FunctionConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "lr_schedule": FunctionConfig,
+    "validation": ValidationConfig,
+}
+"""Arguments that are functions, or objects in their place -> their section of a job."""
+
+FORMER_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "data_input": ("data.input", "validation.input"),
+    "data_target": ("data.target", "validation.target"),
+    "data_names": ("data.names", "validation.names"),
+    "data_processes": ("data.processes", "validation.processes"),
+    "validate_every": ("validation.every",),
+    "validation_samples": ("validation.samples",),
+    "checkpoint_every": ("checkpoint.every",),
+    "keep": ("checkpoint.keep",),
+    "styles": ("plan.styles",),
+    "sequence_parallel": ("plan.sequence_parallel",),
+}
+"""Arguments of the former release -> the keys of a job that say the same. They go with the next release."""
+
+P = ParamSpec("P")
+
+
+def explain_wrong_arguments(init: Callable[P, None]) -> Callable[P, None]:
+    """`Trainer.__init__`, called with arguments that it has. Arguments of the former release are renamed, with a warning.
+
+    Raises `ConfigError` for others, and where one is missing; Python's `TypeError` would say nothing of the cure.
+    """
+    parameters = inspect.signature(init).parameters
+    needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty and name != "self"}
+
+    @functools.wraps(init)
+    def checked(*positional: P.args, **given: P.kwargs) -> None:
+        if len(positional) > 1:
+            what = f"Trainer got {len(positional) - 1} arguments without names"
+            raise ConfigError(what, cure="give them by name: model=..., loss=..., data=...")
+        arguments = replace_former_arguments(given)
+        if not needed <= set(arguments) <= set(parameters):
+            raise _error_of_names(arguments)
+        init(*positional, **arguments)  # type: ignore[arg-type]
+
+    return checked
+
+
+def _error_of_names(given: Arguments) -> ConfigError:
+    """The error that says which arguments are missing, and which ones `Trainer` does not have."""
+    try:
+        job_from_arguments(_as_job_tree({key: value for key, value in given.items() if key not in RAY_TRAIN_ARGUMENTS}))
+    except ConfigError as error:
+        return error
+    raise AssertionError(f"Trainer's arguments {sorted(given)} fit a job, but not Trainer's signature")
+
+
+def replace_former_arguments(given: Arguments) -> dict[str, Any]:
+    """`given`, with arguments of the former release as the sections that hold them now. Warns of each.
+
+    Raises `ConfigError` for one that contradicts the section.
+    """
+    found = dict(given)
+    if "name" in found and found["name"] is None:  # the default of the former release
+        warnings.warn("Trainer's argument name is a text; leave it out", DeprecationWarning, stacklevel=_user_level())
+        del found["name"]
+    for name, (key, *others) in FORMER_ARGUMENTS.items():
+        if name not in found or (key.startswith("plan.") and not isinstance(found.get("plan"), ParallelPlan)):
+            continue
+        section, _, inner = key.partition(".")
+        function = '"function": ..., ' if section in FUNCTIONS else ""
+        now = f'{section}={{{function}"{inner}": ...}}'
+        warnings.warn(f"Trainer's argument {name} is now {now}", DeprecationWarning, stacklevel=_user_level())
+        value = found.pop(name)
+        if key.startswith("validation.") and found.get("validation") is None:
+            if value:
+                raise ConfigError(f"{name} is given, but validation is not", cure="give validation=, a data set")
+            continue
+        if key.startswith("plan."):
+            found["plan"] = plan_section(found["plan"], found.get("schedule"), **{inner: value})
+            continue
+        for place in (key, *others):
+            where = place.partition(".")[0]
+            if where in FUNCTIONS and where in found and found[where] is not None:
+                found[where] = function_section(where, found[where])
+            if place == key or isinstance(found.get(where), dict):
+                ImpliedSetting(place, value, name, yields=place != key).put_into(found)
+    return found
+
+
+def _user_level() -> int:
+    """The `stacklevel` at which a warning names the first frame outside of this package."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and is_own_file(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def job_of_arguments(given: Arguments) -> tuple[Job, dict[str, Any]]:
+    """The job that `Trainer`'s arguments describe, and those of them that say how it is run, by name (`RUN_ARGUMENTS`).
+
+    Raises `ConfigError` or `PlanError`.
+    """
+    tree = _as_job_tree(given)
+    for setting in settings_from_ray_train(*(tree.pop(name, None) for name in RAY_TRAIN_ARGUMENTS)):
+        setting.put_into(tree)
+    workers = tree.get("workers")
+    if _same(given["plan"], Job.model_fields["plan"].default) and isinstance(workers, int) and workers > 1:
+        tree["plan"] = plan_section("auto", given["schedule"])  # who says how many workers there are lets the planner use them
+    job = job_from_arguments(tree)
+    check_workers(job, workers, exactly=given.get("workers") is None and job.elastic is None)
+    return job, {name: tree[name] for name in RUN_ARGUMENTS if name in tree}
+
+
+def check_workers(job: Job, workers: int | None, *, exactly: bool = False) -> None:
+    """Raise `ConfigError` if a plan has more workers than are given; `exactly`: if it has not as many as `ScalingConfig`."""
+    plan = job.plan
+    if not isinstance(plan, PlanConfig) or workers is None:
+        return
+    if exactly and plan.workers != workers:
+        raise ConfigError(
+            f"the plan has {plan.workers} workers = {plan.describe()}, and scaling_config.num_workers is {workers}",
+            cure='give one of them, or plan="auto"',
+        )
+    if plan.workers > workers:
+        raise ConfigError(
+            f"the plan has {plan.workers} workers = {plan.describe()}, but workers is {workers}",
+            cure='give a smaller plan, plan="auto", or leave workers out',
+        )
+
+
+def _as_job_tree(given: Arguments) -> dict[str, Any]:
+    """`given`, without arguments that are as by default, in the form that a job file has."""
+    tree: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in FUNCTIONS:
+            if value is not None or name not in ("lr_schedule", "validation"):
+                tree[name] = function_section(name, value)
+        elif name == "plan":
+            tree[name] = plan_section(value, given.get("schedule"))
+        elif name == "callbacks":
+            tree[name] = _callback_sections(value)
+        elif name == "init_from" and isinstance(value, InitialWeightsFile):
+            tree[name] = {field.name: getattr(value, field.name) for field in fields(value)} | {"rename": dict(value.rename)}
+        elif isinstance(value, os.PathLike) and name not in RUN_ARGUMENTS:
+            tree[name] = os.fspath(value)
+        else:
+            tree[name] = dict(value) if isinstance(value, Mapping) else value
+    defaults = {name: info.default for name, info in Job.model_fields.items() if name not in FUNCTIONS}
+    return {name: value for name, value in tree.items() if name not in defaults or not _same(value, defaults[name])}
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether an argument is its default; 1, 1.0 and True are not the same."""
+    return type(value) is type(default) and bool(value == default)
+
+
+def plan_section(plan: Any, schedule: str | None, **more: Any) -> Any:
+    """The section `plan` of a job for `Trainer`'s arguments `plan` and `schedule`, with `more` keys of it.
+
+    Raises `ConfigError` if `schedule` contradicts the plan, and `PlanError` for stages that lie where no schedule of that name
+    has them.
+    """
+    if isinstance(plan, ParallelPlan):
+        return PlanConfig.of_plan(plan, schedule or "1f1b", **more)
+    if isinstance(plan, PlanConfig) and schedule in (None, plan.schedule):
+        return plan
+    if schedule is None:
+        return dict(plan) if isinstance(plan, Mapping) else plan
+    if isinstance(plan, str) and plan == "auto":
         raise ConfigError(
             f'schedule is {schedule!r}, but with plan="auto" the planner chooses the schedule too',
             cure=f'leave schedule out, or give the plan: plan={{"stages": ..., "schedule": {schedule!r}}}',
         )
-    if schedule is not None and isinstance(plan, Mapping) and plan.get("schedule", schedule) != schedule:
+    tree = {"plan": plan}
+    ImpliedSetting("plan.schedule", schedule, "schedule").put_into(tree)
+    return tree["plan"]
+
+
+def _callback_sections(given: Any) -> Any:
+    """Callbacks as a job file has them, with objects in place of functions that make them. Raises `ConfigError`."""
+    if given is None or isinstance(given, (str, int, float, Mapping)):
+        return given  # the job's checks refuse it
+    if not isinstance(given, Iterable):
+        check_callbacks(given)  # one callback alone, or its class: a message of its own
+    plain = (str, int, float, Mapping, FunctionConfig, type(None))
+    return [one if isinstance(one, plain) else {"function": Given(check_callbacks([one])[0])} for one in given]
+
+
+def function_section(key: str, value: Any) -> Any:
+    """The section `key` of a job for what `Trainer` takes in its place: a function, a pair, a model, a data set, ...
+
+    A value that is none of these is returned as it is: the job's own checks refuse it, as they do in a job file. Raises
+    `ConfigError` for objects of which there is more to say.
+    """
+    if isinstance(value, FunctionConfig):
+        return value
+    if isinstance(value, DataSpec):
+        section = {name: found for name in ("input", "target", "names", "processes") if (found := getattr(value, name))}
+        section |= {"function": value.dataset.target, "args": dict(value.dataset.args)}
+    elif isinstance(value, OptimizerSpec):
+        ref = value.optimizer
+        groups = [{"match": pattern, **different} for pattern, different in value.groups]
+        section = {"function": ref.target, "args": dict(ref.args), "groups": groups}
+    elif isinstance(value, Ref):
+        section = {"function": value.target, "args": dict(value.args)}
+    elif isinstance(value, Mapping):
+        if key in ("data", "validation") and _is_several_data_sets(value):
+            raise ConfigError(
+                f"{key} is a {type(value).__name__} with keys {', '.join(map(str, list(value)[:4]))}, not a data set",
+                cure="give one data set (of several splits, one); or a dict with the keys "
+                + ", ".join(FUNCTIONS[key].model_fields),
+            )
+        section = dict(value)
+    elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        section = {"function": value[0], "args": dict(value[1])}
+    else:
+        section = {"function": _function_for(key, value)}
+        if not isinstance(value, str) and not callable(section["function"]):
+            return value
+    if isinstance(section.get("args"), Mapping):
+        section["args"] = dict(section["args"])
+    if "function" in section:
+        section["function"] = _function_for(key, section["function"])
+        if key == "loss":
+            _check_loss(section)
+    return section
+
+
+def _is_several_data_sets(value: Arguments) -> bool:
+    """Whether a mapping holds splits of a data set, instead of being a section of a job."""
+    splits = all(hasattr(part, "__getitem__") and not isinstance(part, (str, Mapping)) for part in value.values())
+    return bool(value) and splits and not set(value) & set(ValidationConfig.model_fields)
+
+
+def _function_for(key: str, value: Any) -> Any:
+    """The callable of a section `key` for what is given as its function; anything else as it is. Raises `ConfigError`."""
+    if key == "model" and _is_module(value):
+        return _built_model(value)
+    if key != "loss" and _is_module(value):
         raise ConfigError(
-            f"schedule is {schedule!r}, and the plan's is {plan['schedule']!r}",
-            cure="give one of them, in plan or beside it",
+            f"{key} is a {type(value).__name__} that is built already",
+            cure=f"give a function that builds it ({key}=lambda: nn.Sequential(...)): every worker makes only its own stage",
         )
-
-
-def check_argument_values(given: Mapping[str, Any]) -> None:
-    """Check `Trainer`'s arguments, by name, as the same keys of a job file. Raises `ConfigError` or `PlanError`."""
-    values = {name: value for name, value in given.items() if name not in NOT_IN_A_JOB_FILE}
-    values["name"] = values["name"] or "run"
-    if isinstance(values["run_dir"], os.PathLike):
-        values["run_dir"] = os.fspath(values["run_dir"])
-    check_trainer_arguments(values)
-    if given["validation"] is None and (given["validate_every"] or given["validation_samples"]):
+    if isinstance(value, functools.partial) and (unstable := find_unstable_argument(value)) is not None:
         raise ConfigError(
-            "validate_every or validation_samples is given, but validation is not",
-            cure="give validation=, a data set, or leave them out",
+            f"{key} is a functools.partial with the argument {unstable}, which is another text in another process, so "
+            "the run could not be resumed",
+            cure=f"give a function that makes that argument itself, or the class of it a __repr__ that says what it holds: "
+            f"{key}=a function, or (function, {{...}})",
         )
+    if isinstance(value, str) or callable(value):
+        return value
+    if key in ("data", "validation") and hasattr(value, "__getitem__") and not isinstance(value, (tuple, Mapping)):
+        return Given(value)
+    if key == "optimizer" and hasattr(value, "param_groups"):
+        name = type(value).__name__
+        cure = f"give its class, which every worker calls with the parameters that it holds: optimizer=({name}, {{'lr': ...}})"
+        raise ConfigError(f"{key} is a {name}", cure=cure)
+    if hasattr(value, "dataset") and hasattr(value, "batch_sampler"):
+        cure = f"give the data set in it ({key}=loader.dataset): raypar makes the batches, of batch_size= samples each"
+        raise ConfigError(f"{key} is a {type(value).__name__}", cure=cure)
+    return value
 
 
-def build_job_spec(given: Mapping[str, Any], extra: Collection[str]) -> JobSpec:
-    """The job that `Trainer`'s arguments describe. `extra`: names of arguments that are fields of `JobSpec` as they are."""
-    init_from = parse_init_from(given.get("init_from"))
-    reading = {
-        "names": tuple(given["data_names"]),
-        "input": given["data_input"],
-        "target": given["data_target"],
-        "processes": given["data_processes"],
-    }
-    validation, lr_schedule = given["validation"], given["lr_schedule"]
-    return JobSpec(
-        name=given["name"] or "run",
-        model=model_reference(given["model"]),
-        loss=loss_reference(given["loss"]),
-        data=make_data_spec(given["data"], "data", reading),
-        optimizer=OptimizerSpec(function_reference(given["optimizer"], "optimizer")),
-        lr_schedule=function_reference(lr_schedule, "lr_schedule") if lr_schedule is not None else None,
-        validation=ValidationSpec(
-            make_data_spec(validation, "validation", reading), given["validate_every"], given["validation_samples"]
-        )
-        if validation is not None
-        else None,
-        **{name: given[name] for name in ("seed", "steps", "batch_size", "microbatches", "virtual_replicas", "clip_norm")},
-        **{name: given[name] for name in extra if name != "init_from"},
-        init_from=init_from,
-    )
+def _is_module(value: Any) -> bool:
+    """Whether `value` is an `nn.Module` that is built already."""
+    return hasattr(value, "named_parameters") and not isinstance(value, type)
 
 
-def model_reference(value: Any) -> Ref:
-    """The model function as `Trainer` takes it, or a small model that is built already, which is taken with its values.
+def _built_model(value: Any) -> Given:
+    """A small model that is built already, with its values.
 
     Raises `ConfigError` for a larger one: every worker would get all of it, through Ray's store.
     """
-    if not hasattr(value, "named_parameters") or isinstance(value, type):
-        return function_reference(value, "model")
     nbytes = sum(t.numel() * t.element_size() for t in (*value.parameters(), *value.buffers()))
     if nbytes > BUILT_MODEL_BYTES:
         raise ConfigError(
@@ -110,67 +329,16 @@ def model_reference(value: Any) -> Ref:
             f"{BUILT_MODEL_BYTES >> 20} MiB are sent to workers",
             cure="give a function that builds it (model=lambda: nn.Sequential(...)), and init_from=FILE for its values",
         )
-    return Ref(Given(copy.deepcopy(value)))
+    return Given(copy.deepcopy(value))
 
 
-def function_reference(value: Any, what: str) -> Ref:
-    """A function as `Trainer` takes it."""
-    if isinstance(value, Ref):
-        return value
-    args: Mapping[str, Any] = {}
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-        value, args = value
-    if what != "loss" and hasattr(value, "named_parameters") and not isinstance(value, type):
-        raise ConfigError(
-            f"{what} is a {type(value).__name__} that is built already",
-            cure=f"give a function that builds it ({what}=lambda: nn.Sequential(...)): every worker makes only its own stage",
-        )
-    if isinstance(value, str) or callable(value):
-        if isinstance(value, functools.partial) and (unstable := find_unstable_argument(value)) is not None:
-            raise ConfigError(
-                f"{what} is a functools.partial with the argument {unstable}, which is another text in another process, so "
-                "the run could not be resumed",
-                cure=f"give a function that makes that argument itself, or the class of it a __repr__ that says what it holds: "
-                f"{what}=a function, or (function, {{...}})",
-            )
-        return Ref(value, args)
-    cure = 'give "module:name", a function, or a pair (function, keyword arguments)'
-    if what == "optimizer" and hasattr(value, "param_groups"):
-        name = type(value).__name__
-        cure = f"give its class, which every worker calls with the parameters that it holds: optimizer=({name}, {{'lr': ...}})"
-    elif hasattr(value, "dataset") and hasattr(value, "batch_sampler"):
-        cure = f"give the data set in it ({what}=loader.dataset): raypar makes the batches, of batch_size= samples each"
-    raise ConfigError(f"{what} is a {type(value).__name__}", cure=cure)
+def _check_loss(section: Arguments) -> None:
+    """Raise `ConfigError` for a loss module that would have to be trained. What has only a name is looked at by `preflight`."""
+    args = section.get("args", {})
+    if callable(section["function"]) and isinstance(args, dict):
+        from raypar.worker.stage.loss_function import make_loss_function
 
-
-def loss_reference(value: Any) -> Ref:
-    """A loss as `Trainer` takes it: a function, a loss module, or the class of one. Raises `ConfigError` for a module that
-    would have to be trained."""
-    from raypar.worker.stage.loss_function import make_loss_function
-
-    ref = function_reference(value, "loss")
-    if callable(ref.target):  # "module:name" is imported by `preflight`, from the folder that the job is started in
-        make_loss_function(ref)
-    return ref
-
-
-def make_data_spec(value: Any, what: str, reading: Mapping[str, Any]) -> DataSpec:
-    """A data set as `Trainer` takes it: a factory, or the data set itself. `reading`: the other fields of its `DataSpec`."""
-    if isinstance(value, DataSpec):
-        if any(reading.values()):
-            raise ConfigError(
-                f"{what} is a DataSpec, and data_input, data_target, data_names or data_processes is given beside it",
-                cure="give them to the DataSpec, or give the data set itself",
-            )
-        return value
-    if isinstance(value, Mapping):
-        raise ConfigError(
-            f"{what} is a {type(value).__name__} with keys {', '.join(map(str, list(value)[:4]))}, not a data set",
-            cure='give one data set (of several splits, one); or "module:name", or a pair (function, keyword arguments)',
-        )
-    if not callable(value) and hasattr(value, "__getitem__") and not isinstance(value, (str, tuple)):
-        return DataSpec(Ref(Given(value)), **reading)
-    return DataSpec(function_reference(value, what), **reading)
+        make_loss_function(Ref(section["function"], args))
 
 
 @dataclass(frozen=True)

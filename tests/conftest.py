@@ -24,6 +24,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--sample-seed", type=int, default=7, metavar="S", help="seed of the choice made by --sample")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole default suite runs in two processes; tests that were chosen, by path or by marker, run in this one (0).
+
+    Two, however many processors there are: end-to-end tests, half of the suite's time, run one after the other.
+    """
+    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or any(
+        str(word).startswith(("-m", "-k", "--sample")) for word in config.invocation_params.args
+    )
+    return 0 if chosen or (os.cpu_count() or 1) < 2 else 2
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Says which tests must run in one process, in order: those of a module, and all end-to-end tests."""
+    group = "end-to-end" if _is_end_to_end(item) else str(item.path.relative_to(TESTS))
+    item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_collection_finish() -> None:
     """`torch.manual_seed` notes for each kind of device that is not there from where it was called, for the day it is: the text
     of the whole stack, three times, half a millisecond under pytest. Tests seed a hundred thousand times."""
@@ -37,7 +55,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The choice depends on the seed and the tests' names only, so that a failing sample can be run again."""
+    """End-to-end tests come first: the process that has finished them takes its share of the others.
+
+    The choice of a sample depends on the seed and the tests' names only, so that a failing one can be run again.
+    """
+    items.sort(key=_is_end_to_end, reverse=True)
     count = config.getoption("--sample")
     if not 0 < count < len(items):
         return
@@ -45,3 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = set(random.Random(config.getoption("--sample-seed")).sample(names, count))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def _is_end_to_end(item: pytest.Item) -> bool:
+    return item.path.is_relative_to(TESTS / "e2e")

@@ -24,11 +24,13 @@ class Workload:
     heads: int = 4
     context: int = 128
     batch_size: int = 32
+    vocab: int = 256
 
     @property
     def model_args(self) -> dict[str, int]:
         """Arguments of `examples.gpt:layers`."""
-        return {"depth": self.depth, "width": self.width, "heads": self.heads, "context": self.context}
+        sizes = {"depth": self.depth, "width": self.width, "heads": self.heads, "context": self.context}
+        return sizes if self.vocab == 256 else sizes | {"vocab": self.vocab}
 
     @property
     def tokens(self) -> int:

@@ -83,12 +83,14 @@ def job_and_plan(
     reduction: str = "canonical",
     work: dict[str, int] | None = None,
     shards: int = 1,
+    cuts: Sequence[int] | None = None,
     **model: Any,
 ) -> tuple[JobSpec, ParallelPlan, str]:
-    """The benches' GPT under a uniform plan. `model`: as `gpt_job` takes it."""
+    """The benches' GPT under a uniform plan. `cuts`: first layers of stages 1, 2, ...; `model`: as `gpt_job` takes it."""
     size = Workload(**(work or {}))
     spec = gpt_job(size, microbatches, reduction, **model)
-    return spec, plan_of(schedule, [replicas] * stages, size.depth + 2, size.bounds, chunks, shards), schedule
+    plan = plan_of(schedule, [replicas] * stages, size.depth + 2, size.bounds, chunks, shards)
+    return spec, plan.with_split_points(cuts) if cuts is not None else plan, schedule
 
 
 def sleep_and_plan(

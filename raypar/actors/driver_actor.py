@@ -35,7 +35,7 @@ from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_request import RunRequest
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_reports import Report, StepReports
-from raypar.actors.thread_cpu_wait import thread_cpu_wait_s
+from raypar.actors.wait_reporter import WaitReporter
 from raypar.actors.worker_calls import WorkerCalls
 from raypar.actors.worker_messages import pickle_error_for_client
 from raypar.actors.worker_pool import WorkerPool
@@ -47,6 +47,7 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError, OutOfMemory, RayparError, error_first_line
 from raypar.plan.ownership import Ownership
+from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 
 TICK_S = 0.25
 """Time from one `Tick` event to the next."""
@@ -235,6 +236,7 @@ class DriverActor:
         """Handle events until the run is over. Even after a bug in this loop the run's actors are removed."""
         parts = self.parts
         self.tasks.spawn(self._tick())
+        self.tasks.spawn(WaitReporter(parts).watch())
         self.tasks.spawn(parts.registry.watch(parts.request.silent_s, lambda: parts.machine.phase is Phase.OVER))
         try:
             while parts.machine.phase is not Phase.OVER:

@@ -57,8 +57,10 @@ class RunEnd:
     """The error of a failed run."""
 
 
-def follow_run(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> RunEnd:
+def follow_run(request: RunRequest, tell: Callable[[dict[str, Any]], None], heard: Callable[[], None] = lambda: None) -> RunEnd:
     """Run a request on the Ray cluster this process is connected to, until the run is over; `tell` gets every event.
+
+    `heard` is called with every answer of the driver.
 
     The first Ctrl-C (SIGTERM, SIGHUP) asks the driver to save and end, the second one removes everything at once.
     Raises `ActiveError` when a run of this name is active already, `WorkerLost` when the driver itself is lost.
@@ -83,7 +85,7 @@ def follow_run(request: RunRequest, tell: Callable[[dict[str, Any]], None]) -> R
         raise active_run_error(request.run) from error
     try:
         with collecting_signals() as asked:
-            return _follow(driver, request, tell, asked)
+            return _follow(driver, request, tell, asked, heard)
     finally:
         remove_run_from_cluster(driver, request.run)
 
@@ -140,21 +142,36 @@ def active_run_error(run: str) -> ActiveError:
     )
 
 
-def _follow(driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], None], asked: list[str]) -> RunEnd:
+def _follow(
+    driver: Any,
+    request: RunRequest,
+    tell: Callable[[dict[str, Any]], None],
+    asked: list[str],
+    heard: Callable[[], None] = lambda: None,
+) -> RunEnd:
     """Follow the run until it ends; returns how. Every event is told once. `asked`: the signals received so far."""
-    return RunFollower(driver, request, tell, asked).follow()
+    return RunFollower(driver, request, tell, asked, heard).follow()
 
 
 class RunFollower:
     """Polls the driver of one run until the run is over, waits for a driver that Ray restarts, and passes Ctrl-C on."""
 
-    def __init__(self, driver: Any, request: RunRequest, tell: Callable[[dict[str, Any]], None], asked: list[str]) -> None:
+    def __init__(
+        self,
+        driver: Any,
+        request: RunRequest,
+        tell: Callable[[dict[str, Any]], None],
+        asked: list[str],
+        heard: Callable[[], None] = lambda: None,
+    ) -> None:
         self.driver = driver
         """The driver actor."""
         self.request = request
         """What the driver was asked to run."""
         self.tell = tell
         """Gets every event of the run, once."""
+        self.heard = heard
+        """Called with every answer of the driver."""
         self.asked = asked
         """Signals received: the first one asks the driver to save and end, the second one ends the run at once."""
         self.epoch = self.cursor = 0
@@ -222,6 +239,7 @@ class RunFollower:
             self._wait_for_restart(error)
             return []
         self.lost_s, self.patience_s = None, DRIVER_SILENT_S
+        self.heard()
         return list(events)
 
     def _wait_for_restart(self, error: RayActorError) -> None:

@@ -57,7 +57,9 @@ class DriverStartup:
         parts.machine.membership.members = members
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
         text = f"{len(hellos)} workers on {len(set(nodes.values()))} node(s), pids {pids}"
-        parts.side_effects.note("started", text=text, workers=[parts.registry.worker_facts(n) for n in members])
+        precision = request.contract.get("precision")
+        facts = {"precision": precision["compute"]} if precision else {}
+        parts.side_effects.note("started", text=text, workers=[parts.registry.worker_facts(n) for n in members], **facts)
         parts.side_effects.aside(recorder.note_generation, plan, [hellos[n].node[:8] for n in members if n in hellos])
         for line in recorder.compare_fingerprints(list(hellos.values())):
             parts.side_effects.note("warning", text=line)

@@ -17,6 +17,8 @@ class EventFeed:
         """Identifies this driver: another epoch tells the client that the driver was replaced."""
         self.heard_s = time.monotonic()
         """When the client last polled."""
+        self.told_s = time.monotonic()
+        """When an event was last told that does not only say what is waited for."""
         self._kept: list[dict[str, Any]] = []
         """Events that the client may not have received."""
         self._heard = 0
@@ -26,6 +28,14 @@ class EventFeed:
 
     def tell(self, kind: str, **facts: Any) -> None:
         """Add an event. Call it from within the event loop only."""
+        self.told_s = time.monotonic()
+        self._add(kind, facts)
+
+    def tell_wait(self, text: str) -> None:
+        """Add an event that says what the run waits for; for people at a terminal, who are told nothing else meanwhile."""
+        self._add("waiting_for", {"text": text})
+
+    def _add(self, kind: str, facts: Mapping[str, Any]) -> None:
         self._kept.append({"kind": kind, "time": time.time(), **facts})
         asyncio.ensure_future(self._wake())  # noqa: RUF006 (ends at once)
 

@@ -15,6 +15,8 @@ import raypar
 if TYPE_CHECKING:
     import torch
 
+    from raypar.worker.job_spec import Precision
+
 Fingerprint = Mapping[str, str]
 
 SETTINGS = (
@@ -25,8 +27,11 @@ SETTINGS = (
 """Environment variables that make a library choose kernels with other rounding."""
 
 
-def fingerprint_worker_numerics(threads: int, device: torch.device) -> dict[str, str]:
-    """The fingerprint of this process with `threads` threads. Takes some milliseconds; on a GPU it loads kernels too."""
+def fingerprint_worker_numerics(threads: int, device: torch.device, precision: Precision | None = None) -> dict[str, str]:
+    """The fingerprint of this process with `threads` threads, for a job that computes in `precision` (None: in its `dtype`).
+
+    Takes some milliseconds; on a GPU it loads kernels too.
+    """
     import numpy
     import torch
 
@@ -45,6 +50,7 @@ def fingerprint_worker_numerics(threads: int, device: torch.device) -> dict[str,
         "threads": str(threads),
         "settings": " ".join(f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ) or "none",
         "kernels": digest_kernel_results(device),
+        **({"bfloat16_kernels": digest_bfloat16_results(device)} if precision is not None and precision.compute else {}),
         **on_gpu,
     }
 
@@ -85,6 +91,30 @@ def digest_kernel_results(device: torch.device) -> str:
         torch.dot(a.view(-1), a.view(-1)),
         (a.double() @ b.double()),
     ]
+    return _digest(results)
+
+
+def digest_bfloat16_results(device: torch.device) -> str:
+    """As `digest_kernel_results`, in bfloat16: processors have other kernels for it (AVX-512 BF16, AMX, none)."""
+    import torch
+    from torch.nn import functional
+
+    generator = torch.Generator().manual_seed(0)
+    a, b, bias = (torch.randn(shape, generator=generator).to(device).bfloat16() for shape in ((33, 65), (47, 65), (47,)))
+    x = functional.linear(a, b, bias)
+    heads = x.view(1, 3, 11, 47)
+    results = [
+        x,
+        a.t() @ x,
+        a[:1] @ b.t(),
+        functional.layer_norm(torch.softmax(x, -1) + functional.gelu(x), (47,)),
+        functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True),
+        x.sum(0),
+    ]
+    return _digest([result.float() for result in results])
+
+
+def _digest(results: Sequence[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for result in results:
         digest.update(result.cpu().contiguous().numpy().tobytes())

@@ -53,7 +53,7 @@ class PlanCache:
         most = max(stage.shards for stage in self.request.plan.stages)
         shards = next(n for n in possible_shard_counts(self.request.plan) if most % n == 0 and n <= max(1, workers))
         try:
-            choice = search_plans(self.request.profile, workers, self.request.batching, shards)
+            choice = search_plans(self.request.profile, workers, self.request.batching, shards, self.request.plan.recompute)
         except PlanError as error:
             return error
         self.schedules.setdefault(choice.plan, choice.schedule)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from raypar.actors.local_nodes import LocalNode, cpus_per_node, start_local_nodes
 from raypar.actors.ray_cleanup import remove_local_ray_on_exit
-from raypar.errors import ClusterError, ConfigError, error_first_line
+from raypar.errors import ClusterAddressError, ClusterError, ConfigError, error_first_line
 
 OBJECT_STORE_BYTES = 150 * 2**20
 """Size of the local Ray cluster's object store; modest, as no tensor goes through it."""
@@ -174,16 +174,16 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
             ray.init(address=address, logging_level=logging.ERROR, runtime_env=runtime_env)
             wait_until_working_dir_unpacked()
     except AuthenticationError as error:
-        raise ClusterError(
+        raise ClusterAddressError(
             f"the Ray cluster at {address!r} lets nobody in without its token: {error.message}", cure=f"set {TOKEN}"
         ) from error
     except ConnectionError as error:  # something listens there: Ray says the same of a head that wants another token
-        raise ClusterError(
+        raise ClusterAddressError(
             f"cannot join a Ray cluster at {address!r}: {error_first_line(error)}",
             cure=f"look at `ray status --address {address}`; if the cluster has a token, set {TOKEN}",
         ) from error
     except (RuntimeError, ValueError, TimeoutError, RayError) as error:
-        raise ClusterError(
+        raise ClusterAddressError(
             f"cannot join a Ray cluster at {address!r}: {error_first_line(error)}",
             cure="check `ray status --address ...`, or leave the address out: raypar then starts a local Ray cluster",
         ) from error
@@ -194,14 +194,14 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
 
 
 def check_address_answers(address: str) -> None:
-    """Raise `ClusterError` if nothing listens at `host:port`; Ray itself would retry silently for minutes."""
+    """Raise `ClusterAddressError` if nothing listens at `host:port`; Ray itself would retry silently for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdigit():
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except OSError as error:
-        raise ClusterError(
+        raise ClusterAddressError(
             f"nothing answers at {address!r}: {error}",
             cure="check the address (`ray status --address ...`), or leave it out: raypar then starts a local Ray cluster",
         ) from error
@@ -231,7 +231,7 @@ def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterato
             )
 
     with contextlib.ExitStack() as stack:
-        with ray_in_new_sessions():
+        with ray_in_new_sessions(), without_idle_ray_processes():
             with _started():
                 folder = start_ray_with_retries(start, stack)
             raylets: tuple[LocalNode, ...] = ()
@@ -341,6 +341,31 @@ def ray_in_new_sessions() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
+
+
+@contextlib.contextmanager
+def without_idle_ray_processes() -> Iterator[None]:
+    """Keep Ray from starting two processes that a local Ray cluster has no use for, and from waiting for the first of them.
+
+    That of the dashboard is started without a dashboard too, for usage statistics, which are off (`QUIET`); the autoscaler's
+    monitor has no nodes to add (it also writes what `ray status` prints). Each loads Ray: a second of a processor, and 80 MiB.
+    The patched names are private to Ray; without them the processes are there and idle.
+    """
+    from ray._private import node, services
+
+    unused: list[tuple[Any, str, Callable[..., Any]]] = [
+        (services, "start_api_server", lambda *args, **rest: ("", None)),
+        (node.Node, "start_monitor", lambda self: None),
+    ]
+    started = [(owner, name, getattr(owner, name)) for owner, name, _ in unused if hasattr(owner, name)]
+    for owner, name, instead in unused:
+        if hasattr(owner, name):
+            setattr(owner, name, instead)
+    try:
+        yield
+    finally:
+        for owner, name, start in started:
+            setattr(owner, name, start)
 
 
 @contextlib.contextmanager

@@ -336,6 +336,7 @@ class RunRecorder:
             "schedule": schedule,
             "stages": [asdict(stage) for stage in plan.stages],
             "workers": [plan.coordinate(rank) for rank in range(plan.world)],
+            **({"recompute": list(plan.recompute)} if plan.recompute else {}),
         }
         self._replace(run.plan, json.dumps(facts, indent=1) + "\n")
 

@@ -22,7 +22,6 @@ from typing import Any
 import ray
 
 from raypar.actors.liveness_connection import LivenessListener
-from raypar.actors.thread_cpu_wait import thread_cpu_wait_s
 from raypar.actors.worker_messages import CallFailure, WorkerHello
 from raypar.actors.working_dir_guard import WorkingDirGuard
 from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
@@ -30,6 +29,8 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
 from raypar.user_code import USER_CODE_ERRORS, error_text
+from raypar.worker.process.thread_activity import describe_thread_activity
+from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 
 ORPHAN_THREAD = "raypar-orphan"
 STEP_TIMEOUT_S = 900.0
@@ -40,6 +41,8 @@ LEAVE_S = 5.0
 LOADING, LOADING_S = "loading its code", 600.0
 """What `doing` is while a worker loads its code, and how long that may take without a ping: torch from a cold disk needs
 minutes."""
+WRITING = "writing"
+"""What a worker does that writes its part of a checkpoint, beside its steps."""
 ALLOCATORS_SAY = ("can't allocate memory", "not enough memory", "out of memory")
 """Texts of out-of-memory RuntimeErrors: PyTorch's on a CPU, Windows's, and a GPU's before torch 2.5."""
 
@@ -83,6 +86,8 @@ class WorkerActor:
         """How long this worker lives without a call of its driver."""
         self.doing = "starting"
         """What the worker does, in words."""
+        self.calls: dict[int, str] = {}
+        """Thread -> what the call that it executes is for, in words."""
         self.hello_sent: WorkerHello | None = None
         """The hello it has answered with, for a new driver that asks again."""
         self.liveness_listener: LivenessListener | None = None
@@ -127,6 +132,7 @@ class WorkerActor:
         host = self.host or ray.util.get_node_ip_address()
         self.backend = make_backend(self.spec.device)
         device = self.backend.open_device(exact=self.spec.reduction == "canonical")
+        self.backend.check_precision(self.spec.precision)
         self.endpoint = self.backend.listen(host, self.credential)
         guard.accept()
         self.core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
@@ -136,7 +142,7 @@ class WorkerActor:
         freeze_existing_objects(collect=True)
         node = ray.get_runtime_context().get_node_id()
         self.liveness_listener = LivenessListener(host)
-        says = fingerprint_worker_numerics(self.spec.threads, device)
+        says = fingerprint_worker_numerics(self.spec.threads, device, self.spec.precision)
         self.hello_sent = WorkerHello(self.endpoint.address, node, os.getpid(), says, self.liveness_listener.address)
         return self.hello_sent
 
@@ -226,7 +232,7 @@ class WorkerActor:
     @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
     def save_result(self) -> Any:
         """Wait for the writer: its record, or `CallFailure` with the error of the disk."""
-        return self._run_call("writing", self.core.save_result)
+        return self._run_call(WRITING, self.core.save_result)
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def ping(self) -> tuple[int, str, bool, float]:
@@ -236,6 +242,15 @@ class WorkerActor:
         """
         self.heard_s = time.monotonic()
         return self._done, self.doing, self.leaving, thread_cpu_wait_s(self.step_thread_id)
+
+    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
+    def activity(self) -> str:
+        """What this worker is doing, as exactly as its stack says: `in step 12, reading sample 17`."""
+        self.heard_s = time.monotonic()
+        for thread, doing in sorted(self.calls.items(), key=lambda call: call[1] == WRITING):
+            found = describe_thread_activity(thread)
+            return f"{doing}, {found}" if found and doing.startswith("in ") else found or doing
+        return self.doing
 
     def _asked_to_leave(self, number: int, frame: Any) -> None:
         """Handle SIGTERM, a cloud's notice: the next ping tells the driver, which moves the work. Exit if no driver pings."""
@@ -299,7 +314,7 @@ class WorkerActor:
     def _run_call(self, doing: str, call: Callable[[], Any]) -> Any:
         """The result of `call`, or its failure as a `CallFailure`. `doing`: what the worker does, for pings and messages."""
         self.heard_s = time.monotonic()
-        self.doing = doing
+        self.doing = self.calls[threading.get_ident()] = doing
         try:
             self.working_dir.keep()
             if self.torch_guard is not None:
@@ -310,6 +325,7 @@ class WorkerActor:
         finally:
             self.heard_s = time.monotonic()  # the driver that waits for the answer lives
             self.doing = "idle"
+            del self.calls[threading.get_ident()]
 
     def _classify_failure(self, doing: str, error: BaseException) -> CallFailure:
         """The failure as a `CallFailure` that says who is to blame: an abort, user code, or raypar."""
@@ -324,7 +340,7 @@ class WorkerActor:
             return CallFailure("user", OutOfMemory(what, cure="use workers with more memory"))
         if isinstance(error, UserCodeError):
             return CallFailure("user", UserCodeError(f"{self.coordinate}, {doing}: {error.what}", error.cure))
-        if isinstance(error, RayparError) or (isinstance(error, OSError) and doing in ("saving", "writing")):
+        if isinstance(error, RayparError) or (isinstance(error, OSError) and doing in ("saving", WRITING)):
             return CallFailure("error", error)
         text = "".join(traceback.format_exception(error)).rstrip()
         innermost = traceback.extract_tb(error.__traceback__)[-1].filename

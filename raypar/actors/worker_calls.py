@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -36,6 +37,8 @@ class WorkerCalls:
         """Awaits answers, and posts events to the run machine."""
         self.started = started
         """Workers that have started."""
+        self._asked: Counter[int] = Counter()
+        """Worker -> number of its calls that are not answered yet."""
         self._answered: set[asyncio.Task[None]] = set()
         """Calls whose answer is awaited."""
 
@@ -59,9 +62,15 @@ class WorkerCalls:
             of = None if answer.kind == "lost" else generation
             self.tasks.post(on.CallFailed(answer.kind, answer.error, number, of))
 
+    @property
+    def unanswered(self) -> set[int]:
+        """Workers that have not answered a call."""
+        return {number for number, calls in self._asked.items() if calls}
+
     async def ask(self, number: int, ref: Any) -> Any:
         """The answer of a call to one worker, or a `CallFailure` that names the worker."""
         who = self.coordinate(number)
+        self._asked[number] += 1
         try:
             return await ref
         except (RayActorError, ActorUnavailableError) as error:
@@ -76,6 +85,8 @@ class WorkerCalls:
             return CallFailure("error", ClusterError(f"{who}: {error}", cure="look at Ray's logs"))
         except Exception as error:
             return CallFailure("error", error)
+        finally:
+            self._asked[number] -= 1
 
     def coordinate(self, number: int) -> str:
         """The worker's seat in words, or its number if it has no seat."""

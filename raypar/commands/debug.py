@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.config import load_job
     from raypar.launch.chosen_plan import make_custom_schedule_builder
     from raypar.plan import MicrobatchRouting
+    from raypar.plan.recomputation import add_recomputation
     from raypar.user_code import make_importable
     from raypar.worker.process.torch_state_guard import TorchStateGuard
     from raypar.worker.run_in_one_process import OneProcessRun
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     guard = TorchStateGuard(spec.threads)
     with guard.watching(f"the model function {spec.model.label}"):
         graph = make_layer_graph(spec)
-    plan = job.to_plan(len(graph.layers))
+    plan = add_recomputation(job.to_plan(len(graph.layers)), job.recompute, [layer.name for layer in graph.layers])
     if place is not None:
         sizes = (min(args.steps, spec.steps), len(plan.stages), spec.microbatches)
         if not all(0 <= at < size for at, size in zip(place, sizes, strict=True)):
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     build = make_custom_schedule_builder(job)
     schedule = build(MicrobatchRouting(plan, spec.batching)) if build is not None else job.schedule_name
     print(f"{plan.world} workers, {len(plan.stages)} stages in one process; schedule {job.schedule_name}", flush=True)
+    if (precision := spec.precision.describe()) is not None:
+        print(precision, flush=True)
 
     def before(step: int, instruction: object) -> None:
         where = (step, getattr(instruction, "stage", None), getattr(instruction, "microbatch", None))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
+from raypar.plan.recomputation import describe_recomputed_layers
 
 if TYPE_CHECKING:
     from raypar.config import Job
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from raypar.model.layer_skeletons import LayerSize
     from raypar.planner.model_profile import ModelProfile
     from raypar.planner.plan_search import PlanChoice
+    from raypar.planner.stage_balance import StageBalance
     from raypar.schedule.instructions import Schedule
     from raypar.schedule.timeline import Timeline
     from raypar.worker.job_spec import JobSpec
@@ -30,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="override a job key")
     parser.add_argument("--workers", type=int, help="choose a plan for so many workers, whatever the job's plan says")
     parser.add_argument("--no-profile", action="store_true", help="do not time the layers: sizes only, at once")
+    parser.add_argument(
+        "--memory", type=float, metavar="MIB", help="what a worker has, in MiB, in place of this machine's free memory"
+    )
     parser.add_argument("--svg", metavar="F", type=Path, help="draw the predicted step as a swimlane")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -44,27 +49,29 @@ def run(args: argparse.Namespace) -> int:
 
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers {args.workers}", cure="give 1 worker or more")
+    if args.memory is not None and not args.memory > 0:
+        raise ConfigError(f"--memory {args.memory:g}", cure="give what a worker has, in MiB")
     job = load_job(args.job, args.overrides)
     make_importable(job.source_dir)
     spec = job.to_spec()
     graph = make_layer_graph(spec)
     choose = args.workers is not None or job.plan_is_auto
     if args.no_profile:
-        refuse_no_profile(choose, args.svg)
+        refuse_no_profile(choose, args.svg, args.memory)
     import torch
 
     sizes = layer_sizes(graph, getattr(torch, spec.dtype))
     shown = (
-        choose_plan_to_show(job, spec, graph, args.workers)
+        choose_plan_to_show(job, spec, graph, args.workers, args.memory)
         if choose
-        else job_plan_to_show(job, spec, graph, not args.no_profile)
+        else job_plan_to_show(job, spec, graph, not args.no_profile, args.memory)
     )
     plan, name, profile = shown.plan, shown.name, shown.profile
     found = plan_as_dict(
         plan, name, spec.batching, sizes, profile, shown.schedule, layer_sizes_by_shard(graph, spec, plan, sizes)
     )
     found["cut"] = shard_style_by_layer(graph, spec, plan)
-    parts = [plan_as_text(found)]
+    parts = [plan_as_text(found), spec.precision.describe() or ""]
     if profile is not None:
         timeline, _ = predict_step(profile, plan, shown.schedule or name, spec.batching)
         parts.append(predicted_step_text(timeline))
@@ -72,6 +79,13 @@ def run(args: argparse.Namespace) -> int:
             write_predicted_step_svg(
                 args.svg, f"{job.name}: {found['plan']}, schedule {name}", timeline, profile.crossing(plan)
             )
+    if shown.balance is not None:
+        from raypar.planner.plan_report import stage_balance_as_dict, stage_balance_text
+
+        found["stage_balance"] = stage_balance_as_dict(shown.balance)
+        parts.append(stage_balance_text(shown.balance))
+    elif args.no_profile and job.leaves_cuts_open and plan.has_other_cuts:
+        parts.append("stages cut by number of layers; without --no-profile, and in a run, measured times decide")
     if shown.choice is not None:
         from raypar.planner.plan_report import plan_report, plan_report_as_dict
 
@@ -99,9 +113,11 @@ class ShownPlan:
     """The schedule itself, where its name alone does not say it."""
     choice: PlanChoice | None = None
     """What the planner weighed up; None for the job's own plan."""
+    balance: StageBalance | None = None
+    """Where the layers of a plan without `cuts` were cut, and why; None for other plans."""
 
 
-def refuse_no_profile(choose: bool, svg: Path | None) -> None:
+def refuse_no_profile(choose: bool, svg: Path | None, memory: float | None = None) -> None:
     """Raise `ConfigError` if `--no-profile` is given with something that needs a profile."""
     if choose:
         raise ConfigError(
@@ -109,10 +125,18 @@ def refuse_no_profile(choose: bool, svg: Path | None) -> None:
         )
     if svg is not None:
         raise ConfigError("a step cannot be predicted without a profile", cure="leave out --no-profile, or --svg")
+    if memory is not None:
+        raise ConfigError("memory cannot be predicted without a profile", cure="leave out --no-profile, or --memory")
 
 
-def choose_plan_to_show(job: Job, spec: JobSpec, graph: Graph, workers: int | None) -> ShownPlan:
-    """The planner's choice for `workers` workers (None: the job's number). Raises `ConfigError` for fewer than its shards."""
+def choose_plan_to_show(
+    job: Job, spec: JobSpec, graph: Graph, workers: int | None, memory_mib: float | None = None
+) -> ShownPlan:
+    """The planner's choice for `workers` workers (None: the job's number). Raises `ConfigError` for fewer than its shards.
+
+    `memory_mib`: what a worker has; None: its part of this machine's free memory.
+    """
+    from raypar.plan.recomputation import resolve_recomputed_layers
     from raypar.planner.plan_search import search_plans
     from raypar.worker.measure_profile import profile_job
 
@@ -122,18 +146,32 @@ def choose_plan_to_show(job: Job, spec: JobSpec, graph: Graph, workers: int | No
             f"{workers} worker{'s' * (workers > 1)} for a job whose layers are cut over {shards} shards",
             cure=f"give --workers {shards} or more",
         )
-    profile = profile_job(spec, workers=workers, graph=graph, shards={shards})
-    choice = search_plans(profile, workers, spec.batching, shards)
+    recompute = resolve_recomputed_layers(job.recompute, [layer.name for layer in graph.layers])
+    profile = profile_job(spec, workers=workers, graph=graph, shards={shards}, recompute=recompute or None)
+    profile = with_memory(profile, memory_mib)
+    choice = search_plans(profile, workers, spec.batching, shards, recompute)
     return ShownPlan(choice.plan, choice.schedule, profile, choice=choice)
 
 
-def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool) -> ShownPlan:
-    """The plan that the job gives. Raises `PlanError` if layers cannot be cut over its shards."""
+def with_memory(profile: ModelProfile, memory_mib: float | None) -> ModelProfile:
+    """The profile for workers with so much memory; None: as it was measured."""
+    return profile if memory_mib is None else replace(profile, memory_bytes=round(memory_mib * 2**20))
+
+
+def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool, memory_mib: float | None = None) -> ShownPlan:
+    """The plan that the job gives, with its layers cut as a run cuts them if they are timed (`with_profile`).
+
+    `memory_mib`: what a worker has; None: its part of this machine's free memory. Raises `PlanError` if layers cannot be cut
+    over its shards.
+    """
     from raypar.launch.chosen_plan import make_custom_schedule_builder
+    from raypar.plan.recomputation import add_recomputation
+    from raypar.planner.plan_search import balance_stages
     from raypar.schedule.validate import validate_schedule
     from raypar.worker.measure_profile import profile_job
 
-    plan, build = job.to_plan(len(graph.layers)), make_custom_schedule_builder(job)
+    plan = add_recomputation(job.to_plan(len(graph.layers)), job.recompute, [layer.name for layer in graph.layers])
+    build = make_custom_schedule_builder(job)
     profile, counts = None, {stage.shards for stage in plan.stages}
     schedule, routing = None, MicrobatchRouting(plan, spec.batching)
     if build is not None:
@@ -144,7 +182,12 @@ def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool) 
             from raypar.worker.preflight import check_model_can_shard, preflight
 
             check_model_can_shard(spec, preflight(spec), plan)
-        profile = profile_job(spec, workers=plan.world, graph=graph, shards=counts)
+        profile = profile_job(spec, workers=plan.world, graph=graph, shards=counts, recompute=plan.recompute)
+        profile = with_memory(profile, memory_mib)
+        if job.leaves_cuts_open and plan.has_other_cuts:
+            balance = balance_stages(profile, plan, build or job.schedule_name, spec.batching)
+            schedule = build(MicrobatchRouting(balance.plan, spec.batching)) if build is not None else None
+            return ShownPlan(balance.plan, job.schedule_name, profile, schedule, balance=balance)
     return ShownPlan(plan, job.schedule_name, profile, schedule)
 
 
@@ -216,7 +259,11 @@ def plan_as_dict(
 
     `sizes`: of each layer; `held`: what a worker holds of each layer, by (number of shards, shard).
     """
+    from raypar.schedule import registry
+    from raypar.schedule.recomputation import stages_that_keep_activations
+
     routing = MicrobatchRouting(plan, cut)
+    orders = registry.build_schedule(name, routing) if schedule is None else schedule
     workers = [worker_part_as_dict(plan, routing, rank, sizes, held) for rank in range(plan.world)]
     found: dict[str, Any] = {
         "plan": f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}",
@@ -224,14 +271,23 @@ def plan_as_dict(
         "microbatches": cut.count,
         "virtual_replicas": cut.blocks,
         "parameters": sum(layer.parameters for layer in sizes),
+        "recompute": list(plan.recompute),
+        "recomputed": describe_recomputed_layers(plan.recompute, [layer.name for layer in sizes]),
+        "stages_that_keep_activations": list(stages_that_keep_activations(orders, plan)),
         "workers": workers,
         "imbalance": max(w["share"] for w in workers) - 1,
     }
     if profile is not None:
+        from raypar.planner.memory_sheet import memory_sheets, plans_that_fit
         from raypar.planner.plan_search import predict_step
 
         timeline, memory = predict_step(profile, plan, schedule or name, cut)
+        sheets = memory_sheets(profile, plan, schedule or name, cut)
+        if profile.memory_bytes is not None and max(memory) > profile.memory_bytes:
+            advice = plans_that_fit(profile, plan, schedule or name, cut, profile.memory_bytes)
+            found["does_not_fit"] = {"worker_bytes": profile.memory_bytes, "advice": advice}
         found |= {
+            "memory_sheet": [{**sheet.state, **sheet.kept} for sheet in sheets],
             "predicted_ms": timeline.makespan_ms,
             "bubble_of_ideal": timeline.bubble_of_ideal,
             "bubble_of_total": timeline.bubble_of_total,
@@ -310,7 +366,8 @@ def plan_as_text(found: dict[str, Any]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     if found.get("cut"):
-        lines.append(f"cut over shards: {', '.join(group_similar_layers(found['cut']))}")
+        lines.append(f"cut over shards (tensor parallel): {', '.join(group_similar_layers(found['cut']))}")
+    lines += recomputation_lines(found)
     if found["imbalance"] > 0.005:
         lines.append(
             f"the busiest worker has {100 * found['imbalance']:.0f} % more microbatches than its replicas have on average: "
@@ -327,4 +384,41 @@ def plan_as_text(found: dict[str, Any]) -> str:
             f"(layers timed on this machine; {found['latency_ms']:.2f} ms and "
             f"{found['bandwidth_bytes_per_ms'] / 1e6:.2f} GB/s between workers)"
         )
+        lines += ["", *memory_sheet_lines(found)]
     return "\n".join(lines)
+
+
+def recomputation_lines(found: dict[str, Any]) -> list[str]:
+    """The line that says what is recomputed; none without recomputation. `found`: from `plan_as_dict`."""
+    if not found["recomputed"]:
+        return []
+    kept = ", ".join(map(str, found["stages_that_keep_activations"]))
+    but = f"; not on stage {kept}, where each backward follows its forward at once: nothing is gained" if kept else ""
+    return [f"recomputed in the backward pass: {found['recomputed']}{but}"]
+
+
+def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
+    """The memory sheet as a table, a line per worker; then what would fit, if the plan does not. `found`: from
+    `plan_as_dict`."""
+    from raypar.plan.ownership import STATE_KIND_NOUNS
+    from raypar.planner.memory_sheet import KEPT_NOUNS
+
+    nouns: dict[str, str] = {**STATE_KIND_NOUNS, **KEPT_NOUNS}
+    sheets: list[dict[str, int]] = found["memory_sheet"]
+    kinds = [kind for kind in sheets[0] if any(sheet[kind] for sheet in sheets)]
+    rows = [("memory in MiB", *(nouns[kind] for kind in kinds), "in all")]
+    for rank, sheet in enumerate(sheets):
+        numbers = (*(sheet[kind] for kind in kinds), sum(sheet.values()))
+        rows.append((f"worker {rank}", *(f"{nbytes / 2**20:.1f}" for nbytes in numbers)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+    if "does_not_fit" in found:
+        most, has = max(found["memory_bytes"]), found["does_not_fit"]["worker_bytes"]
+        lines.append(
+            f"this plan does not fit: worker {found['memory_bytes'].index(most)} needs {most / 2**20:,.1f} MiB, a worker has "
+            f"{has / 2**20:,.1f} MiB; {found['does_not_fit']['advice']}"
+        )
+    return lines

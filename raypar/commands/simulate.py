@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _list(what, "--replicas", _count, "workers per stage (default 1)")
     what.add_argument("--chunks", type=_count, metavar="V", help="stages hosted by each worker (default 2 where it matters)")
     _list(what, "--warmup", _count, "forwards before the first backward of a worker")
+    what.add_argument("--recompute", action="store_true", default=None, help="make activations again before the backward")
     costs = parser.add_argument_group("costs")
     _list(costs, "--forward-ms", _amount, "forward (default 1)")
     _list(costs, "--backward-ms", _amount, "whole backward (default 2)")
@@ -89,7 +90,8 @@ def _built(args: argparse.Namespace) -> tuple[str, Schedule, MicrobatchRouting]:
     name = args.schedule or "1f1b"
     chunks = registry.resolve_chunks_per_worker(name, args.chunks)
     replicas = _per_stage("--replicas", args.replicas, args.stages, 1)
-    plan = ParallelPlan.of(replicas, chunks=chunks, placement=registry.placement_of_schedule(name))
+    recompute = range(args.stages * chunks) if args.recompute else ()
+    plan = ParallelPlan.of(replicas, chunks=chunks, placement=registry.placement_of_schedule(name), recompute=recompute)
     routing = MicrobatchRouting(plan, Microbatches(args.microbatches, blocks=args.microbatches))
     warmup = _per_stage("--warmup", args.warmup, args.stages, 1) if args.warmup else None
     return name, registry.build_schedule(name, routing, warmup=warmup), routing
@@ -100,7 +102,7 @@ def _from_file(args: argparse.Namespace) -> tuple[str, Schedule, MicrobatchRouti
     from raypar.schedule.schedule_csv import parse_schedule_csv
     from raypar.schedule.validate import validate_schedule
 
-    for option in ("schedule", "chunks", "warmup"):
+    for option in ("schedule", "chunks", "warmup", "recompute"):
         if getattr(args, option) is not None:
             raise ConfigError(f"--schedule-file and --{option} exclude each other", cure=f"leave --{option} out")
     path = Path(args.schedule_file)

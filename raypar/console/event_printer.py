@@ -58,6 +58,10 @@ class EventPrinter:
 
     def __call__(self, event: dict[str, Any]) -> None:
         """Show an event."""
+        if event["kind"] == "waiting_for":
+            if not self.as_json:
+                self.line(f"      {event['text']}")
+            return
         if event["kind"] == "stage":
             event = {**event, "seconds": round(time.monotonic() - self.start_s, 3)}
         if self.as_json:

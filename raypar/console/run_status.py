@@ -59,6 +59,8 @@ class RunStatus:
     """The plan in words."""
     schedule: str | None
     """The schedule's name."""
+    precision: str | None
+    """In what layers and the loss compute, such as bf16; None: in the job's `dtype`."""
     members: tuple[Mapping[str, Any], ...]
     """Worker, coordinate, node, pid and host of each worker with a seat; of an ended run the last ones."""
     spares: tuple[Mapping[str, Any], ...]
@@ -127,6 +129,7 @@ def build_run_status(
         step_s=step_s,
         plan=told.get("plan") or describe_plan_file(plan),
         schedule=told.get("schedule") or (plan or {}).get("schedule"),
+        precision=next((event.get("precision") for event in reversed(events) if event["kind"] == "started"), None),
         members=tuple(told.get("members", ())),
         spares=tuple(told.get("spares", ())),
         wanted=told.get("wanted"),
@@ -225,7 +228,8 @@ def format_status(status: RunStatus) -> str:
     if status.samples_per_s is not None and status.step_s is not None:
         rows.append(("speed", f"{status.samples_per_s:,.0f} samples/s, {format_step_time(status.step_s)}"))
     if status.plan:
-        rows.append(("plan", status.plan + (f", schedule {status.schedule}" if status.schedule else "")))
+        computing = f", computing in {status.precision}" if status.precision else ""
+        rows.append(("plan", status.plan + (f", schedule {status.schedule}" if status.schedule else "") + computing))
     if status.wanted is not None and status.wanted != len(status.members) and status.phase != "ended":
         rows.append(("workers", f"{len(status.members)} of {status.wanted} wanted"))
     if status.why:

@@ -62,7 +62,7 @@ def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[in
         seat_whole_replicas([at[place] for place in at if place[0] == p], m.membership.nodes) for p in range(plan.positions)
     ]
     stages = tuple(replace(s, replicas=len(replicas[s.position])) for s in plan.stages)
-    return ParallelPlan(stages), tuple(w for here in replicas for replica in here for w in replica)
+    return replace(plan, stages=stages), tuple(w for here in replicas for replica in here for w in replica)
 
 
 def choose_replacement_worker(

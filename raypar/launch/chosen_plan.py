@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.recomputation import RecomputePolicy, add_recomputation
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from raypar.config import Job, PlanConfig
     from raypar.planner.model_profile import ModelProfile
+    from raypar.planner.stage_balance import StageBalance
     from raypar.schedule.instructions import Schedule
     from raypar.schedule.timeline import Timeline
     from raypar.worker.preflight import PreflightResult
@@ -34,7 +36,9 @@ class ChosenPlan:
     profile: ModelProfile
     """Times and sizes of the layers, from which the step was predicted."""
     why: str = ""
-    """The planner's reasons, one or more lines; empty for a plan that was given."""
+    """The planner's reasons, one or more lines; empty for a plan that was given whole."""
+    balance: StageBalance | None = None
+    """Where the layers were cut into stages, and why; None where the plan says it."""
 
 
 PlanChooser = Callable[["PreflightResult"], ChosenPlan]
@@ -48,19 +52,25 @@ def choose_plan(
     schedule: str,
     workers: int,
     make_schedule: Callable[[MicrobatchRouting], Schedule] | None = None,
+    recompute: RecomputePolicy = "none",
+    *,
+    balanced: bool = False,
 ) -> ChosenPlan:
     """The given plan with its predicted step; without `plan`, the planner's choice for `workers` workers, with its reasons.
 
     `plan`: makes the plan from the number of layers. `make_schedule`: makes the schedule, where
-    the name alone is not enough (a file, a warmup).
+    the name alone is not enough (a file, a warmup). `recompute`: layers of the given plan to recompute; `none`: as it says
+    itself. `balanced`: the plan gives no split points, so measured times decide them.
     """
-    from raypar.planner.plan_report import plan_report
-    from raypar.planner.plan_search import predict_step, search_plans
+    from raypar.planner.plan_report import plan_report, stage_balance_text
+    from raypar.planner.plan_search import balance_stages, predict_step, search_plans
     from raypar.schedule import registry
     from raypar.worker.measure_profile import profile_job
     from raypar.worker.preflight import check_model_can_shard
 
     fixed = plan(len(checked.graph.layers)) if plan is not None else None
+    if fixed is not None:
+        fixed = add_recomputation(fixed, recompute, [layer.name for layer in checked.graph.layers])
     if fixed is not None:
         check_model_can_shard(spec, checked, fixed)
     profile = profile_job(
@@ -68,27 +78,35 @@ def choose_plan(
         workers=fixed.world if fixed is not None else workers,
         graph=checked.graph,
         shards={stage.shards for stage in fixed.stages} if fixed is not None else (),
+        recompute=fixed.recompute if fixed is not None else None,
     )
     if fixed is None:
         choice = search_plans(profile, workers, spec.batching)
         timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.batching)
         made = registry.build_schedule(choice.schedule, MicrobatchRouting(choice.plan, spec.batching))
         return ChosenPlan(choice.plan, choice.schedule, made, timeline, profile, plan_report(choice))
+    why, balance = "", None
+    if balanced and fixed.has_other_cuts:
+        balance = balance_stages(profile, fixed, make_schedule or schedule, spec.batching)
+        fixed, why = balance.plan, stage_balance_text(balance)
     routing = MicrobatchRouting(fixed, spec.batching)
     made = registry.build_schedule(schedule, routing) if make_schedule is None else make_schedule(routing)
     timeline, _ = predict_step(profile, fixed, made, spec.batching)
-    return ChosenPlan(fixed, schedule, made, timeline, profile)
+    return ChosenPlan(fixed, schedule, made, timeline, profile, why, balance)
 
 
-def make_plan_chooser(job: Job, spec: JobSpec) -> PlanChooser:
-    """A function that chooses the plan as a job file asks for it."""
+def make_plan_chooser(job: Job, spec: JobSpec, workers: int | None = None) -> PlanChooser:
+    """A function that chooses the plan as a job asks for it. `workers`: the most that the planner may use; None: the job's."""
     from raypar.config import PlanConfig
 
     config = job.plan
     if not isinstance(config, PlanConfig):
-        return lambda checked: choose_plan(spec, checked, None, "", job.workers)
+        return lambda checked: choose_plan(spec, checked, None, "", workers or job.workers)
     name, make_schedule = config.schedule_file or config.schedule, make_schedule_builder(config)
-    return lambda checked: choose_plan(spec, checked, config.to_plan, name, job.workers, make_schedule)
+    balanced = config.cuts is None
+    return lambda checked: choose_plan(
+        spec, checked, config.to_plan, name, job.workers, make_schedule, config.recompute, balanced=balanced
+    )
 
 
 def make_custom_schedule_builder(job: Job) -> Callable[[MicrobatchRouting], Schedule] | None:
@@ -103,6 +121,7 @@ def make_custom_schedule_builder(job: Job) -> Callable[[MicrobatchRouting], Sche
 def make_schedule_builder(config: PlanConfig) -> Callable[[MicrobatchRouting], Schedule]:
     """A function that makes the schedule of a plan section: from a file, which is read at once, or by name and warmup."""
     from raypar.schedule import registry
+    from raypar.schedule.recomputation import insert_recomputation
     from raypar.schedule.schedule_csv import parse_schedule_csv
     from raypar.untrusted_files import SCHEDULE_BYTES, read_limited_text
 
@@ -111,7 +130,7 @@ def make_schedule_builder(config: PlanConfig) -> Callable[[MicrobatchRouting], S
         schedule = parse_schedule_csv(
             read_limited_text(Path(config.schedule_file), follow=True, limit=SCHEDULE_BYTES, cure=cure)
         )
-        return lambda routing: schedule
+        return lambda routing: insert_recomputation(schedule, routing.plan)
     return lambda routing: registry.build_schedule(config.schedule, routing, warmup=config.warmup)
 
 
@@ -123,10 +142,25 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
     plan = chosen.plan
     bubble = 100 * chosen.predicted.bubble_of_total
     text = (
-        f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}, schedule {chosen.schedule_name}; "
+        f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}, schedule {chosen.schedule_name}"
+        f"{describe_recomputation(plan, chosen.schedule_instructions)}; "
         f"predicted step {chosen.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
     )
     return f"{text}\n{chosen.why}" if chosen.why else text
+
+
+def describe_recomputation(plan: ParallelPlan, schedule: Schedule) -> str:
+    """What a plan recomputes under a schedule, to follow its description; empty if it recomputes nothing."""
+    from raypar.schedule.recomputation import stages_that_keep_activations
+
+    if not plan.recompute:
+        return ""
+    text = f", recomputing {len(plan.recompute)} of {plan.stages[-1].last} layers"
+    kept = stages_that_keep_activations(schedule, plan)
+    if kept:
+        named = f"stage{'s' * (len(kept) > 1)} {', '.join(map(str, kept))}"
+        text += f" (not on {named}, where each backward follows its forward at once: nothing would be gained)"
+    return text
 
 
 def plan_json(chosen: ChosenPlan) -> str:
@@ -136,5 +170,11 @@ def plan_json(chosen: ChosenPlan) -> str:
         "stages": [asdict(stage) for stage in chosen.plan.stages],
         "workers": [chosen.plan.coordinate(rank) for rank in range(chosen.plan.world)],
     }
+    if chosen.plan.recompute:
+        facts["recompute"] = list(chosen.plan.recompute)
     facts |= {"predicted_ms": chosen.predicted.makespan_ms, "predicted_bubble": chosen.predicted.bubble_of_total}
+    if chosen.balance is not None:
+        from raypar.planner.plan_report import stage_balance_as_dict
+
+        facts["stage_balance"] = stage_balance_as_dict(chosen.balance)
     return json.dumps(facts, indent=1) + "\n"

@@ -17,6 +17,7 @@ from raypar.launch.generated_text import generate_text_with_checkpoint
 from raypar.launch.make_run_request import make_run_request
 from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions
+from raypar.launch.silence_watch import SilenceWatch
 from raypar.run_folder import RunFolder
 from raypar.user_code import error_text, recording_ctrl_c, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
@@ -33,8 +34,16 @@ def launch_run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions
 
     Raises `RayparError` if nothing was started.
 
-    `tell` gets every event. The first ones (kind `stage`) report the progress of the start-up.
+    `tell` gets every event. The first ones (kind `stage`) report the progress of the start-up; those of kind `waiting_for` say
+    what is waited for while nothing else is told.
     """
+    watch = SilenceWatch(tell)
+    with watch.watching():
+        return _run(spec, choose, options, watch)
+
+
+def _run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: SilenceWatch) -> Result:
+    """See `launch_run`."""
     spec, chosen, make_request = _check_and_plan(spec, choose, options, tell)
     _tell_stage(tell, "planned", "\n".join([describe_chosen_plan(chosen), *_plan_notes(spec, chosen, options)]))
     result = _connect_and_follow(spec, chosen, make_request, options, tell)
@@ -81,13 +90,17 @@ def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: ResultNeutralOptions
     from raypar.worker.backend import make_backend
 
     notes = list(make_backend(spec.device).plan_notes)
+    if (precision := spec.precision.describe()) is not None:
+        notes.append(precision)
+    if any(stage.shards > 1 for stage in chosen.plan.stages):
+        notes.append("shards are tensor parallel: each layer's tensors are cut over them (this is not ZeRO or FSDP)")
     if options.elastic is not None:
         notes += fewer_shards_warnings(chosen.plan, options.elastic.min_workers)
     return notes
 
 
 def _connect_and_follow(
-    spec: JobSpec, chosen: ChosenPlan, make_request: MakeRequest, options: ResultNeutralOptions, tell: EventHandler
+    spec: JobSpec, chosen: ChosenPlan, make_request: MakeRequest, options: ResultNeutralOptions, tell: SilenceWatch
 ) -> Result:
     """Connect to Ray, make the run folder, and run. If the run ends before its first step the folder is removed."""
     from raypar.actors.cluster_info import cluster_capacity, require_capacity
@@ -114,7 +127,7 @@ def _connect_and_follow(
                 begun = begun or event["kind"] in ("step", "checkpoint")
                 tell(event)
 
-            return _follow(request, folder, tell_and_watch)
+            return _follow(request, folder, tell_and_watch, tell.heard)
         finally:
             if not begun and not folder.metrics.exists():  # on a full disk metrics.jsonl may be missing after steps
                 shutil.rmtree(folder.path, ignore_errors=True)
@@ -126,8 +139,8 @@ def _most_workers(chosen: ChosenPlan, options: ResultNeutralOptions) -> int:
     return most if elastic is None else max(most, elastic.max_workers or 0) + elastic.standbys
 
 
-def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler) -> Result:
-    """Run the request to its end; returns the result, gathered from the events."""
+def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler, heard: Callable[[], None]) -> Result:
+    """Run the request to its end; returns the result, gathered from the events. `heard`: see `follow_run`."""
     from raypar.actors.driver_client import follow_run
 
     result = Result({}, str(folder.path), "failed", request.policy.steps_before_run, checkpoint_path=request.resume)
@@ -149,7 +162,7 @@ def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler) -> Resul
             result.picture_path = event["path"]
         tell(event)
 
-    end = follow_run(request, gather)
+    end = follow_run(request, gather, heard)
     result.end, result.done, result.why, result.error = end.end, end.done, end.why, end.error
     tell({"kind": "end", "end": end.end, "text": end.why, "done": end.done})
     return result

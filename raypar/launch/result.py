@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from raypar.atomic_write import write_text_atomically
 from raypar.errors import Interrupted, RayparError
-from raypar.run_folder import resume_argument
+from raypar.run_folder import ERROR_FILE, resume_argument
+from raypar.user_frames import WHOLE, show_users_frames, shows_all_frames, whole_text
 
 
 @dataclass
@@ -27,7 +31,7 @@ class Result:
     """The error of a failed run."""
     checkpoint_path: str | None = None
     """Location of the last checkpoint."""
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list, repr=False)
     """The facts of every step and validation, in order."""
     weights_sha256: str | None = None
     """Hash of the weights in the last checkpoint, of a run that was not interrupted."""
@@ -58,9 +62,29 @@ class Result:
         return pandas.DataFrame(self.history)
 
 
+def keep_whole_error(result: Result) -> None:
+    """Write a failed run's error with all frames into its folder, if that is still there; leave raypar's out of the error."""
+    error, folder = result.error, Path(result.path)
+    if error is None:
+        return
+    text, kept = whole_text(error), False
+    with contextlib.suppress(OSError, RayparError):  # a full disk must not hide the error
+        if folder.is_dir():
+            write_text_atomically(folder / ERROR_FILE, text)
+            kept = True
+    if isinstance(error, RayparError) and not shows_all_frames() and show_users_frames(error):
+        where = f"raypar's own frames are in {folder / ERROR_FILE}" if kept else f"{WHOLE}=whole shows raypar's own frames too"
+        error.cure = f"{error.cure}; {where}" if error.cure else where
+        error.args = (error.what, error.cure)
+
+
 def raise_run_failure(result: Result) -> None:
-    """Raise the error of a failed run, or `Interrupted`; do nothing for a run that is done or was stopped."""
+    """Raise the error of a failed run, or `Interrupted`; do nothing for a run that is done or was stopped.
+
+    Of the user's code the error shows the user's frames only; `error.txt` in the run folder has all.
+    """
     if result.end == "failed":
+        keep_whole_error(result)
         if isinstance(result.error, RayparError):
             result.error.exit_code = RayparError.exit_code  # the run had begun: failed, even where the input was bad
             raise result.error
@@ -69,5 +93,8 @@ def raise_run_failure(result: Result) -> None:
         raise RayparError(f"this driver gave way to another after {result.done} steps: {result.why}", cure="follow that one")
     if result.end == "interrupted":
         at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"
-        cure = f"raypar resume {result.handle}" if result.checkpoint_path else ""
+        cure = f"raypar resume {result.handle}"
+        if not (Path(result.path) / "job.yaml").is_file():  # its functions have no names: only the script can make them
+            cure = f"give Trainer resume_from_checkpoint={result.path!r}"
+        cure = cure if result.checkpoint_path else ""
         raise Interrupted(f"stopped after {result.done} steps ({result.why}): {at}", cure=cure)

@@ -14,7 +14,8 @@ from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions, result_neutral_options_from_job
-from raypar.run_folder import RunFolder
+from raypar.launch.silence_watch import SilenceWatch
+from raypar.run_folder import ERROR_FILE, RunFolder
 from raypar.untrusted_files import explain_read_errors
 from raypar.user_code import make_importable
 from raypar.worker.job_spec import JobSpec
@@ -50,6 +51,7 @@ def resume_job(
         if not file_has_content(folder.metrics, text):
             with explain_write_errors(folder.metrics):
                 replace_file_atomically(folder.metrics, text)
+        (folder.path / ERROR_FILE).unlink(missing_ok=True)
         write_text_atomically(folder.plan, plan_json(chosen))
         folder.rewrite_job(job.to_yaml())  # last: the next resumption goes by it
         return folder
@@ -88,9 +90,9 @@ def prepare_resumed_run(
         raises_stop = stop is not None and manifest.steps_done < spec.steps
         raise CheckpointError(
             f"checkpoint {checkpoint}: {manifest.steps_done} of {stop if raises_stop else spec.steps} steps already done",
-            cure="raise the step to stop at (--stop-at-step), or leave it out"
+            cure="raise the step to stop at (--stop-at-step; from Python stop_at_step), or leave it out"
             if raises_stop
-            else f"raise steps (--set steps={more})",
+            else f"raise steps (--set steps={more}; from Python steps={more})",
         )
 
     def check_and_choose(checked: PreflightResult) -> ChosenPlan:
@@ -110,7 +112,8 @@ def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Checkpo
     """The run's last whole checkpoint; tells which ones were skipped. Raises `CheckpointError` if there is none."""
     from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint
 
-    checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_location)
+    with SilenceWatch(tell).watching():
+        checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_location)
     for line in skipped:
         tell({"kind": "warning", "text": line})
     if checkpoint is None:
@@ -149,7 +152,8 @@ def find_checkpoint(given: Any, tell: EventHandler) -> CheckpointRef:
         raise CheckpointError(
             f"{checkpoint} is neither a checkpoint nor a run", cure="give a folder runs/NAME/checkpoints/step_..."
         )
-    return verify_checkpoint(checkpoint).checkpoint
+    with SilenceWatch(tell).watching():
+        return verify_checkpoint(checkpoint).checkpoint
 
 
 def end_orphaned_driver(folder: RunFolder, address: str | None) -> None:

@@ -1,14 +1,15 @@
-"""Trains a job from a job file in a new run folder."""
+"""Trains a job in a new run folder."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raypar.launch.chosen_plan import ChosenPlan, make_plan_chooser, plan_json
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, result_neutral_options_from_job
+from raypar.launch.resume import find_checkpoint, prepare_resumed_run
 from raypar.run_folder import RunFolder
 from raypar.user_code import make_importable
 
@@ -17,20 +18,39 @@ if TYPE_CHECKING:
 
 
 def train_job_in_new_folder(
-    job: Job, tell: EventHandler, *, stop_at_step: int | None = None, address: str | None = None, local_nodes: int = 1
+    job: Job,
+    tell: EventHandler,
+    *,
+    stop_at_step: int | None = None,
+    address: str | None = None,
+    local_nodes: int = 1,
+    workers: int | None = None,
+    resume_from: Any = None,
 ) -> Result:
-    """Train a job in a new run folder. `address`: the Ray cluster to join; `local_nodes`: of a local Ray cluster."""
+    """Train a job in a new run folder. The folder has a job file, unless the job holds functions or objects without names.
+
+    `address`: the Ray cluster to join; `local_nodes`: of a local Ray cluster; `workers`: the most that `plan: auto` may use;
+    `resume_from`: what `find_checkpoint` takes; training continues after its steps.
+    """
     make_importable(job.source_dir)
     spec = job.to_spec()
+    job_yaml = job.to_yaml() if job.is_writable else None
+    if "plan" not in job.model_fields_set and job.usable_processors > 1:
+        text = f"no plan is given: one worker; plan auto uses as many of the {job.usable_processors} processors as help"
+        tell({"kind": "note", "text": text})
     with contextlib.ExitStack() as stack:
 
         def create_folder(chosen: ChosenPlan) -> RunFolder:
             made = RunFolder.create(job.run_dir, job.name)
             with made.removed_if_filling_fails():
-                made.job.write_text(job.to_yaml())
-                stack.enter_context(made.hold_lock())
+                if job_yaml is not None:
+                    made.job.write_text(job_yaml)
+                    stack.enter_context(made.hold_lock())
                 made.plan.write_text(plan_json(chosen))
             return made
 
         options = result_neutral_options_from_job(job, create_folder, stop_at_step, address, local_nodes)
-        return launch_run(spec, make_plan_chooser(job, spec), options, tell)
+        choose = make_plan_chooser(job, spec, workers)
+        if resume_from is not None:
+            options, choose = prepare_resumed_run(find_checkpoint(resume_from, tell), options, spec, choose, tell)
+        return launch_run(spec, choose, options, tell)

@@ -87,6 +87,7 @@ def bias_gradient_operand(gradient: Tensor, rows: Tensor, x: Tensor) -> Tensor:
 class DeferredWeightGradient:
     """A weight gradient to be computed later, by the W instruction: of one Linear call, grad [rows, out] and x [rows, in].
 
+    x is detached: with its graph it would keep the values that the stage has received.
     `bias_operand`: see `bias_gradient_operand`.
     """
 
@@ -153,11 +154,14 @@ _PROBES: dict[torch.device, Tensor] = {}
 def autocast_cast_token(device: torch.device) -> object:
     """The same object for all calls that share autocast's cached cast of a weight; None without autocast.
 
+    Without the cache (`cache_enabled=False`) no two calls share one.
     Plain autograd adds the gradients of such calls in the compute dtype, and casts the sum. PyTorch does not say whether it
     still has a cast in its cache, so a leaf of our own is cast as weights are: the object is the graph node of that cast.
     """
     if not is_autocast_enabled(device):
         return None
+    if not torch.is_autocast_cache_enabled():
+        return object()
     if device not in _PROBES:
         _PROBES[device] = torch.ones(1, 1, dtype=torch.float32, device=device, requires_grad=True)
     made = torch.mm(_PROBES[device], _PROBES[device])
@@ -194,7 +198,7 @@ class _SplitLinear(torch.autograd.Function):
         summed = bias_gradient_operand(gradient, rows, x)
         own: tuple[Tensor | None, ...] = (None, None)
         if accumulates_weight_gradient(ctx):
-            ctx.stash.append(DeferredWeightGradient(ctx.linear, rows, flat, summed))
+            ctx.stash.append(DeferredWeightGradient(ctx.linear, rows, flat.detach(), summed))
         else:
             own = weight_gradient(rows, flat, weight), bias_gradient(summed) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:

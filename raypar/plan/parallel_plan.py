@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Literal
@@ -56,6 +56,8 @@ class ParallelPlan:
 
     stages: tuple[StagePlan, ...]
     """The stages in layer order."""
+    recompute: tuple[int, ...] = ()
+    """Indices of the layers whose activations the backward pass computes again, ascending. Results do not depend on it."""
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -81,6 +83,11 @@ class ParallelPlan:
                     f"the chunks of position {position} have different (replicas, shards): {sorted(shapes)}",
                     cure="chunks of one worker share its replicas and shards; make them equal",
                 )
+        if self.recompute != tuple(sorted(set(self.recompute) & set(range(self.stages[-1].last)))):
+            raise PlanError(
+                f"recompute names the layers {self.recompute}; the plan has layers 0 to {self.stages[-1].last - 1}",
+                cure="give the index of each layer to recompute once, in order; range(number of layers) for all",
+            )
 
     @staticmethod
     def mesh(
@@ -92,15 +99,19 @@ class ParallelPlan:
         chunks: int = 1,
         placement: Placement = "loop",
         cuts: Sequence[int] | None = None,
+        recompute: Iterable[int] = (),
     ) -> ParallelPlan:
         """A plan whose stages all have `dp` replicas and `tp` shards, on `pp` positions.
 
         `layers`: number of layers, spread evenly (earlier stages may have one less); None: every stage has one layer. `cuts`:
-        the first layer of stages 1, 2, ..., if they are not to be even.
+        the first layer of stages 1, 2, ..., if they are not to be even. `recompute`: indices of the layers whose activations
+        are computed again in the backward pass.
         """
         if min(dp, pp, tp, chunks) < 1:
             raise PlanError(f"replicas {dp}, stages {pp}, shards {tp}, chunks {chunks}", cure="set all of them to 1 or more")
-        return ParallelPlan.of([dp] * pp, [tp] * pp, layers=layers, chunks=chunks, placement=placement, cuts=cuts)
+        return ParallelPlan.of(
+            [dp] * pp, [tp] * pp, layers=layers, chunks=chunks, placement=placement, cuts=cuts, recompute=recompute
+        )
 
     @staticmethod
     def of(
@@ -111,6 +122,7 @@ class ParallelPlan:
         chunks: int = 1,
         placement: Placement = "loop",
         cuts: Sequence[int] | None = None,
+        recompute: Iterable[int] = (),
     ) -> ParallelPlan:
         """A plan with one entry of `replicas` (and `shards`) per pipeline position; the rest as in `mesh`."""
         pp = len(replicas)
@@ -124,13 +136,34 @@ class ParallelPlan:
                 f"{total} layers cannot fill {count} stages" + (f" ({pp} workers x {chunks} chunks)" if chunks > 1 else ""),
                 cure=f"set plan.stages x plan.chunks <= {total}, or use a deeper model",
             )
-        bounds = [0, *cuts, total] if cuts is not None else [s * total // count for s in range(count + 1)]
+        bounds = [0, *(cuts if cuts is not None else even_split_points(total, count)), total]
         if len(bounds) != count + 1:
             raise PlanError(f"{len(bounds) - 2} cuts for {count} stages", cure=f"give {count - 1} cuts")
         at = [position_of_stage(s, pp, placement) for s in range(count)]
         return ParallelPlan(
-            tuple(StagePlan(bounds[s], bounds[s + 1], at[s], replicas[at[s]], shards[at[s]]) for s in range(count))
+            tuple(StagePlan(bounds[s], bounds[s + 1], at[s], replicas[at[s]], shards[at[s]]) for s in range(count)),
+            tuple(sorted(recompute)),
         )
+
+    @property
+    def split_points(self) -> tuple[int, ...]:
+        """The first layers of stages 1, 2, ..."""
+        return tuple(stage.first for stage in self.stages[1:])
+
+    def with_split_points(self, points: Sequence[int]) -> ParallelPlan:
+        """The same plan with stages 1, 2, ... beginning at other layers."""
+        bounds = itertools.pairwise((0, *points, self.stages[-1].last))
+        stages = (replace(stage, first=a, last=b) for stage, (a, b) in zip(self.stages, bounds, strict=True))
+        return replace(self, stages=tuple(stages))
+
+    def with_even_stages(self) -> ParallelPlan:
+        """The same plan with nearly equal numbers of layers in all stages."""
+        return self.with_split_points(even_split_points(self.stages[-1].last, len(self.stages)))
+
+    @property
+    def has_other_cuts(self) -> bool:
+        """Whether some layer could be in another stage, with the number of shards that it has."""
+        return any(a.shards == b.shards and b.last - a.first > 2 for a, b in itertools.pairwise(self.stages))
 
     @cached_property
     def positions(self) -> int:
@@ -177,6 +210,10 @@ class ParallelPlan:
         """The number of shards of every layer: the only part of a plan on which results depend."""
         return tuple(stage.shards for stage in self.stages for _ in range(stage.first, stage.last))
 
+    def recomputed_layers(self, stage: int) -> tuple[int, ...]:
+        """Indices of the stage's layers whose activations are computed again."""
+        return tuple(layer for layer in self.recompute if self.stages[stage].first <= layer < self.stages[stage].last)
+
     def replica_ranks(self, stage: int, shard: int = 0) -> tuple[int, ...]:
         """Ranks of one shard of all replicas of a stage: the group that reduces the stage's gradients."""
         return tuple(self.rank(stage, r, shard) for r in range(self.stages[stage].replicas))
@@ -191,6 +228,11 @@ class ParallelPlan:
         stages = ",".join(str(s) for s in self.stages_of(rank))
         shard = f", shard {seat.shard}" if self.stages[self.stages_of(rank)[0]].shards > 1 else ""
         return f"worker {rank} (stage {stages}, replica {seat.replica}{shard})"
+
+
+def even_split_points(layers: int, stages: int) -> tuple[int, ...]:
+    """First layers of stages 1, 2, ... with nearly equal numbers of layers; earlier stages may have one less."""
+    return tuple(stage * layers // stages for stage in range(1, stages))
 
 
 def describe_mesh(replicas: Sequence[int], shards: Sequence[int]) -> str:

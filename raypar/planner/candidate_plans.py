@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from raypar.plan import Microbatches, ParallelPlan
@@ -31,7 +31,9 @@ class PlanCandidate:
     bound_ms: float
 
 
-def enumerate_candidates(profile: ModelProfile, workers: int, cut: Microbatches, shards: int = 1) -> Iterator[PlanCandidate]:
+def enumerate_candidates(
+    profile: ModelProfile, workers: int, cut: Microbatches, shards: int = 1, recompute: Collection[int] = ()
+) -> Iterator[PlanCandidate]:
     """Every uniform plan on at most `workers` workers in which each worker has work.
 
     So there are no more replicas than blocks or microbatches, no more stages than layers. Layers are cut so that the slowest
@@ -43,11 +45,18 @@ def enumerate_candidates(profile: ModelProfile, workers: int, cut: Microbatches,
             for schedule in SCHEDULES if stages > 1 else ("1f1b",):
                 for chunks in SCHEDULES[schedule]:
                     if stages * chunks <= layers:
-                        yield _candidate(profile, replicas, stages, shards, schedule, chunks, cut)
+                        yield _candidate(profile, replicas, stages, shards, schedule, chunks, cut, recompute)
 
 
 def _candidate(
-    profile: ModelProfile, replicas: int, stages: int, shards: int, schedule: str, chunks: int, cut: Microbatches
+    profile: ModelProfile,
+    replicas: int,
+    stages: int,
+    shards: int,
+    schedule: str,
+    chunks: int,
+    cut: Microbatches,
+    recompute: Collection[int],
 ) -> PlanCandidate:
     sums = profile.work_sums()
     cuts = balanced_cuts(sums, stages * chunks)
@@ -59,6 +68,7 @@ def _candidate(
         chunks=chunks,
         placement=registry.placement_of_schedule(schedule),
         cuts=cuts,
+        recompute=recompute,
     )
     busiest = max(
         sum(sums[s.last] - sums[s.first] for s in plan.stages if s.position == position) for position in range(stages)

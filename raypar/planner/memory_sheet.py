@@ -10,8 +10,17 @@ from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import STATE_KIND_NOUNS, StateKind
 from raypar.planner.layer_partition import balanced_cuts
 from raypar.planner.model_profile import ModelProfile
-from raypar.planner.plan_search import format_mib, predict_step, state_bytes
+from raypar.planner.plan_search import format_mib, kept_bytes_by_kind, state_bytes
 from raypar.schedule import registry
+from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH, Schedule
+from raypar.schedule.timeline import peak_kept_bytes
+
+KEPT_NOUNS: dict[str, str] = {
+    ACTIVATIONS: "activations",
+    KEPT_INPUTS: "inputs of recomputed layers",
+    STASH: "stash for weight gradients",
+}
+"""Kind of kept memory -> its name in sheets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,33 +29,39 @@ class MemorySheet:
 
     state: Mapping[StateKind, int]
     """Kind of state -> its bytes."""
-    activations: int
-    """Bytes of the activations at the peak of a step."""
+    kept: Mapping[str, int]
+    """Kind of memory kept for backward passes -> its bytes at the moment of a step when all kinds together take most."""
 
     @property
     def total(self) -> int:
         """Bytes of all that is counted."""
-        return sum(self.state.values()) + self.activations
+        return sum(self.state.values()) + sum(self.kept.values())
 
     def __str__(self) -> str:
         state = ", ".join(f"{format_mib(nbytes)} of {STATE_KIND_NOUNS[kind]}" for kind, nbytes in self.state.items())
-        return f"{state} and at most {format_mib(self.activations)} of activations: {format_mib(self.total)}"
+        parts = [(kind, nbytes) for kind, nbytes in self.kept.items() if nbytes or kind == ACTIVATIONS]
+        kept = ", ".join(f"{format_mib(nbytes)} of {KEPT_NOUNS[kind]}" for kind, nbytes in parts)
+        return f"{state} and at most {kept}: {format_mib(self.total)}"
 
 
-def memory_sheet(
-    profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches, rank: int, zero: int = 0
-) -> MemorySheet:
-    """What one rank of a plan is predicted to hold, under a ZeRO stage."""
-    peak = predict_step(profile, plan, schedule, microbatches)[0].peak_bytes
-    state = state_bytes(profile, MicrobatchRouting(plan, microbatches), zero)
-    return MemorySheet({kind: by_rank[rank] for kind, by_rank in state.items()}, peak[rank] if peak else 0)
+def memory_sheets(
+    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches, zero: int = 0
+) -> tuple[MemorySheet, ...]:
+    """By rank, what the workers of a plan are predicted to hold under a schedule (a name, or orders) and a ZeRO stage."""
+    routing = MicrobatchRouting(plan, microbatches)
+    orders = registry.build_schedule(schedule, routing) if isinstance(schedule, str) else schedule
+    sizes, state = kept_bytes_by_kind(profile, routing, orders), state_bytes(profile, routing, zero)
+    return tuple(
+        MemorySheet({kind: by_rank[rank] for kind, by_rank in state.items()}, peak_kept_bytes(order, sizes))
+        for rank, order in enumerate(orders)
+    )
 
 
 def out_of_memory_advice(
     profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches, rank: int
 ) -> tuple[str, str]:
     """(what a rank holds and may hold, which plans would fit): two sentences for the error of a worker without memory."""
-    held = memory_sheet(profile, plan, schedule, microbatches, rank)
+    held = memory_sheets(profile, plan, schedule, microbatches)[rank]
     stages = ", ".join(str(stage) for stage in plan.stages_of(rank))
     what = f"stage {stages} is predicted to hold {held}"
     # What is held did not fit, whatever memory was measured before: so only less than that may fit.
@@ -54,43 +69,81 @@ def out_of_memory_advice(
     if profile.memory_bytes is not None:
         what += f"; when the job was planned, a worker had {format_mib(profile.memory_bytes)}"
         limit = min(limit, profile.memory_bytes)
+    return what, plans_that_fit(profile, plan, schedule, microbatches, limit)
+
+
+def plans_that_fit(
+    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches, limit: int
+) -> str:
+    """Changes to a plan after which its largest worker takes less than `limit` bytes, the nearest first, as a sentence."""
     ways = list(_smaller(profile, plan, schedule, microbatches, limit))
     if not ways:
         least = f"less than {format_mib(limit)} a worker"
-        return what, f"no more stages, other schedule or smaller microbatches are predicted to take {least}: use larger workers"
-    return what, f"predicted to fit: {'; or '.join(ways)}"
+        return (
+            f"no recomputation, more stages, other schedule or smaller microbatches are predicted to take {least}: "
+            "use larger workers"
+        )
+    return f"predicted to fit: {'; or '.join(ways)}"
 
 
-def _smaller(profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches, limit: int) -> Iterator[str]:
-    """More stages, another schedule and more microbatches, the fewest whose largest worker stays below `limit` bytes."""
+def _smaller(
+    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches, limit: int
+) -> Iterator[str]:
+    """The changes that fit: recomputation, which changes nothing else; then each other change, the smallest of its kind. Where
+    nothing fits with the plan's own recomputation, with everything recomputed."""
+    found = False
+    every = tuple(range(len(profile.layers)))
+    if plan.recompute != every and isinstance(schedule, str):
+        most = _most(profile, replace(plan, recompute=every), schedule, microbatches)
+        if most is not None and most < limit:
+            found = True
+            yield f"plan.recompute=full ({format_mib(most)} a worker, the same results)"
+    for recompute in dict.fromkeys((plan.recompute, every)):
+        beside = "" if recompute == plan.recompute else " with plan.recompute=full"
+        for way in _smaller_otherwise(profile, replace(plan, recompute=recompute), schedule, microbatches, limit, beside):
+            found = True
+            yield way
+        if found:
+            return
+
+
+def _smaller_otherwise(
+    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches, limit: int, beside: str
+) -> Iterator[str]:
+    """More stages, another schedule and more microbatches, the fewest whose largest worker stays below `limit` bytes.
+
+    `beside`: what else is changed, as text.
+    """
     layers, replicas = len(profile.layers), max(stage.replicas for stage in plan.stages)
     shards = max(stage.shards for stage in plan.stages)
     for stages in range(plan.positions + 1, layers + 1):
-        cuts = balanced_cuts(profile.work_sums(), stages)
-        most = _most(
-            profile, ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=layers, cuts=cuts), "1f1b", microbatches
-        )
+        cuts = balanced_cuts(profile.work_sums(plan.recompute), stages)
+        deeper = ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=layers, cuts=cuts, recompute=plan.recompute)
+        most = _most(profile, deeper, "1f1b", microbatches)
         if most is not None and most < limit:
-            yield f"plan.stages={stages} under 1f1b ({format_mib(most)} a worker)"
+            yield f"plan.stages={stages} under 1f1b{beside} ({format_mib(most)} a worker)"
             break
     if schedule != "1f1b" and registry.schedule_fits_plan("1f1b", plan):
         most = _most(profile, plan, "1f1b", microbatches)
         if most is not None and most < limit:
-            yield f"schedule 1f1b instead of {schedule} ({format_mib(most)})"
+            named = schedule if isinstance(schedule, str) else "the file's"
+            yield f"schedule 1f1b instead of {named}{beside} ({format_mib(most)})"
     count = 2 * microbatches.count
-    while count <= microbatches.batch_size:
+    while count <= microbatches.batch_size and isinstance(schedule, str):
         parts = tuple(replace(x, activation_bytes=x.activation_bytes * microbatches.count // count) for x in profile.layers)
         finer = Microbatches(count, microbatches.blocks, microbatches.batch_size)
         most = _most(replace(profile, layers=parts), plan, schedule, finer)
         if most is not None and most < limit:
-            yield f"microbatches={count} instead of {microbatches.count} ({format_mib(most)}; another sum, so other bits)"
+            yield (
+                f"microbatches={count} instead of {microbatches.count}{beside} ({format_mib(most)}; another sum, so other bits)"
+            )
             break
         count *= 2
 
 
-def _most(profile: ModelProfile, plan: ParallelPlan, schedule: str, microbatches: Microbatches) -> int | None:
+def _most(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches) -> int | None:
     """Bytes of the largest worker; None where the schedule cannot run the plan."""
     try:
-        return max(predict_step(profile, plan, schedule, microbatches)[1])
+        return max(sheet.total for sheet in memory_sheets(profile, plan, schedule, microbatches))
     except PlanError:
         return None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from raypar.errors import PlanError
 from raypar.plan import ModelOutline, ParallelPlan, StageConnections, StageEdge, StagePlan
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 from raypar.plan.state_bytes import StateBytes
+from raypar.planner.kept_storages import KeptStorages
+from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class ModelProfile:
     layer feeds the next. `step_ms`: what a step costs beyond compute, transfers and reduction (vote, call, data).
     `processors`: how many workers can compute at the same time, where all share one machine; None: all of them.
     `state`: what the model's tensors take; None: each layer is taken to have one tensor, of its bytes, cut evenly over shards.
+    `kept`: what layers keep for the backward, for each size of microbatch; empty: what each layer's profile says.
+    `recomputable`: indices of layers that were found to compute the same when their forward runs again; others were not tried.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -64,14 +68,30 @@ class ModelProfile:
     outputs: tuple[tuple[int, int, int], ...] | None = None
     processors: int | None = None
     state: StateBytes | None = None
+    kept: tuple[KeptStorages, ...] = ()
+    recomputable: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("the profile has no layers", cure="profile a model with at least one layer")
 
-    def work_sums(self) -> tuple[float, ...]:
-        """Prefix sums [layers + 1] of the least time of each layer per microbatch, its backward whole or split."""
-        return (0.0, *itertools.accumulate(x.forward_ms + min(x.backward_ms, x.input_ms + x.weight_ms) for x in self.layers))
+    def work_sums(self, recompute: Collection[int] = ()) -> tuple[float, ...]:
+        """Prefix sums [layers + 1] of the least time of each layer per microbatch, its backward whole or split.
+
+        `recompute`: indices of layers whose forward runs twice.
+        """
+        work = [x.forward_ms + min(x.backward_ms, x.input_ms + x.weight_ms) for x in self.layers]
+        for layer in recompute:
+            work[layer] += self.layers[layer].forward_ms
+        return (0.0, *itertools.accumulate(work))
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every layer but the first needs a value of the layer before it."""
+        if self.outputs is None:
+            return True
+        pairs = {(producer, consumer) for producer, consumer, _ in self.outputs}
+        return all((i, i + 1) in pairs for i in range(len(self.layers) - 1))
 
     def of(self, first: int, last: int) -> LayerProfile:
         """The profile of layers [first, last) as one stage."""
@@ -90,29 +110,86 @@ class ModelProfile:
         )
 
     def stage(self, place: StagePlan) -> LayerProfile:
-        """The profile of one shard of a stage.
+        """The profile of the busiest shard of a stage.
 
-        Work is divided evenly, activations too. A layer costs two all-reduces of its output forward and two backward, as a
-        transformer's does (Shoeybi et al. 2019, section 3), each 2 (t-1)/t of the bytes; overlap is not counted.
+        A shard computes its part of each layer (`work_shares`); activations are divided evenly. A layer that is cut costs two
+        all-reduces of its output forward and two backward, as a transformer's does (Shoeybi et al. 2019, section 3), each
+        2 (t-1)/t of the bytes; overlap is not counted.
         """
         whole, t = self.of(place.first, place.last), place.shards
         if t == 1:
             return whole
         layers = self.layers[place.first : place.last]
-        sums_ms = sum(2 * self.link.ms(2 * (t - 1) / t * layer.output_bytes) for layer in layers)
+        shares = self.work_shares(t)[place.first : place.last]
+        parts = list(zip(layers, shares, strict=True))
+        sums_ms = sum(2 * self.link.ms(2 * (t - 1) / t * layer.output_bytes) for layer, share in parts if share < 1)
         state = self.state_on_shards({t})
         parameters = state.on_fullest_shard("parameter", place)
         return replace(
             whole,
-            forward_ms=whole.forward_ms / t + sums_ms,
-            backward_ms=whole.backward_ms / t + sums_ms,
-            input_ms=whole.input_ms / t + sums_ms,
-            weight_ms=whole.weight_ms / t,
+            forward_ms=sum(share * layer.forward_ms for layer, share in parts) + sums_ms,
+            backward_ms=sum(share * layer.backward_ms for layer, share in parts) + sums_ms,
+            input_ms=sum(share * layer.input_ms for layer, share in parts) + sums_ms,
+            weight_ms=sum(share * layer.weight_ms for layer, share in parts),
             activation_bytes=whole.activation_bytes // t,
             parameter_bytes=parameters,
             optimizer_bytes=state.on_fullest_shard("optimizer", place),
             optimizer_ms=whole.optimizer_ms * (parameters / whole.parameter_bytes if whole.parameter_bytes else 1.0),
         )
+
+    def work_shares(self, shards: int) -> tuple[float, ...]:
+        """By layer: the share of its work that the busiest shard computes; 1 / shards where styles are not known."""
+        outline = self.state.outline if self.state is not None else None
+        if outline is None or shards not in outline.layouts:
+            return (1 / shards,) * len(self.layers)
+        if shards not in self._work_shares:
+            self._work_shares[shards] = largest_work_shares(outline, shards)
+        return self._work_shares[shards]
+
+    @cached_property
+    def _work_shares(self) -> dict[int, tuple[float, ...]]:
+        """Cache of `work_shares`."""
+        return {}
+
+    def recompute_ms(self, plan: ParallelPlan, stage: int) -> float:
+        """Time in which one shard of a stage makes the dropped activations of one microbatch again."""
+        place = plan.stages[stage]
+        return sum(
+            self.stage(replace(place, first=layer, last=layer + 1)).forward_ms for layer in plan.recomputed_layers(stage)
+        )
+
+    def kept_bytes(self, plan: ParallelPlan, stage: int, samples: int, *, recompute: bool) -> dict[str, int]:
+        """Kind of kept memory -> bytes that one shard of a stage keeps for a microbatch of so many samples.
+
+        `recompute`: whether the stage's recomputed layers keep their inputs only; else they keep everything, as the others do.
+        """
+        place, recomputed = plan.stages[stage], plan.recomputed_layers(stage) if recompute else ()
+        if self.kept:
+            near = min(self.kept, key=lambda kept: abs(kept.samples - samples))
+            found = near.bytes_of(place.first, place.last, recomputed)
+            if samples and near.samples != samples:
+                found = {kind: nbytes * samples // near.samples for kind, nbytes in found.items()}
+        else:
+            found = self._kept_bytes_of_layers(place, recomputed)
+        return {kind: nbytes // place.shards for kind, nbytes in found.items()}
+
+    def _kept_bytes_of_layers(self, place: StagePlan, recomputed: tuple[int, ...]) -> dict[str, int]:
+        """`kept_bytes` where nothing is known but each layer's bytes: of a run of recomputed layers its inputs are kept."""
+        here = range(place.first, place.last)
+        every = sum(self.layers[i].activation_bytes for i in here)
+        kept = sum(self.layers[i].activation_bytes for i in here if i not in recomputed)
+        read = {
+            (src, nbytes)
+            for src, dst, nbytes in self._values_between_layers()
+            if dst in recomputed and (src not in recomputed or src < place.first)
+        }
+        return {ACTIVATIONS: every, KEPT_INPUTS: kept + sum(nbytes for _, nbytes in read), STASH: every}
+
+    def _values_between_layers(self) -> Sequence[tuple[int, int, int]]:
+        """(producer, consumer, bytes) of the values that pass between layers."""
+        if self.outputs is not None:
+            return self.outputs
+        return [(i, i + 1, layer.output_bytes) for i, layer in enumerate(self.layers[:-1])]
 
     def state_on_shards(self, shards: Collection[int]) -> StateBytes:
         """What the model's tensors take, cut over these numbers of shards."""
@@ -128,11 +205,7 @@ class ModelProfile:
 
     def crossing(self, plan: ParallelPlan) -> StageConnections:
         """What crosses between the plan's stages, with bytes of one microbatch."""
-        pairs: Sequence[tuple[int, int, int]]
-        if self.outputs is not None:
-            pairs = self.outputs
-        else:
-            pairs = [(i, i + 1, layer.output_bytes) for i, layer in enumerate(self.layers[:-1])]
+        pairs = self._values_between_layers()
         stage_of = {i: s for s, stage in enumerate(plan.stages) for i in range(stage.first, stage.last)}
         # A producer's value crosses once to each consuming stage, however many of its layers read it.
         sizes = {(producer, stage_of[consumer]): nbytes for producer, consumer, nbytes in pairs}
@@ -141,6 +214,28 @@ class ModelProfile:
             if stage_of[producer] != dst:
                 edges[stage_of[producer], dst] = edges.get((stage_of[producer], dst), 0) + nbytes
         return StageConnections(tuple(StageEdge(src, dst, nbytes=n) for (src, dst), n in sorted(edges.items())))
+
+
+def largest_work_shares(outline: ModelOutline, shards: int) -> tuple[float, ...]:
+    """By layer: the share of its work that the busiest shard computes; 1 for a layer that is computed whole on every shard.
+
+    The work of a module is taken to go by its elements, as that of linear layers does.
+    """
+    costs = outline.layouts[shards].costs
+    aliases = {names[0]: names for names in outline.ties}
+    found = []
+    for (layer, _, _), elements in zip(outline.layers, outline.elements, strict=True):
+        on_shard, total = [0.0] * shards, 0
+        for parameter, size in elements.items():
+            if parameter in outline.buffers:
+                continue
+            # A tie stands under its first name, which may be that of another layer.
+            here = next((n for n in aliases.get(parameter, ()) if n.startswith(f"{layer}.")), parameter)
+            cost = costs.get(here.rpartition(".")[0])
+            on_shard = [work + size * (cost[t].compute if cost else 1.0) for t, work in enumerate(on_shard)]
+            total += size
+        found.append(max(on_shard) / total if total else 1.0)
+    return tuple(found)
 
 
 @lru_cache(maxsize=16)

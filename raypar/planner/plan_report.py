@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from raypar.plan import ParallelPlan
 from raypar.planner.plan_search import EvaluatedCandidate, PlanChoice, format_mib
+from raypar.planner.stage_balance import NEAR_SHARE, StageBalance
+from raypar.schedule.timeline import Timeline
 
 REPORT_COLUMNS = ("replicas x stages", "schedule", "workers", "step ms", "bubble", "memory", "verdict")
 
@@ -17,9 +19,53 @@ def plan_report(choice: PlanChoice, *, rows: int = 12) -> str:
     hidden = len(choice.verdicts) - len(shown)
     if hidden:
         text.append(f"and {hidden} more, none better")
+    if len(choice.plan.stages) > 1:
+        text.append(f"stages cut by measured times: plan.cuts={list(choice.plan.split_points)}")
     cut = choice.microbatches
     text.append(f"given by the job: {cut.count} microbatches in {cut.blocks} blocks; available: {choice.workers} workers")
     return "\n".join(text)
+
+
+def stage_balance_text(balance: StageBalance) -> str:
+    """A line that says where the layers of a plan without split points were cut, and why there."""
+    even, best = list(balance.even.split_points), list(balance.best.split_points)
+    if balance.best_is_chosen:
+        text = f"stages cut by measured times, plan.cuts={best}: "
+        if balance.best_lacks_bytes < balance.even_lacks_bytes:
+            lacks = format_mib(balance.even_lacks_bytes)
+            return f"{text}by number of layers, {even}, a worker would need {lacks} more memory than there is"
+        before, after = _busy_text(balance.even_step), _busy_text(balance.best_step)
+        faster = f"{100 * balance.gain:.0f} % faster than by number of layers, {even}"
+        return f"{text}predicted {faster}; with a processor each workers are busy {after} of the time instead of {before}"
+    text = f"stages cut by number of layers, plan.cuts={even}: "
+    if best == even:
+        return f"{text}no other cut is predicted to be faster by more than {100 * NEAR_SHARE:g} %"
+    gain_ms = balance.even_step.makespan_ms - balance.best_step.makespan_ms
+    return f"{text}by measured times, {best}, a step is predicted to be {gain_ms:.1f} ms faster, too little to tell"
+
+
+def _busy_text(step: Timeline) -> str:
+    """The least and the most that a worker is busy in a step, in per cent."""
+    busy = [round(100 * (1 - bubble)) for bubble in step.bubbles]
+    return f"{min(busy)} to {max(busy)} %"
+
+
+def stage_balance_as_dict(balance: StageBalance) -> dict[str, object]:
+    """The same as plain data. Times are of workers that have a processor each; `busy` is by worker, as a share of the step."""
+
+    def cut(plan: ParallelPlan, step: Timeline, lacks_bytes: int) -> dict[str, object]:
+        return {
+            "cuts": list(plan.split_points),
+            "predicted_ms": step.makespan_ms,
+            "busy": [1 - bubble for bubble in step.bubbles],
+            "lacks_bytes": lacks_bytes,
+        }
+
+    return {
+        "chosen": "measured times" if balance.best_is_chosen else "number of layers",
+        "by_number_of_layers": cut(balance.even, balance.even_step, balance.even_lacks_bytes),
+        "by_measured_times": cut(balance.best, balance.best_step, balance.best_lacks_bytes),
+    }
 
 
 def fewer_shards_warnings(plan: ParallelPlan, min_workers: int) -> list[str]:
@@ -41,7 +87,7 @@ def _row(verdict: EvaluatedCandidate, why: str) -> tuple[str, ...]:
     chunks = f", {candidate.chunks} chunks" if candidate.chunks > 1 else ""
     return (
         f"{candidate.replicas} x {candidate.stages}",
-        f"{candidate.schedule}{chunks}",
+        f"{candidate.schedule}{chunks}{', recomputing' if candidate.plan.recompute else ''}",
         str(candidate.plan.world),
         "" if verdict.predicted_ms is None else f"{verdict.predicted_ms:.1f}",
         "" if verdict.bubble is None else f"{100 * verdict.bubble:.1f} %",
@@ -62,6 +108,7 @@ def plan_report_as_dict(choice: PlanChoice) -> dict[str, object]:
                 "stages": v.candidate.stages,
                 "schedule": v.candidate.schedule,
                 "chunks": v.candidate.chunks,
+                "recompute": list(v.candidate.plan.recompute),
                 "layers": [[s.first, s.last] for s in v.candidate.plan.stages],
                 "predicted_ms": v.predicted_ms,
                 "bubble_of_total": v.bubble,

@@ -6,17 +6,25 @@ and the planner never chooses them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import partial
 
 from raypar.errors import PlanError
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StagePlan
 from raypar.plan.ownership import StateKind
 from raypar.planner.candidate_plans import PlanCandidate, enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.stage_balance import StageBalance, find_balanced_stages
 from raypar.schedule import registry
-from raypar.schedule.instructions import Schedule, splits_backward
+from raypar.schedule.instructions import KEPT_INPUTS, KEPT_SIZE, Schedule, splits_backward
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
-from raypar.schedule.timeline import Timeline
+from raypar.schedule.timeline import KeptBytes, Timeline
+
+MakeSchedule = Callable[[MicrobatchRouting], Schedule]
+"""Makes the orders of a plan's workers."""
+BALANCED_CANDIDATES = 3
+"""The fastest so many candidates are cut anew by simulation (`balance_stages`)."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +65,31 @@ class PlanChoice:
         return self.best.candidate.schedule
 
 
-def search_plans(profile: ModelProfile, workers: int, microbatches: Microbatches, shards: int = 1) -> PlanChoice:
+def search_plans(
+    profile: ModelProfile, workers: int, microbatches: Microbatches, shards: int = 1, recompute: Collection[int] = ()
+) -> PlanChoice:
     """The fastest uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
 
-    All stages have `shards` shards; the bits depend on that number, so it is not chosen here. Of equal predictions the one with
-    fewer workers wins, then the one with less memory. A candidate whose busiest worker alone computes longer than the best
-    whole step found so far is not simulated.
+    All stages have `shards` shards; the bits depend on that number, so it is not chosen here. Every plan recomputes the layers
+    with the indices `recompute`; one that does not fit recomputes all that may be (`profile.recomputable`). Of equal
+    predictions the one with fewer workers wins, then the one with less memory. A candidate whose busiest worker alone computes
+    longer than the best whole step found so far is not simulated.
     """
     simulated: list[EvaluatedCandidate] = []
     ruled_out: list[EvaluatedCandidate] = []
     best_ms = float("inf")
-    for candidate in sorted(enumerate_candidates(profile, workers, microbatches, shards), key=lambda c: c.bound_ms):
+    for candidate in sorted(enumerate_candidates(profile, workers, microbatches, shards, recompute), key=lambda c: c.bound_ms):
         if candidate.bound_ms > best_ms:
             reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"
             ruled_out.append(EvaluatedCandidate(candidate, reason))
             continue
         verdict = evaluate_candidate(profile, candidate, microbatches)
         if profile.memory_bytes is not None and verdict.memory_bytes is not None:
+            more = tuple(sorted({*candidate.plan.recompute, *profile.recomputable}))
+            if verdict.memory_bytes > profile.memory_bytes and more != candidate.plan.recompute:
+                candidate = replace(candidate, plan=replace(candidate.plan, recompute=more))
+                verdict = evaluate_candidate(profile, candidate, microbatches)
+            assert verdict.memory_bytes is not None
             excess = verdict.memory_bytes - profile.memory_bytes
             if excess > 0:
                 reason = f"needs {format_mib(verdict.memory_bytes)} a worker, {format_mib(excess)} more than there is"
@@ -92,10 +108,23 @@ def search_plans(profile: ModelProfile, workers: int, microbatches: Microbatches
             cure="use workers with more memory, more of them on other machines, or more microbatches (smaller ones keep less)",
         )
     simulated.sort(key=_order)
+    simulated[:BALANCED_CANDIDATES] = [_balanced(profile, v, microbatches) for v in simulated[:BALANCED_CANDIDATES]]
+    simulated.sort(key=_order)
     fastest = simulated[0].predicted_ms or 0.0
     told = [EvaluatedCandidate(v.candidate, _why(v, fastest), v.predicted_ms, v.bubble, v.memory_bytes) for v in simulated]
     ruled_out.sort(key=lambda v: (v.predicted_ms is None, v.predicted_ms or v.candidate.bound_ms))
     return PlanChoice((*told, *ruled_out), workers, microbatches)
+
+
+def _balanced(profile: ModelProfile, verdict: EvaluatedCandidate, microbatches: Microbatches) -> EvaluatedCandidate:
+    """The candidate with its layers cut as `balance_stages` does, if that is faster than the cut it has."""
+    candidate = verdict.candidate
+    if candidate.stages == 1:
+        return verdict
+    plan = balance_stages(profile, candidate.plan.with_even_stages(), candidate.schedule, microbatches).plan
+    other = evaluate_candidate(profile, replace(candidate, plan=plan), microbatches)
+    fits = profile.memory_bytes is None or (other.memory_bytes or 0) <= profile.memory_bytes
+    return min(verdict, other, key=_order) if fits else verdict
 
 
 def possible_shard_counts(plan: ParallelPlan) -> tuple[int, ...]:
@@ -103,6 +132,31 @@ def possible_shard_counts(plan: ParallelPlan) -> tuple[int, ...]:
     own = {stage.shards for stage in plan.stages}
     most = max(own)
     return tuple(sorted(own | {count for count in range(1, most + 1) if most % count == 0}, reverse=True))
+
+
+def balance_stages(
+    profile: ModelProfile, even: ParallelPlan, schedule: str | MakeSchedule, microbatches: Microbatches
+) -> StageBalance:
+    """The best cut of the layers of `even` into its stages under a schedule (its name, or its maker), beside `even` itself.
+
+    Results do not depend on it. Where no cut fits into memory, memory does not count.
+    """
+    make = partial(registry.build_schedule, schedule) if isinstance(schedule, str) else schedule
+    orders = make(MicrobatchRouting(even, microbatches))
+    # Workers that share processors have the same work under any cut; but the run may join a cluster that has more of them.
+    alone = replace(profile, processors=None)
+    by_layer = tuple(StagePlan(i, i + 1, i, shards=shards) for i, shards in enumerate(even.shards_by_layer))
+    layer_costs = simulation_costs(alone, replace(even, stages=by_layer), split=any(map(splits_backward, orders)))
+
+    def found(limit: int | None) -> StageBalance:
+        def predict(plan: ParallelPlan) -> tuple[Timeline, int]:
+            step, memory = predict_step(alone, plan, make(MicrobatchRouting(plan, microbatches)), microbatches)
+            return step, max(0, max(memory) - limit) if limit is not None else 0
+
+        return find_balanced_stages(even, orders, layer_costs, predict, is_chain=profile.is_chain)
+
+    balance = found(profile.memory_bytes)
+    return found(None) if balance.best_lacks_bytes else balance
 
 
 def evaluate_candidate(profile: ModelProfile, candidate: PlanCandidate, microbatches: Microbatches) -> EvaluatedCandidate:
@@ -119,13 +173,14 @@ def predict_step(
     orders = registry.build_schedule(schedule, routing) if isinstance(schedule, str) else schedule
     split = any(map(splits_backward, orders))
     crossing = profile.crossing(plan)
-    timeline = simulate_schedule(orders, routing, crossing, simulation_costs(profile, plan, split=split))
+    costs = replace(simulation_costs(profile, plan, split=split), kept_bytes=kept_bytes_by_kind(profile, routing, orders))
+    timeline = simulate_schedule(orders, routing, crossing, costs)
     if profile.processors is not None:
         needed_ms = sum(timeline.busy_ms) / profile.processors
         if needed_ms > timeline.makespan_ms:
             # Workers take turns on the processors: everything is slower by the same factor.
             slower = simulation_costs(profile, plan, split=split, factor=needed_ms / timeline.makespan_ms)
-            timeline = simulate_schedule(orders, routing, crossing, slower)
+            timeline = simulate_schedule(orders, routing, crossing, replace(slower, kept_bytes=costs.kept_bytes))
     activations = timeline.peak_bytes or (0,) * plan.world
     memory = tuple(map(sum, zip(activations, *state_bytes(profile, routing).values(), strict=True)))
     return timeline, memory
@@ -146,8 +201,24 @@ def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, 
         bandwidth_bytes_per_ms=profile.link.bandwidth / factor,
         reduce_ms=tuple(factor * reduction_ms(s, p.replicas, profile.link) for s, p in zip(stages, plan.stages, strict=True)),
         step_ms=factor * (profile.step_ms + optimizer_ms),
-        activation_bytes=tuple(s.activation_bytes for s in stages),
+        recompute_ms=tuple(factor * profile.recompute_ms(plan, s) for s in range(len(stages))),
     )
+
+
+def kept_bytes_by_kind(profile: ModelProfile, routing: MicrobatchRouting, orders: Schedule) -> KeptBytes:
+    """Kind of kept memory -> by stage and microbatch, what one shard of the stage keeps under this schedule."""
+    cut, stages = routing.microbatches, range(len(routing.plan.stages))
+    lean = {(i.stage, i.microbatch) for order in orders for i in order if KEPT_INPUTS in i.allocates}
+    found = {
+        (s, size, again): profile.kept_bytes(routing.plan, s, size, recompute=again)
+        for s in stages
+        for size in {len(cut.samples(m)) for m in range(cut.count)}
+        for again in (False, True)
+    }
+    return {
+        kind: [[found[s, len(cut.samples(m)), (s, m) in lean][kind] for m in range(cut.count)] for s in stages]
+        for kind in KEPT_SIZE
+    }
 
 
 def reduction_ms(stage: LayerProfile, replicas: int, link: LinkProfile) -> float:

@@ -22,7 +22,7 @@ Bundle = tuple[MessageKind, int, int, int]
 """(kind, producer's stage, consumer's stage, microbatch): the values of one edge, or their gradients."""
 Role = Literal["compute", "communication", "release", "reduction", "step"]
 """`communication`: one end of a message. `release`: frees memory. `reduction`: per stage and step. `step`: once per step."""
-Cost = Literal["forward", "input", "weight", "reduce", "step"]
+Cost = Literal["forward", "recompute", "input", "weight", "reduce", "step"]
 """A time in `SimulationCosts`: per stage and microbatch, but `reduce` per stage and step, `step` per step."""
 
 # Results that instructions make. Edges carry values to later stages, and gradients of a stage's inputs to earlier ones.
@@ -31,12 +31,14 @@ INPUT_GRADIENTS: Final = "input gradients"
 WEIGHT_GRADIENTS: Final = "weight gradients"
 # Memory that a stage keeps for a microbatch from one instruction to another.
 ACTIVATIONS: Final = "activations"
+KEPT_INPUTS: Final = "kept inputs"
 STASH: Final = "stash"
 
-KEPT_SIZE: dict[str, int] = {ACTIVATIONS: 1, STASH: 1}
-"""Kind of kept memory -> its size, in activations of one microbatch.
+KEPT_SIZE: dict[str, int] = {ACTIVATIONS: 1, KEPT_INPUTS: 0, STASH: 1}
+"""Kind of kept memory -> its size, in activations of one microbatch, where no bytes are known.
 
-The stash, which a split backward pass keeps for the weight gradients, is as large as all that the forward has saved.
+The stash, which a split backward pass keeps for the weight gradients, is as large as all that the forward has saved; to compute
+activations again does not make it smaller. Kept inputs of recomputed layers are small beside activations and not counted.
 """
 
 
@@ -65,7 +67,7 @@ class Instruction:
     __slots__ = ()
 
     letter: ClassVar[str]
-    """The instruction's name in programs, schedule files and pictures."""
+    """The instruction's name in programs, schedule files and pictures: one capital for all that takes time."""
     role: ClassVar[Role]
     """What kind of work it is."""
     cost: ClassVar[tuple[Cost, ...]] = ()
@@ -122,6 +124,35 @@ class Forward(Compute):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointedForward(Compute):
+    """Run the stage on one microbatch and drop the activations of its recomputed layers; what these read is kept.
+
+    Activation checkpointing (Chen et al. 2016, arXiv:1604.06174); `recomputation.py` puts it in the place of `Forward`.
+    """
+
+    letter = "C"
+    cost = ("forward",)
+    needs = (VALUES,)
+    makes = (VALUES,)
+    allocates = (KEPT_INPUTS,)
+    frees = ()
+    drawing = DrawingStyle("#7CC0EA", "forward, keeps inputs only (C)", "checkpointed forward")
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute(Compute):
+    """Make the dropped activations of one microbatch again. Waits for no other worker, so it may fill a bubble."""
+
+    letter = "R"
+    cost = ("recompute",)
+    needs = (KEPT_INPUTS,)
+    makes = ()
+    allocates = (ACTIVATIONS,)
+    frees = (KEPT_INPUTS,)
+    drawing = DrawingStyle("#E8DC52", "recomputation (R)", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
 class Backward(Compute):
     """Run the whole backward pass of one microbatch: gradients of the inputs (I) and of the weights (W)."""
 
@@ -163,6 +194,11 @@ class BackwardWeight(Compute):
     drawing = DrawingStyle("#2FA584", "weight gradient (W)", "backward weight")
 
 
+def _message_letter(kind: MessageKind) -> str:
+    """`F` for values, `B` for gradients: messages print as those of PyTorch's schedules do (`1RECV_F0`)."""
+    return {"activation": "F", "gradient": "B"}[kind]
+
+
 class Communication(Instruction):
     """One end of a message between two workers. Posting it does not block compute."""
 
@@ -199,7 +235,7 @@ class Send(Communication):
     peer: int
     kind: MessageKind
 
-    letter = "S"
+    letter = "SEND"
     sends = True
 
     @property
@@ -210,7 +246,7 @@ class Send(Communication):
         return (self.kind, self.to_stage, self.stage, self.microbatch)
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.letter}{self.kind[0].upper()}{self.microbatch}>{self.to_stage}@{self.peer}"
+        return f"{self.stage}{self.letter}_{_message_letter(self.kind)}{self.microbatch}>{self.to_stage}@{self.peer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +262,7 @@ class Recv(Communication):
     peer: int
     kind: MessageKind
 
-    letter = "R"
+    letter = "RECV"
     sends = False
 
     @property
@@ -237,7 +273,7 @@ class Recv(Communication):
         return (self.kind, self.stage, self.from_stage, self.microbatch)
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.letter}{self.kind[0].upper()}{self.microbatch}<{self.from_stage}@{self.peer}"
+        return f"{self.stage}{self.letter}_{_message_letter(self.kind)}{self.microbatch}<{self.from_stage}@{self.peer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +353,8 @@ INSTRUCTIONS: dict[str, type[Instruction]] = {
     kind.letter: kind
     for kind in (
         Forward,
+        CheckpointedForward,
+        Recompute,
         Backward,
         BackwardInput,
         BackwardWeight,

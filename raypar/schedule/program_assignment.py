@@ -10,6 +10,7 @@ from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConn
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Program, Schedule, splits_backward
 from raypar.schedule.lower import lower_schedule, lower_validation_pass
+from raypar.schedule.recomputation import check_recomputed_stages
 from raypar.schedule.validate import validate_schedule
 
 
@@ -44,6 +45,7 @@ def assign_programs_to_ranks(
 ) -> tuple[ProgramAssignment, ...]:
     """One assignment per rank, with the programs of a schedule. Raises `ScheduleError` if they would not run."""
     routing = MicrobatchRouting(plan, microbatches)
+    check_recomputed_stages(schedule, plan)
     try:
         programs = lower_schedule(schedule, routing, crossing)
     except ScheduleError:

@@ -114,7 +114,7 @@ def check_computed_once(case: RuleCheckInput) -> list[ScheduleProblem]:
     """
     found: list[ScheduleProblem] = []
     forward, backward = (VALUES,), (INPUT_GRADIENTS, WEIGHT_GRADIENTS)
-    groups = [(_makers(forward), forward), (_makers(backward), backward if case.training else ())]
+    groups = [(_makers(forward, case), forward), (_makers(backward, case), backward if case.training else ())]
     rules = [(makers, _combinations(makers, wanted)) for makers, wanted in groups]
     for rank in range(len(case.lists)):
         count = Counter((type(i), i.stage, i.microbatch) for i in case.compute(rank))
@@ -131,9 +131,15 @@ def check_computed_once(case: RuleCheckInput) -> list[ScheduleProblem]:
     return found
 
 
-def _makers(products: tuple[str, ...]) -> tuple[type[Compute], ...]:
-    """The classes of instructions that make any of these results."""
-    return tuple(kind for kind in compute_classes() if not set(products).isdisjoint(kind.makes))
+def _makers(products: tuple[str, ...], case: RuleCheckInput) -> tuple[type[Compute], ...]:
+    """The classes of instructions that make any of these results; of those that make the same, the first and those in use."""
+    used = {kind for rank in range(len(case.lists)) for kind in set(map(type, case.compute(rank)))}
+    found: list[type[Compute]] = []
+    for kind in compute_classes():
+        makes = set(products).intersection(kind.makes)
+        if makes and (kind in used or all(kind.makes != other.makes for other in found)):
+            found.append(kind)
+    return tuple(found)
 
 
 def _combinations(makers: tuple[type[Compute], ...], products: tuple[str, ...]) -> set[tuple[int, ...]]:
@@ -193,6 +199,13 @@ class _Holdings:
             )
         return found
 
+    def name_missing(self, what: str, stage: int, microbatch: int) -> str:
+        """The instruction that should have made `what`, as text: one that uses up something the worker has, else the first."""
+        for kind in compute_classes():
+            if what in kind.allocates and kind.frees and all(microbatch in self.of[kept, stage] for kept in kind.frees):
+                return str(kind(stage, microbatch))
+        return name_maker_of_result((what, stage, microbatch))
+
 
 def _check_causal_on(case: RuleCheckInput, rank: int) -> list[ScheduleProblem]:
     found: list[ScheduleProblem] = []
@@ -206,7 +219,7 @@ def _check_causal_on(case: RuleCheckInput, rank: int) -> list[ScheduleProblem]:
             for what, there in own:
                 if m not in there:
                     found.append(
-                        ScheduleProblem("causal", rank, f"{instruction} stands before {name_maker_of_result((what, stage, m))}")
+                        ScheduleProblem("causal", rank, f"{instruction} stands before {holdings.name_missing(what, stage, m)}")
                     )
             for what, at, there, kind, src, dst in others:
                 if case.source(at, m, rank) == rank:

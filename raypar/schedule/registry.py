@@ -14,6 +14,7 @@ from raypar.schedule.instructions import Schedule
 from raypar.schedule.interleaved import interleaved_1f1b
 from raypar.schedule.naive import naive_schedule
 from raypar.schedule.one_f_one_b import one_f_one_b
+from raypar.schedule.recomputation import insert_recomputation
 from raypar.schedule.zero_bubble import zb_h1, zb_v
 
 Builder = Callable[[MicrobatchRouting, Sequence[int] | None], Schedule]
@@ -90,7 +91,10 @@ def schedule_fits_plan(name: str, plan: ParallelPlan) -> bool:
 
 
 def build_schedule(name: str, routing: MicrobatchRouting, *, warmup: Sequence[int] | None = None) -> Schedule:
-    """The orders of compute instructions, by rank of the routing's plan. Raises `ScheduleError` if the plan does not fit."""
+    """The orders of compute instructions, by rank of the routing's plan, with the plan's recomputation.
+
+    Raises `ScheduleError` if the plan does not fit.
+    """
     known = find_schedule(name)
     plan = routing.plan
     if known.fixed and len(plan.stages) != plan.positions * known.chunks:
@@ -107,4 +111,4 @@ def build_schedule(name: str, routing: MicrobatchRouting, *, warmup: Sequence[in
     if warmup is not None and not known.takes_warmup:
         takers = " or ".join(n for n, e in _ENTRIES.items() if e.takes_warmup)
         raise ScheduleError(f"schedule {name} has no warmup to set", cure=f"leave warmup out, or use {takers}")
-    return known.build(routing, warmup)
+    return insert_recomputation(known.build(routing, warmup), plan)

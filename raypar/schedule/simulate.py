@@ -17,6 +17,8 @@ from raypar.errors import ScheduleError
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
 from raypar.schedule.data_flow import MESSAGE_KIND, DataFlow
 from raypar.schedule.instructions import (
+    ACTIVATIONS,
+    KEPT_INPUTS,
     WEIGHT_GRADIENTS,
     Communication,
     Compute,
@@ -26,7 +28,14 @@ from raypar.schedule.instructions import (
     MessageKind,
     ReduceGradients,
 )
-from raypar.schedule.timeline import Timeline, TimelineSpan, peak_activation_memory, peak_activations
+from raypar.schedule.timeline import (
+    KeptBytes,
+    Timeline,
+    TimelineSpan,
+    peak_activation_memory,
+    peak_activations,
+    peak_kept_bytes,
+)
 
 __all__ = ["SimulationCosts", "Timeline", "TimelineSpan", "simulate_schedule"]
 
@@ -58,6 +67,10 @@ class SimulationCosts:
     """Time of the processor for each compute instruction, send and receive."""
     activation_bytes: tuple[int, ...] = ()
     """Bytes kept from forward to backward for one microbatch; empty: not known."""
+    kept_bytes: KeptBytes | None = None
+    """The bytes of every kind of kept memory, by stage and microbatch; None: those that `activation_bytes` says."""
+    recompute_ms: tuple[float, ...] = ()
+    """Making the dropped activations of one microbatch again; empty: as long as its forward."""
 
     @staticmethod
     def uniform(stages: int, forward_ms: float = 1, backward_ms: float = 2, weight_ms: float | None = None) -> SimulationCosts:
@@ -67,8 +80,20 @@ class SimulationCosts:
 
     def compute_ms(self, kind: type[Compute]) -> list[float]:
         """By stage, the ms that an instruction of this class takes."""
-        parts: dict[Cost, tuple[float, ...]] = {"forward": self.forward_ms, "input": self.input_ms, "weight": self.weight_ms}
+        parts: dict[Cost, tuple[float, ...]] = {
+            "forward": self.forward_ms,
+            "recompute": self.recompute_ms or self.forward_ms,
+            "input": self.input_ms,
+            "weight": self.weight_ms,
+        }
         return [sum(parts[part][stage] for part in kind.cost) for stage in range(len(self.forward_ms))]
+
+    def kept_inputs_share(self) -> tuple[float, ...]:
+        """By stage, what a forward that keeps its inputs only keeps, in activations of a microbatch; empty: not known."""
+        if self.kept_bytes is None:
+            return ()
+        pairs = zip(self.kept_bytes[KEPT_INPUTS], self.kept_bytes[ACTIVATIONS], strict=True)
+        return tuple(sum(kept) / (sum(whole) or 1) for kept, whole in pairs)
 
 
 def simulate_schedule(
@@ -97,15 +122,21 @@ def simulate_schedule(
         for row in rows.values():
             row.append(TimelineSpan(ExchangeVotes(), max((s.end_ms for s in row), default=0), end + costs.step_ms))
     spans = {rank: tuple(row) for rank, row in rows.items()}
+    sizes = costs.kept_bytes
+    kept_inputs = costs.kept_inputs_share() if plan.recompute else ()
+    peak_kept = tuple(peak_kept_bytes(order, sizes) for order in schedule) if sizes is not None else None
     return Timeline(
         spans=tuple(spans[rank] for rank in speaker),
         names=tuple(plan.coordinate(rank) for rank in range(plan.world)),
         makespan_ms=end + costs.step_ms,
         busy_ms=tuple(busy[rank] for rank in speaker),
-        peak_activations=tuple(peak_activations(o, chunks=len(plan.stages_of(r))) for r, o in enumerate(schedule)),
-        peak_bytes=tuple(peak_activation_memory(o, costs.activation_bytes) for o in schedule)
+        peak_activations=tuple(peak_activations(o, len(plan.stages_of(r)), kept_inputs) for r, o in enumerate(schedule)),
+        peak_bytes=tuple(sum(kept.values()) for kept in peak_kept)
+        if peak_kept is not None
+        else tuple(peak_activation_memory(o, costs.activation_bytes) for o in schedule)
         if costs.activation_bytes
         else None,
+        peak_kept=peak_kept,
     )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from raypar.errors import ScheduleError
-from raypar.schedule.instructions import INSTRUCTIONS, Instruction, compute_instructions
+from raypar.schedule.instructions import INSTRUCTIONS, KEPT_INPUTS, Instruction, compute_instructions
+
+KeptBytes = Mapping[str, Sequence[Sequence[int]]]
+"""Kind of kept memory -> by stage and microbatch, its bytes."""
 
 _LABEL = re.compile(r"(\d*)([A-Z])(\d*)")
 
@@ -40,7 +43,9 @@ class Timeline:
     A microbatch counts from its forward until its `Backward` or `BackwardWeight` is over.
     """
     peak_bytes: tuple[int, ...] | None = None
-    """Most bytes of activations alive at once; None if activation sizes are unknown."""
+    """Most bytes kept for backward passes at once, of all kinds; None if sizes are unknown."""
+    peak_kept: tuple[Mapping[str, int], ...] | None = None
+    """Kind of kept memory -> its bytes at that moment; None if sizes are not known by kind."""
 
     @staticmethod
     def from_spans(
@@ -102,21 +107,46 @@ class Timeline:
         return found
 
 
-def peak_activations(order: Sequence[Instruction], chunks: int = 0) -> float:
-    """The most microbatches alive at once in one worker's order; a chunk counts 1/chunks (0: as many as the order names)."""
+def peak_activations(order: Sequence[Instruction], chunks: int = 0, kept_inputs: Sequence[float] = ()) -> float:
+    """The most microbatches alive at once in one worker's order; a chunk counts 1/chunks (0: as many as the order names).
+
+    `kept_inputs`: by stage, what a forward that keeps its inputs only keeps, in activations of a microbatch; empty: nothing.
+    """
     stages = {i.stage for i in compute_instructions(order)}
-    return _peak(order, [1] * (max(stages, default=0) + 1)) / (chunks or len(stages) or 1)
+    return _peak(order, [1] * (max(stages, default=0) + 1), kept_inputs) / (chunks or len(stages) or 1)
 
 
 def peak_activation_memory(order: Sequence[Instruction], activation_bytes: Sequence[int]) -> int:
     """The most bytes of activations alive at once in one worker's order; `activation_bytes` [stages], of one microbatch."""
-    return _peak(order, activation_bytes)
+    return int(_peak(order, activation_bytes))
 
 
-def _peak(order: Sequence[Instruction], size: Sequence[int]) -> int:
-    alive = peak = 0
+def peak_kept_bytes(order: Sequence[Instruction], sizes: KeptBytes) -> dict[str, int]:
+    """Kind of kept memory -> its bytes at the moment when one worker's order keeps most of all kinds together."""
+    kept = dict.fromkeys(sizes, 0)
+    peak, most = dict(kept), 0
     for instruction in compute_instructions(order):
-        change = instruction.held_change
+        if not instruction.allocates and not instruction.frees:
+            continue
+        stage, microbatch = instruction.stage, instruction.microbatch
+        for kind in instruction.frees:
+            kept[kind] -= sizes[kind][stage][microbatch]
+        for kind in instruction.allocates:
+            kept[kind] += sizes[kind][stage][microbatch]
+        total = sum(kept.values())
+        if total > most:
+            peak, most = dict(kept), total
+    return peak
+
+
+def _peak(order: Sequence[Instruction], size: Sequence[int], kept_inputs: Sequence[float] = ()) -> float:
+    alive: float = 0
+    peak: float = 0
+    for instruction in compute_instructions(order):
+        change: float = instruction.held_change
+        if kept_inputs and KEPT_INPUTS in (*instruction.allocates, *instruction.frees):
+            share = kept_inputs[instruction.stage]
+            change += share if KEPT_INPUTS in instruction.allocates else -share
         if change:
             alive += change * size[instruction.stage]
             if alive > peak:

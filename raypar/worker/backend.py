@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,12 +15,12 @@ from raypar.comm.nccl.endpoint import NcclEndpoint
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.worker_endpoint import WorkerEndpoint
-from raypar.errors import ConfigError
+from raypar.errors import ClusterError, ConfigError
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.worker.job_spec import JobSpec
+from raypar.worker.job_spec import JobSpec, Precision
 from raypar.worker.process.gpu_setup import GPU_WORKER_ENVIRONMENT, configure_torch
 from raypar.worker.required_communicators import check_communicator_limit, required_communicators
 from raypar.worker.worker_assignments import ProgramAssignment
@@ -28,8 +29,8 @@ from raypar.worker.worker_assignments import ProgramAssignment
 class DeviceBackend(ABC):
     """One kind of device: what the launcher asks before a run, and how a worker opens its device and its endpoint.
 
-    The launcher uses the attributes and `check_plan`. A worker calls `open_device` once, then `listen` once, then
-    `communicators` for every generation.
+    The launcher uses the attributes and `check_plan`. A worker calls `open_device` and
+    `check_precision` once, then `listen` once, then `communicators` for every generation.
     """
 
     gpus_per_worker: int
@@ -53,6 +54,10 @@ class DeviceBackend(ABC):
 
         `exact`: the same computation must always give the same bits.
         """
+
+    @abstractmethod
+    def check_precision(self, precision: Precision) -> None:
+        """Raise `ClusterError` if the device cannot compute in the job's precision; after `open_device`."""
 
     @abstractmethod
     def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:
@@ -84,6 +89,9 @@ class CpuBackend(DeviceBackend):
     def open_device(self, *, exact: bool) -> torch.device:
         """See `DeviceBackend.open_device`. Products on a CPU have the same bits at all times."""
         return CPU
+
+    def check_precision(self, precision: Precision) -> None:
+        """See `DeviceBackend.check_precision`: PyTorch computes in bfloat16 on every processor."""
 
     def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:
         """See `DeviceBackend.listen`."""
@@ -121,6 +129,19 @@ class GpuBackend(DeviceBackend):
         self._device = nccl_device.CudaDevice()
         configure_torch(self._device.device, exact=exact)
         return self._device.device
+
+    def check_precision(self, precision: Precision) -> None:
+        """See `DeviceBackend.check_precision`. PyTorch would emulate bfloat16 on older GPUs, slower than float32."""
+        assert self._device is not None, "open_device comes first"
+        if precision.compute != "bf16":
+            return
+        with torch.cuda.device(self._device.device):
+            supported = torch.cuda.is_bf16_supported(including_emulation=False)
+        if not supported:
+            raise ClusterError(
+                f"{self._device.name} on {socket.gethostname()} cannot compute in bfloat16 (precision.compute is bf16)",
+                cure="use GPUs of compute capability 8.0 (Ampere) or newer, or leave precision out of the job",
+            )
 
     def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:
         """See `DeviceBackend.listen`."""

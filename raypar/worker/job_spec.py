@@ -189,6 +189,21 @@ class ValidationSpec:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """The dtypes in which a job computes, where they are others than the job's `dtype`."""
+
+    compute: Literal["bf16"] | None = None
+    """`bf16`: layers and the loss run under `torch.autocast` to bfloat16, parameters and their gradients stay float32. None:
+    everything is computed in the job's `dtype`."""
+
+    def describe(self) -> str | None:
+        """The precision in words, for people; None where everything is computed in the job's `dtype`."""
+        if self.compute is None:
+            return None
+        return f"layers and the loss compute in {self.compute} (torch.autocast), parameters and their gradients are float32"
+
+
+@dataclass(frozen=True)
 class JobSpec:
     """Everything that a result may depend on to the last bit, and nothing about the cluster."""
 
@@ -220,6 +235,8 @@ class JobSpec:
     """Validation; None: there is none."""
     dtype: Literal["float32", "float64"] = "float32"
     """Dtype of the model."""
+    precision: Precision = Precision()
+    """The dtype in which layers and the loss compute."""
     device: str = "cpu"
     """A name of `worker.backend.BACKENDS`."""
     threads: int = 1
@@ -268,9 +285,11 @@ def contract_of_job(spec: JobSpec) -> dict[str, Any]:
         "optimizer": {**_ref(spec.optimizer.optimizer), "groups": [[p, dict(o)] for p, o in spec.optimizer.groups]},
         "lr_schedule": _ref(spec.lr_schedule) if spec.lr_schedule is not None else None,
     }
-    # Without shards neither matters: jobs that say nothing of them have the contract they had before there were any.
+    # Jobs that say nothing of these have the contract that they had before there were any; without shards the first two do not
+    # matter.
     made |= {"styles": [list(pair) for pair in spec.styles]} if spec.styles else {}
     made |= {"sequence_parallel": True} if spec.sequence_parallel else {}
+    made |= {"precision": {"compute": spec.precision.compute}} if spec.precision.compute is not None else {}
     plain: dict[str, Any] = json.loads(json.dumps(made, default=_as_text))
     return plain
 

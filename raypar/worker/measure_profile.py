@@ -6,9 +6,9 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,20 @@ from torch import Tensor
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.transport import Transport
+from raypar.errors import UserCodeError
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_by_layer
 from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
-from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import StateKind
 from raypar.plan.state_bytes import StateBytes
+from raypar.planner.kept_storages import KeptStorages
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.worker.check_recomputation import check_layer_recomputes
 from raypar.worker.job_spec import JobSpec
+from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, random_gradients, run_forward
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
+from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.loss_function import make_loss_function
 from raypar.worker.stage.stage import Stage
@@ -40,35 +45,51 @@ BULK_BYTES = 4 << 20
 LINK_TIMEOUT_S = 20.0
 
 
-def profile_job(spec: JobSpec, *, workers: int, graph: Graph | None = None, shards: Collection[int] = ()) -> ModelProfile:
+def profile_job(
+    spec: JobSpec,
+    *,
+    workers: int,
+    graph: Graph | None = None,
+    shards: Collection[int] = (),
+    recompute: Collection[int] | None = (),
+) -> ModelProfile:
     """Measure what the planner needs to know of a job on this machine, with the first microbatch of the data set.
 
     `shards`: numbers of shards that a stage may have, for each of which the profile says what a shard holds
-    (`make_model_outline_with_layouts`).
+    (`make_model_outline_with_layouts`). `recompute`: indices of layers that the plan recomputes; raises `UserCodeError` for one
+    whose forward cannot run twice. None: the planner may choose, so all layers are tried, and none is refused.
 
-    `workers` share this machine's free memory and processors. One layer is held at a time, so that models larger than
-    this process can be profiled.
+    `workers` share this machine's free memory and processors; of a GPU's memory nothing is known here. One layer is held at a
+    time, so that models larger than this process can be profiled.
     """
     guard = TorchStateGuard(spec.threads)  # its lines are not shown: workers run the same code, and show theirs
     guard.establish()
     with guard.watching("the job's code"):
         graph = graph if graph is not None else make_layer_graph(spec)
-        layers, outputs, state = profile_layers(spec, graph, read_first_microbatch(spec, graph))
+        batches = read_microbatches(spec, graph, one_microbatch_of_each_size(spec.batching))
+        measured = profile_layers(spec, graph, batches, recompute)
     link = profile_loopback()
     # The vote is one exchange of all with all, and the step ends with its answer.
     return ModelProfile(
-        layers,
+        measured.layers,
         link,
-        free_memory_per_worker(workers),
+        free_memory_per_worker(workers) if spec.device == "cpu" else None,
         step_ms=2 * link.latency_ms,
-        outputs=outputs,
+        outputs=measured.outputs,
         processors=max(1, count_usable_cpus() // spec.threads),
-        state=StateBytes(make_model_outline_with_layouts(graph, shards, dict(spec.styles)), state),
+        state=StateBytes(make_model_outline_with_layouts(graph, shards, dict(spec.styles)), measured.state),
+        kept=measured.kept,
+        recomputable=measured.recomputable,
     )
 
 
-def read_first_microbatch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
-    """The fields of microbatch 0 of step 0, collated."""
+def one_microbatch_of_each_size(cut: Microbatches) -> list[int]:
+    """The first microbatch, and the first one of another size, where there are two sizes."""
+    return sorted({len(cut.samples(m)): m for m in reversed(range(cut.count))}.values())
+
+
+def read_microbatches(spec: JobSpec, graph: Graph, microbatches: Sequence[int]) -> list[Mapping[str, Tensor]]:
+    """The fields of these microbatches of step 0, collated."""
     guard = TorchStateGuard(spec.threads)
     guard.establish()
     with guard.watching("the data set function"):
@@ -77,8 +98,8 @@ def read_first_microbatch(spec: JobSpec, graph: Graph) -> Mapping[str, Tensor]:
     order = SampleOrder(spec.seed, len(dataset))
     loader = MicrobatchLoader(dataset, spec.data, order, spec.batching, seed=spec.seed, fields=fields, guard=guard)
     try:
-        loader.prefetch(0, [0])
-        return loader.get(0, 0)
+        loader.prefetch(0, microbatches)
+        return [loader.get(0, microbatch) for microbatch in microbatches]
     finally:
         loader.close()
 
@@ -87,28 +108,46 @@ BytesByTensor = dict[StateKind, dict[str, int]]
 """Kind of state -> parameter (canonical name) -> bytes."""
 
 
+class MeasuredLayers(NamedTuple):
+    """What was measured of a model's layers."""
+
+    layers: tuple[LayerProfile, ...]
+    """Every layer's profile."""
+    outputs: tuple[tuple[int, int, int], ...]
+    """(producer, consumer, bytes) of every value that passes between layers."""
+    state: BytesByTensor
+    """What parameters take."""
+    kept: tuple[KeptStorages, ...]
+    """What layers keep for the backward, for each size of microbatch."""
+    recomputable: tuple[int, ...]
+    """Indices of the layers that were tried and may be recomputed."""
+
+
 def profile_layers(
-    spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]
-) -> tuple[tuple[LayerProfile, ...], tuple[tuple[int, int, int], ...], BytesByTensor]:
-    """Every layer's profile; (producer, consumer, bytes) of every value that passes between layers; what parameters take."""
+    spec: JobSpec, graph: Graph, batches: Sequence[Mapping[str, Tensor]], recompute: Collection[int] | None = ()
+) -> MeasuredLayers:
+    """Measure every layer: its memory with each of the batches, its times with the first. `recompute`: see `profile_job`."""
     count = len(graph.layers)
-    routing = MicrobatchRouting(ParallelPlan.mesh(pp=count), spec.batching)
-    values: dict[str, Tensor] = {}
+    tried = range(count) if recompute is None else recompute
+    routing = MicrobatchRouting(ParallelPlan.mesh(pp=count, recompute=tried), spec.batching)
+    recomputable = []
+    chains = [KeptStoragesMeasurement(graph, batch) for batch in batches]
     sizes: dict[str, int] = {}
     found = []
     state: BytesByTensor = {"parameter": {}, "gradient": {}, "optimizer": {}}
     for index, held in enumerate(initial_values_by_layer(graph, spec.seed, getattr(torch, spec.dtype))):
-        layer = graph.layers[index]
-        received = {name: values[name] for name in dict.fromkeys(layer.inputs) if name in values}
-        profile, outputs, of_layer = _profile_layer(spec, graph, routing, index, held, received, batch)
+        profile, outputs, of_layer, may_recompute = _profile_layer(
+            spec, graph, routing, index, held, chains, refuse=recompute is not None
+        )
+        recomputable += [index] if may_recompute else []
         found.append(profile)
         for kind, sizes_of_kind in of_layer.items():
             state[kind].update(sizes_of_kind)
-        values.update(outputs)
         sizes.update((name, tensor_nbytes(value)) for name, value in outputs.items())
-        values = {name: value for name, value in values.items() if max(graph.consumers(name), default=0) > index}
     pairs = [(graph.producer(name), c, size) for name, size in sizes.items() for c in graph.consumers(name)]
-    return tuple(found), tuple((p, c, size) for p, c, size in pairs if p is not None), state
+    kept = tuple(chain.result() for chain in chains)
+    outputs_of_layers = tuple((p, c, size) for p, c, size in pairs if p is not None)
+    return MeasuredLayers(tuple(found), outputs_of_layers, state, kept, tuple(recomputable))
 
 
 def _profile_layer(
@@ -117,22 +156,27 @@ def _profile_layer(
     routing: MicrobatchRouting,
     index: int,
     held: Mapping[str, Tensor],
-    received: Mapping[str, Tensor],
-    batch: Mapping[str, Tensor],
-) -> tuple[LayerProfile, Mapping[str, Tensor], BytesByTensor]:
+    chains: Sequence[KeptStoragesMeasurement],
+    *,
+    refuse: bool,
+) -> tuple[LayerProfile, Mapping[str, Tensor], BytesByTensor, bool]:
+    """What was measured of one layer, and whether it may be recomputed. `refuse`: raise if it may not, but should be."""
     loss = make_loss_function(spec.loss)
     whole, split = (
         build_stage(graph, routing.plan, index, spec=spec, routing=routing, replica=0, loss_fn=loss, split=split, values=held)
         for split in (False, True)
     )
     whole.coordinate.is_profiling = split.coordinate.is_profiling = True
-    fields = {name: batch[name] for name in whole.batch_fields}
-    outputs = _forward(whole, received, fields)
-    gradients = {name: [torch.randn_like(v) if v.is_floating_point() else None] for name, v in outputs.items()}
+    received, fields = chains[0].inputs(whole)
+    may_recompute = _may_recompute(graph.layers[index].name, whole, received, fields, refuse=refuse)
+    outputs, *_ = [chain.measure(index, whole, split) for chain in chains]
+    gradients = random_gradients(outputs)
 
-    forward_ms, backward_ms = measure_median_ms(lambda: _forward(whole, received, fields), lambda: whole.backward(0, gradients))
+    forward_ms, backward_ms = measure_median_ms(
+        lambda: run_forward(whole, received, fields), lambda: whole.backward(0, gradients)
+    )
     _, input_ms, weight_ms = measure_median_ms(
-        lambda: _forward(split, received, fields),
+        lambda: run_forward(split, received, fields),
         lambda: split.backward_input(0, gradients),
         lambda: split.backward_weight(0),
     )
@@ -149,7 +193,7 @@ def _profile_layer(
             backward_ms=backward_ms,
             input_ms=input_ms,
             weight_ms=weight_ms,
-            activation_bytes=_kept_bytes(whole, received, fields),
+            activation_bytes=chains[0].activation_bytes(index),
             output_bytes=sum(map(tensor_nbytes, outputs.values())),
             parameter_bytes=sum(state["parameter"].values()),
             optimizer_bytes=sum(state["optimizer"].values()),
@@ -157,28 +201,24 @@ def _profile_layer(
         ),
         outputs,
         state,
+        may_recompute,
     )
 
 
-def _forward(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    stage.begin_step(0)
-    return stage.forward(0, received, fields)
-
-
-def _kept_bytes(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> int:
-    """Bytes autograd keeps for one microbatch, each storage once, parameters aside."""
-    parameters = {p.untyped_storage().data_ptr() for p in stage.parameters.values()}
-    kept = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in received.values()}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), stage.guard.accepting_contexts():
-        _forward(stage, received, fields)
-    return sum(kept.values())
+def _may_recompute(
+    name: str, stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor], *, refuse: bool
+) -> bool:
+    """Whether the layer of a stage of its own may be recomputed; with `refuse` its error is raised if it may not."""
+    if not stage.recomputation.positions:
+        return False
+    try:
+        check_layer_recomputes(name, stage, received, fields)
+    except UserCodeError:
+        if refuse:
+            raise
+        stage.begin_step(0)
+        return False
+    return True
 
 
 def _profile_optimizer(spec: JobSpec, stage: Stage) -> tuple[float, dict[str, int]]:
@@ -195,14 +235,21 @@ def _profile_optimizer(spec: JobSpec, stage: Stage) -> tuple[float, dict[str, in
 
 
 def measure_median_ms(*calls: Callable[[], Any]) -> tuple[float, ...]:
-    """Median time of each call in ms; the calls are made in turn, and the first round is not counted."""
+    """Median time of each call in ms; the calls are made in turn, and the first round is not counted.
+
+    Time in which this thread waited for a processor is not counted either, or layers would differ by what else runs here.
+    """
+    thread = threading.get_native_id()
     rounds: list[list[float]] = []
-    while len(rounds) < 4 or (len(rounds) <= REPEATS and sum(map(sum, rounds)) < BUDGET_MS):
+    spent_ms = 0.0
+    while len(rounds) < 4 or (len(rounds) <= REPEATS and spent_ms < BUDGET_MS):
         took = []
         for call in calls:
-            start = time.perf_counter_ns()
+            waited_s, start = thread_cpu_wait_s(thread), time.perf_counter_ns()
             call()
-            took.append((time.perf_counter_ns() - start) / 1e6)
+            passed_ms = (time.perf_counter_ns() - start) / 1e6
+            spent_ms += passed_ms
+            took.append(max(0.0, passed_ms - 1000 * (thread_cpu_wait_s(thread) - waited_s)))
         rounds.append(took)
     return tuple(statistics.median(times) for times in zip(*rounds[1:], strict=True))
 

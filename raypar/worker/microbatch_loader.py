@@ -37,8 +37,7 @@ FIELD_NAMES = ("x", "y", "z")
 """Names of a tuple sample's fields, unless `data.names` gives others."""
 
 WHERE_FIELDS_ARE_NAMED = (
-    "name the fields there are: data.input and data.target (tuples: data.names) in a job file, data_input=, data_target= and "
-    "data_names= of Trainer"
+    "name the fields there are: data.input and data.target, for tuples data.names (from Python keys of the dict data=)"
 )
 """Cure of errors about fields of samples."""
 
@@ -180,7 +179,7 @@ class SampleReader:
             if len(values) > len(names):
                 raise DataError(
                     f"sample {index} has {len(values)} fields, but names for {len(names)}: {', '.join(names)}",
-                    cure=f"name all {len(values)} in data.names (data_names= of Trainer), or return a dict",
+                    cure=f"name all {len(values)} in data.names, or return a dict",
                 )
             found = dict(zip(names, values, strict=False))
         if name not in found:
@@ -355,7 +354,7 @@ class MicrobatchLoader:
             future.cancel()
             raise UserCodeError(
                 f"the data set did not give {where} within {self._timeout_s:g} s, read by {self._spec.processes} processes",
-                cure="raise data.processes (data_processes= of Trainer), make __getitem__ cheaper, or find what it waits for",
+                cure="raise data.processes, make __getitem__ cheaper, or find what it waits for",
             ) from None
         except BrokenProcessPool as error:
             raise self._died(error, where) from error

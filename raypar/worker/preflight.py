@@ -15,10 +15,11 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype, parameter_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
+from raypar.model.without_dynamo import references_without_dynamo
 from raypar.plan import ParallelPlan
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec, Ref
-from raypar.worker.measure_profile import read_first_microbatch
+from raypar.worker.measure_profile import read_microbatches
 from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, make_dataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import refuse_input_writes
@@ -62,7 +63,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
         samples = len(make_dataset(spec.data))
     if spec.steps < 1:
         raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")
-    batch = read_first_microbatch(spec, graph)
+    (batch,) = read_microbatches(spec, graph, [0])
     with guard.watching("the job's layers"):
         check_layer_shapes(spec, graph, batch)
     validation = 0
@@ -126,7 +127,7 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
             )
         try:
             inputs = [values[name] for name in layer.inputs]
-            with torch.no_grad(), refuse_input_writes(layer, inputs):
+            with torch.no_grad(), references_without_dynamo(), refuse_input_writes(layer, inputs):
                 out = convert_module_dtype(build_on_meta(layer), _dtype(spec))(*inputs)
         except NotImplementedError:
             return
@@ -134,8 +135,10 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
             raise
         except USER_CODE_ERRORS as error:
             reraise_ctrl_c(error)
-            if "meta" in str(error).lower():
+            if "meta" in str(error).lower() or "unsupported scalarType" in str(error):  # `torch.autocast("meta")`
                 return
+            if spec.precision.compute is not None and "bfloat16" in str(error).lower():
+                return  # on the meta device autocast casts nothing; the profile runs the layer with numbers
             shapes = ", ".join(f"{name} {tuple(values[name].shape)} {values[name].dtype}" for name in layer.inputs)
             raise DataError(
                 f"the first microbatch does not fit the model: layer {layer.name!r} given {shapes} raised {error_text(error)}",
@@ -156,10 +159,10 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
     if target not in values:
         raise DataError(
             f"the loss reads field {target!r}, which the samples do not have",
-            cure=f"choose data.target (data_target= of Trainer): one of {list(batch)}",
+            cure=f"choose data.target: one of {list(batch)}",
         )
     try:
-        with torch.no_grad():
+        with torch.no_grad(), references_without_dynamo():
             found = make_loss_function(spec.loss)(values[graph.output], values[target])
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)

@@ -38,6 +38,8 @@ from raypar.worker.stage.layer_call import LayerCall
 from raypar.worker.stage.layer_inputs import LayerInputs
 from raypar.worker.stage.loss_call import LossCall
 from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.stage.precision import StagePrecision
+from raypar.worker.stage.recomputation import StageRecomputation
 from raypar.worker.stage.stage import Stage, StageLayer, StageValues, count_returned_gradients
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_sharding import StageSharding
@@ -83,7 +85,8 @@ def build_stage(
     gradients = build_gradient_accumulator(weights, routing, index, replica)
     completed = uses_completed_by_autograd(weights, deferred)
     hooks = LayerBackwardHooks(weights.layer_names, gradients, completed, guard, on_cpu=device == CPU)
-    calls = build_stage_layers(graph, layers, hooks, coordinate, make_seeder(device), guard)
+    precision = StagePrecision(spec.precision, device, guard)
+    calls = build_stage_layers(graph, layers, hooks, coordinate, make_seeder(device), guard, precision)
     return Stage(
         graph=graph,
         index=index,
@@ -94,7 +97,7 @@ def build_stage(
         guard=guard,
         weights=weights,
         layers=calls,
-        loss=build_stage_loss(graph, plan, index, spec, loss_fn, shard, hooks, coordinate, guard),
+        loss=build_stage_loss(graph, plan, index, spec, loss_fn, shard, hooks, coordinate, guard, precision),
         values=stage_values(graph, plan, index, spec),
         gradients=gradients,
         hooks=hooks,
@@ -102,7 +105,16 @@ def build_stage(
         gradient_reuse_policy=GradientReusePolicy(
             [part for part in list_all_modules(modules) if isinstance(part, ShardedLinear)]
         ),
+        recomputation=stage_recomputation(graph, plan, index, spec),
     )
+
+
+def stage_recomputation(graph: Graph, plan: ParallelPlan, index: int, spec: JobSpec) -> StageRecomputation:
+    """The layers of a stage that the plan recomputes, and the values that they need for that."""
+    here = plan.stages[index]
+    target = loss_target_name(spec) if here.last == len(graph.layers) else None
+    positions = [layer - here.first for layer in plan.recomputed_layers(index)]
+    return StageRecomputation.of(graph, graph.layers[here.first : here.last], positions, target)
 
 
 def materialise_stage_modules(
@@ -158,6 +170,7 @@ def build_stage_layers(
     coordinate: StageCoordinate,
     seed_generators: Callable[[int], Any],
     guard: TorchStateGuard,
+    precision: StagePrecision,
 ) -> list[StageLayer]:
     """The layers in order, each with how it reads its inputs and is called."""
     written: set[str] = set()
@@ -166,7 +179,7 @@ def build_stage_layers(
     for layer, of_layer in zip(layers, hooks.of_layer, strict=True):
         inputs = LayerInputs(layer, written_here=frozenset(written), batch_fields=fields, hooks=of_layer)
         call = LayerCall(layer, coordinate=coordinate, seed_generators=seed_generators, guard=guard)
-        made.append(StageLayer(inputs, call, layer.outputs))
+        made.append(StageLayer(inputs, precision.wrap_layer(call), layer.outputs))
         written |= set(layer.outputs)
     return made
 
@@ -186,11 +199,12 @@ def build_stage_loss(
     hooks: LayerBackwardHooks,
     coordinate: StageCoordinate,
     guard: TorchStateGuard,
+    precision: StagePrecision,
 ) -> LossCall | None:
     """The call of the loss; None unless the stage has the last layer."""
     if plan.stages[index].last < len(graph.layers):
         return None
-    function = loss_fn if shard is None else sharded_loss(loss_fn, shard.group)
+    function = precision.wrap_loss(loss_fn if shard is None else sharded_loss(loss_fn, shard.group))
     return LossCall(
         function, output=graph.output, target=loss_target_name(spec), hooks=hooks.of_loss, coordinate=coordinate, guard=guard
     )

@@ -12,7 +12,7 @@ from raypar.worker.worker_core import WorkerCore
 
 
 def warm_up_process(core: WorkerCore, *, data: bool) -> None:
-    """Make what a first step makes, and drop it: an optimizer, with which torch.optim loads half of torch (2 s), and gradients.
+    """Make what a first step makes, and drop it: an optimizer and gradients, for which PyTorch loads modules.
 
     `data`: make the data sets too, for a worker that joins others in the middle of a run and may get any seat.
     """

@@ -435,6 +435,22 @@ def test_a_stream_can_wait_instead_of_the_host():
         assert both.tensor().tolist() == [0, 0] and back.tensor().tolist() == [1, 1]
 
 
+def test_waiting_on_a_stream_for_a_send_from_host_memory_waits_on_the_host(monkeypatch):
+    """The host's memory may be written again once the wait returns: no stream keeps anybody from that."""
+    left, query = threading.Event(), nccl_messages.HostMessageEvent.query
+    monkeypatch.setattr(nccl_messages.HostMessageEvent, "query", lambda event: left.is_set() and query(event))
+    with Group(2, PAIR, device=lambda rank: HostDevice(f"device {rank}", only=frozenset({torch.float32}))) as ends:
+        sending = ends[0].send(torch.ones(3, dtype=torch.float64), to=1, tag=1)
+        with pytest.raises(CommTimeout, match="send tag 1 of rank 0 with 1"):
+            sending.wait_on_stream(0.02)
+        left.set()
+        sending.wait_on_stream(LIMIT_S)
+        assert sending.done()
+        arrives = ends[1].recv(None, source=0, tag=1)
+        arrives.wait_on_stream(LIMIT_S)
+        assert arrives.tensor().tolist() == [1.0] * 3
+
+
 def test_what_waits_on_a_stream_is_freed_by_the_loss_of_a_peer_and_by_its_limit():
     with Group(2, [*PAIR, CommunicatorKey((0, 1), "all_reduce")]) as ends:
         with pytest.raises(CommTimeout, match="all_reduce of rank 1 with 0"):

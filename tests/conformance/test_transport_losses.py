@@ -1,4 +1,7 @@
-"""Four processes, one killed or stopped inside each operation: the others are free within 100 ms and start again."""
+"""Four processes, one killed or stopped inside each operation: the others are free within 100 ms and start again.
+
+Time in which a process had no processor is not counted, as in the deadlines of a run.
+"""
 
 import signal
 import time
@@ -46,10 +49,12 @@ def survivors_work_in_a_new_generation(workers, addresses):
 @pytest.mark.parametrize("name", FOREVER)
 def test_a_killed_rank_frees_the_others_within_100_ms(name, workers):
     addresses, _ = start(workers, name)
+    waited_s = workers.cpu_wait_s(OTHERS)
     at = workers.workers[VICTIM].signal(signal.SIGKILL)
     results = [workers.workers[i].result() for i in OTHERS]
+    waited_s = workers.cpu_wait_s(OTHERS) - waited_s
     assert all(kind in ("CommError", "GroupAborted") for kind, _, _ in results), results
-    assert max(when for _, _, when in results) - at < BOUND_S, results
+    assert max(when for _, _, when in results) - at - waited_s < BOUND_S, results
     assert any(f"rank {VICTIM}" in what for _, what, _ in results)
     survivors_work_in_a_new_generation(workers, addresses)
     workers.each(transport_cases.close, on=OTHERS)
@@ -61,14 +66,17 @@ def test_abort_frees_the_others_of_a_stopped_rank_within_100_ms_and_its_return_i
     addresses, old = start(workers, name)
     victim = workers.workers[VICTIM]
     victim.signal(signal.SIGSTOP)
-    time.sleep(0.05)
-    aborted = [workers.workers[i].control(transport_cases.abort_from_outside) for i in OTHERS]
-    results = [workers.workers[i].result() for i in OTHERS]
-    assert max(when for _, _, when in results) - min(aborted) < BOUND_S, results
-    assert all(kind in ("GroupAborted", "CommError") for kind, _, _ in results), results
-    survivors_work_in_a_new_generation(workers, addresses)
-
-    victim.signal(signal.SIGCONT)
+    try:
+        time.sleep(0.05)
+        waited_s = workers.cpu_wait_s(OTHERS)
+        aborted = [workers.workers[i].control(transport_cases.abort_from_outside) for i in OTHERS]
+        results = [workers.workers[i].result() for i in OTHERS]
+        waited_s = workers.cpu_wait_s(OTHERS) - waited_s
+        assert max(when for _, _, when in results) - min(aborted) - waited_s < BOUND_S, results
+        assert all(kind in ("GroupAborted", "CommError") for kind, _, _ in results), results
+        survivors_work_in_a_new_generation(workers, addresses)
+    finally:
+        victim.signal(signal.SIGCONT)
     kind, what, _ = victim.result()
     assert kind == "CommError" and "rank" in what, "its connections are gone"
     workers.each(transport_cases.run_case, "all_to_alls", on=OTHERS)

@@ -47,6 +47,14 @@ def test_chunks_default_to_two_where_they_matter_and_times_are_of_all_chunks_tog
     assert found["peak_activations"][0] == pytest.approx(16 / 3, abs=1)
 
 
+def test_recompute_makes_activations_again_and_keeps_those_of_one_microbatch(capsys, tmp_path):
+    found = facts(capsys, *SMALL[1:], "--recompute", "--csv", str(tmp_path / "own.csv"))
+    assert found["peak_activations"] == [1, 1, 1, 1] and found["busy_ms"] == [32, 32, 32, 24]
+    assert facts(capsys, "--schedule-file", str(tmp_path / "own.csv"))["makespan_ms"] == found["makespan_ms"] == 39
+    code, _, err = run(capsys, "simulate", "--schedule-file", str(tmp_path / "own.csv"), "--recompute")
+    assert code == 2 and "--schedule-file and --recompute exclude each other" in err
+
+
 @pytest.mark.parametrize("lists", ["spaces", "commas"])
 def test_lists_are_one_value_or_one_per_stage(capsys, lists):
     def values(*items):

@@ -154,7 +154,7 @@ def test_an_address_where_nothing_listens_is_an_error_at_once(tmp_path, monkeypa
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"  # bound, but it does not listen
         monkeypatch.chdir(Path(__file__).parents[1])
-        assert main(["train", str(write_job(tmp_path)), "--address", address]) == 1
+        assert main(["train", str(write_job(tmp_path)), "--address", address]) == 2
     error = capfd.readouterr().err
     assert f"nothing answers at '{address}'" in error and "cure: " in error
     assert not (tmp_path / "runs").exists()

@@ -127,7 +127,7 @@ def test_a_run_may_fall_to_fewer_shards_on_any_cluster(kind, monkeypatch, tmp_pa
     monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: None)
     monkeypatch.setattr("raypar.actors.cluster_info.require_capacity", lambda *given: None)
 
-    def follow(request: RunRequest, folder: RunFolder, tell) -> Result:
+    def follow(request: RunRequest, folder: RunFolder, tell, heard) -> Result:
         requests.append(request)
         return Result({}, str(folder.path), "failed", 0)
 

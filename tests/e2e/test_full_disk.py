@@ -156,7 +156,7 @@ def test_a_run_folder_without_metrics_is_not_removed_when_steps_were_seen(tmp_pa
     def connected(*given):
         yield RayConnection("joined", "joined", "nowhere:0")
 
-    def follow(request, tell):
+    def follow(request, tell, heard):
         tell({"kind": "step", **LINE, "count_per_s": 1.0, "bubble": 0.0, "eta_s": 1.0})
         raise WorkerLost("the driver was lost")
 

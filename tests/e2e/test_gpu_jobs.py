@@ -82,7 +82,7 @@ def test_the_request_says_what_each_worker_has_and_how_its_process_is_started(tm
     """And a job for CPUs asks for nothing of the kind."""
     seen = []
 
-    def follow(request, tell):
+    def follow(request, tell, heard):
         seen.append(request)
         raise ClusterError("enough")
 

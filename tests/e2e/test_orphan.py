@@ -41,7 +41,7 @@ def test_a_worker_that_loads_its_code_for_long_is_no_orphan(monkeypatch):
     monkeypatch.setattr(module, "LOADING_S", 1.0)
     monkeypatch.setattr(os, "_exit", ended.append)
     worker = WorkerActor.__new__(WorkerActor)
-    worker.working_dir, worker.torch_guard = WorkingDirGuard(), None
+    worker.working_dir, worker.torch_guard, worker.calls = WorkingDirGuard(), None, {}
     worker.heard_s = start_s = time.monotonic()
     worker.orphan_timeout_s, worker.doing = 0.2, module.LOADING
     worker._leave_when_orphaned()

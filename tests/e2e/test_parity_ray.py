@@ -19,6 +19,7 @@ LAYOUTS = [
     Layout("tangled", "zb-v", (2, 2), 7),
     Layout("tangled", "interleaved", (1, 1, 1), 7, chunks=3),
     Layout("plain", "zb-h1", (1, 2, 1), 8),
+    Layout("tangled", "zb-h1", (2, 1), 5, compute="bf16"),
 ]
 
 
@@ -29,16 +30,18 @@ def own_ray():
         yield
 
 
-def check(layout, tmp_path):
+def check(layout, tmp_path, recompute="none"):
     job = layout.job
     result = launch_run(
         job,
-        lambda checked: choose_plan(job, checked, lambda layers: layout.plan, layout.schedule, layout.plan.world),
+        lambda checked: choose_plan(
+            job, checked, lambda layers: layout.plan, layout.schedule, layout.plan.world, None, recompute
+        ),
         ResultNeutralOptions(make_folder=lambda planned: RunFolder.create(tmp_path, "parity")),
         lambda event: None,
     )
     assert result.error is None
-    want = expected(layout.model, layout.microbatches, layout.blocks)
+    want = expected(layout.model, layout.microbatches, layout.blocks, layout.compute)
     metrics = [json.loads(line) for line in (Path(result.path) / "metrics.jsonl").read_text().splitlines()]
     assert [m["loss"] for m in metrics] == want.losses
     assert [m["norm"] for m in metrics] == want.norms
@@ -49,6 +52,8 @@ def check(layout, tmp_path):
     for name, kinds in want.state.items():
         bad += [f"{name}.{k}" for k, v in kinds.items() if not torch.equal(torch.as_tensor(found[name][k]), torch.as_tensor(v))]
     assert not bad
+    started = next(event for event in RunFolder(Path(result.path)).read_lines(Path(result.path) / "events.jsonl"))
+    assert (started["kind"], started.get("precision")) == ("started", layout.compute)
 
 
 def test_a_layout_on_ray_gives_the_bits_of_one_process(tmp_path):
@@ -59,3 +64,8 @@ def test_a_layout_on_ray_gives_the_bits_of_one_process(tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 def test_the_other_layouts_on_ray_give_the_bits_of_one_process(layout, tmp_path):
     check(layout, tmp_path)
+
+
+@pytest.mark.full
+def test_a_layout_that_recomputes_on_ray_gives_the_bits_of_one_process(tmp_path):
+    check(LAYOUTS[1], tmp_path, recompute="full")

@@ -1,5 +1,6 @@
 """Training on Ray from end to end, on one local Ray shared by all tests of this file."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -7,6 +8,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from helpers.tiny_job import Diary, write_job
 
@@ -107,7 +109,7 @@ def test_callbacks_are_called_once_a_step_in_order_and_a_stop_takes_effect_after
         microbatches=4,
         plan={"stages": 1, "replicas": 2},
         callbacks=[Diary(str(diary), stop_after=3)],
-        checkpoint_every=2,
+        checkpoint={"every": 2},
         run_dir=tmp_path,
     ).fit(verbose=False)
     assert [w for w in diary.read_text().splitlines() if not w.startswith("checkpoint")] == [
@@ -116,6 +118,24 @@ def test_callbacks_are_called_once_a_step_in_order_and_a_stop_takes_effect_after
     assert result.metrics["step"] == 4 and result.metrics["twice"] == 2 * result.metrics["loss"]
     assert result.checkpoint.path.endswith("step_00000004") and result.error is None
     assert nothing_left()
+
+
+def test_a_run_loads_and_starts_only_what_it_needs_and_says_whom_it_waits_for(job, tmp_path, capfd):
+    """A start is mostly the loading of modules: PyTorch's compiler and sympy are half as much again in every worker."""
+    schedule = f"lr_schedule={{function: helpers.tiny_job:noting_schedule, args: {{folder: {tmp_path}}}}}"
+    slow = f"data.args={{size: 24, slow: {tmp_path / 'slow'}, slow_s: 4.0}}"
+    more = ["validation=null", "checkpoint.at_end=false", "elastic={min_workers: 1, step_deadline_s: 60}"]
+    assert job(*(word for value in (schedule, slow, *more) for word in ("--set", value))) == 0
+    noted = {path.name: path.read_text() for path in tmp_path.glob("step11-*")}
+    assert len(noted) == 4 and set(noted.values()) == {"numpy torch"}
+    titles = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a worker that ends
+            titles.append(" ".join(process.cmdline()))
+    assert any("log_monitor.py" in title for title in titles)
+    assert not [title for title in titles if "dashboard/dashboard.py" in title or "autoscaler" in title]
+    waits = r"waiting for 1 of 4 workers \(worker \d is in step \d+, reading sample 21\), for [2-4] s so far"
+    assert re.search(waits, capfd.readouterr().out)
 
 
 @pytest.mark.full  # the default suite does it by commands, above

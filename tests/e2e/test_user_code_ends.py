@@ -111,6 +111,7 @@ def test_a_worker_answers_with_what_its_code_ended_in(how):
     """As an actor does: in a thread. A `SystemExit` there ends the process without a word."""
     worker = object.__new__(WorkerActor)
     worker.coordinate, worker.working_dir, worker.torch_guard = "worker 7", SimpleNamespace(keep=lambda: None), None
+    worker.calls = {}
     answers: list[object] = []
     call = threading.Thread(target=lambda: answers.append(worker._run_call("building its stages", lambda: ends(how=how))))
     call.start()

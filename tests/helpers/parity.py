@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from helpers import reference, ugly_models
@@ -13,11 +13,17 @@ from helpers import reference, ugly_models
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
-from raypar.worker.job_spec import JobSpec
+from raypar.worker.job_spec import JobSpec, Precision
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
 STEPS = 5
+
+
+def job_of(model: str, microbatches: int, blocks: int, compute: Literal["bf16"] | None) -> JobSpec:
+    """Five AdamW steps with clipping on a ragged batch."""
+    given = {"microbatches": microbatches, "steps": STEPS, "virtual_replicas": blocks, "precision": Precision(compute)}
+    return ugly_models.job(model, **given)
 
 
 @dataclass(frozen=True)
@@ -30,16 +36,18 @@ class Layout:
     microbatches: int
     chunks: int | None = None
     blocks: int = 0
+    compute: Literal["bf16"] | None = None
 
     def __str__(self) -> str:
         dims = "-".join(map(str, self.replicas))
         extra = (f" v={self.chunks}" if self.chunks else "") + (f" V={self.blocks}" if self.blocks else "")
+        extra += f" {self.compute}" if self.compute else ""
         return f"{self.model} {self.schedule} replicas {dims} m={self.microbatches}{extra}"
 
     @property
     def job(self) -> JobSpec:
         """Five AdamW steps with clipping on a ragged batch."""
-        return ugly_models.job(self.model, microbatches=self.microbatches, steps=STEPS, virtual_replicas=self.blocks)
+        return job_of(self.model, self.microbatches, self.blocks, self.compute)
 
     @property
     def graph(self) -> Graph:
@@ -82,9 +90,9 @@ def layouts() -> list[Layout]:
 
 
 @functools.cache
-def expected(model: str, microbatches: int, blocks: int) -> reference.Result:
+def expected(model: str, microbatches: int, blocks: int, compute: Literal["bf16"] | None = None) -> reference.Result:
     """The reference run, once per numerics contract: no layout has any part in it."""
-    job = ugly_models.job(model, microbatches=microbatches, steps=STEPS, virtual_replicas=blocks)
+    job = job_of(model, microbatches, blocks, compute)
     return reference.train(make_layer_graph(job), job)
 
 
@@ -102,7 +110,7 @@ def differences(want: reference.Result, name: str, got: Iterable[Any], wanted: A
 
 def check_local(layout: Layout, order_seed: int = 0) -> None:
     """Run the layout in one process and compare everything with the reference."""
-    job, want = layout.job, expected(layout.model, layout.microbatches, layout.blocks)
+    job, want = layout.job, expected(layout.model, layout.microbatches, layout.blocks, layout.compute)
     with OneProcessRun(job, layout.plan, layout.schedule, seed=order_seed) as run:
         for step in range(STEPS):
             reports = run.step(step)

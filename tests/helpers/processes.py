@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
@@ -97,6 +98,12 @@ class Worker:
         self.process.close()
 
 
+def cpu_wait_s(*pids: int | None) -> float:
+    """Seconds in which threads of these processes could have run but had no processor, added up."""
+    stats = [path.read_text() for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(int(stat.split()[1]) for stat in stats) / 1e9
+
+
 class Workers:
     """`count` workers, kept over several tests. `each` runs one call on all (or some) at the same time.
 
@@ -107,6 +114,10 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self.workers = [Worker() for _ in range(count)]
+
+    def cpu_wait_s(self, on: list[int]) -> float:
+        """Seconds in which threads of workers `on`, and of this process, could have run but had no processor, added up."""
+        return cpu_wait_s(os.getpid(), *(self.workers[index].process.pid for index in on))
 
     def each(self, function: Callable[..., Any], *args: Any, on: list[int] | None = None, timeout_s: float = 20.0) -> list[Any]:
         """`function(state, index, *args)` on workers `on` (all); their results in this order. All are awaited, also when one

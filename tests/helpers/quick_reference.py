@@ -1,6 +1,6 @@
 """The example GPT's job on shards in one plain process, from a job file: as `examples/plain_gpt.py` for a run without.
 
-    cd tests && python -m helpers.quick_reference ../jobs/quickstart.yaml --shards 2 [--steps 20] [--sequence]
+    cd tests && python -m helpers.quick_reference ../jobs/quickstart.yaml --shards 2 [--steps 20] [--sequence] [--set a.b=c]
 
 prints the loss of every step and, as `raypar train` does, the hash of the weights. No raypar in here.
 """
@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy
 import torch
-import yaml
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from helpers.same_shards import add, gpt_on_shards, gpt_slices, gpt_whole, in_order, tree
 
-from examples.plain_gpt import function, sample, seed_of
+from examples.plain_gpt import function, read_job, sample, seed_of
 
 CUT = ("qkv", "up", "token", "logits")
 ROWS = ("project", "down")
@@ -40,7 +39,7 @@ def trained(job: dict[str, Any], shards: int, *, sequence: bool = False) -> tupl
     """Losses and the hash of the weights (raypar/README.md, the numerics contract, with rule 11). `shards`: 1 is without."""
     torch.set_num_threads(1)
     seed, batch, m, args = job["seed"], job["batch_size"], job["microbatches"], job["model"]["args"]
-    blocks = job.get("virtual_replicas") or min(m, 16)
+    blocks, compute = job.get("virtual_replicas") or min(m, 16), (job.get("precision") or {}).get("compute")
     random.seed(seed), numpy.random.seed(seed % 2**32), torch.manual_seed(seed)
     model, data = function(job["model"])(), function(job["data"])()
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -55,7 +54,7 @@ def trained(job: dict[str, Any], shards: int, *, sequence: bool = False) -> tupl
             for microbatch in range(block * m // blocks, (block + 1) * m // blocks):
                 x, y = samples_of(data, job, step, range(microbatch * batch // m, (microbatch + 1) * batch // m))
                 loss, gradients = gpt_on_shards(
-                    slices, x, y, depth=args["depth"], heads=args["heads"], shards=shards, sequence=sequence
+                    slices, x, y, depth=args["depth"], heads=args["heads"], shards=shards, sequence=sequence, compute=compute
                 )
                 parts.append(loss.item())
                 count += y.numel()
@@ -112,8 +111,9 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--sequence", action="store_true", help="sequence_parallel")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c")
     given = parser.parse_args()
-    job = yaml.safe_load(given.job.read_text())
+    job = read_job(given.job, given.overrides)
     losses, digest = trained({**job, "steps": given.steps or job["steps"]}, given.shards, sequence=given.sequence)
     for step, loss in enumerate(losses):
         print(f"step {step + 1} loss {loss:.6f}")

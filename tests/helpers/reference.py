@@ -6,6 +6,7 @@ of its own. Only the layer-graph types are raypar's.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fnmatch
 import hashlib
@@ -89,6 +90,13 @@ def build(graph: Graph, spec: JobSpec, dtype: torch.dtype) -> dict[str, nn.Modul
     return {name: convert_module_dtype(copy.deepcopy(module) if name in apart else module, dtype) for name, module in layers}
 
 
+def computing_in(spec: JobSpec) -> contextlib.AbstractContextManager[Any]:
+    """Rule 13: one layer's forward, or the loss, in bfloat16 as PyTorch's autocast decides."""
+    if spec.precision.compute is None:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+
+
 def train(graph: Graph, spec: JobSpec) -> Result:
     torch.set_num_threads(spec.threads)
     dtype = getattr(torch, spec.dtype)
@@ -143,17 +151,19 @@ def train(graph: Graph, spec: JobSpec) -> Result:
                     torch.manual_seed(here)
                     random.seed(here % 2**32)
                     numpy.random.seed(here % 2**32)
-                    out = modules[layer.name](*(inputs[name] for name in layer.inputs))
+                    with computing_in(spec):
+                        out = modules[layer.name](*(inputs[name] for name in layer.inputs))
                     outputs = out if isinstance(out, tuple) else (out,)
                     for place, output in enumerate(outputs):
                         again = output.requires_grad and any(output is other for other in outputs[:place])
                         values[layer.outputs[place]] = Alias.apply(output) if again else output
-                found = loss_fn(Alias.apply(values[graph.output]), fields[spec.data.target or "y"])
+                with computing_in(spec):
+                    found = loss_fn(Alias.apply(values[graph.output]), fields[spec.data.target or "y"])
                 if isinstance(found, tuple):
-                    total, count = found
+                    total, count = found[0].to(dtype) if found[0].dtype == torch.bfloat16 else found[0], found[1]
                 else:
                     count = len(fields[spec.data.target or "y"])
-                    total = found * float(count)
+                    total = (found.to(dtype) if found.dtype == torch.bfloat16 else found) * float(count)
                 total.backward()
                 losses.append((float(total.detach()), float(count)))
             block_sums.append({n: p.grad for n, p in uses.items()} if len(members) else None)

@@ -78,12 +78,19 @@ def gpt_on_shards(
     heads: int,
     shards: int | dict[str, int],
     sequence: bool,
+    compute: str | None = None,
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """Loss, and by shard the gradients of its `slices` (as `gpt_slices` makes them; of layers with fewer shards, in the first).
 
     `shards`: of all layers, or by layer. With `sequence` the norms' gradients are parts of a sum over shards; else all are
-    whole, and those of what every shard holds whole are equal.
+    whole, and those of what every shard holds whole are equal. `compute`: bf16 for PyTorch's autocast; sums over shards are in
+    bfloat16 then, but for the embedding's, which is not cast.
     """
+    mixed = torch.autocast("cpu", torch.bfloat16, enabled=compute == "bf16", cache_enabled=False)
+
+    def cast(x: Tensor) -> Tensor:
+        return x.bfloat16() if compute == "bf16" else x
+
     width, vocab = slices[0]["block0.project.bias"].shape[0], sum(len(s.get("head.logits.weight", ())) for s in slices)
     each = width // heads
     batch, seq = tokens.shape
@@ -120,48 +127,49 @@ def gpt_on_shards(
         )
 
     def gathered(x: list[Tensor], count: int) -> tuple[Tensor, ...]:
-        return Fan.apply(torch.cat(x, 1) if len(x) > 1 else x[0], count)
+        return Fan.apply(cast(torch.cat(x, 1) if len(x) > 1 else x[0]), count)
 
     def row(inputs: list[Tensor], name: str) -> list[Tensor]:
         bias = whole(f"{name}.bias")
         if len(inputs) == 1:
             return [F.linear(inputs[0], part(f"{name}.weight", 0), bias)]
-        total = in_order([F.linear(h, part(f"{name}.weight", i)) for i, h in enumerate(inputs)]) + bias
+        total = in_order([F.linear(h, part(f"{name}.weight", i)) for i, h in enumerate(inputs)]) + cast(bias)
         return between([total], len(inputs))
 
-    count = of("embed")
-    looked_up, start = [], 0
-    for i in range(count):
-        table = part("embed.token.weight", i)
-        absent = (tokens < start) | (tokens >= start + len(table))
-        looked_up.append(F.embedding((tokens - start).masked_fill(absent, 0), table).masked_fill(absent[..., None], 0.0))
-        start += len(table)
-    x = between([in_order(looked_up)], count)
-    positions = F.embedding(torch.arange(seq), whole("embed.position.weight"))
-    x = [v + p for v, p in zip(x, positions.split([v.shape[1] for v in x]), strict=True)]
-    for n in range(depth):
-        block = f"block{n}"
-        count = of(block)
-        x = between(x, count)
-        out = []
-        for i, h in enumerate(gathered(norm(f"{block}.norm1", x), count)):
-            mine = run_of(heads, count, i)
-            qkv = F.linear(h, part(f"{block}.qkv.weight", i), part(f"{block}.qkv.bias", i))
-            q, k, v = qkv.view(batch, seq, 3, mine.stop - mine.start, each).permute(2, 0, 3, 1, 4)
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            out.append(attended.transpose(1, 2).reshape(batch, seq, -1))
-        x = [a + b for a, b in zip(x, row(out, f"{block}.project"), strict=True)]
-        out = []
-        for i, h in enumerate(gathered(norm(f"{block}.norm2", x), count)):
-            out.append(F.gelu(F.linear(h, part(f"{block}.up.weight", i), part(f"{block}.up.bias", i)), approximate="tanh"))
-        x = [a + b for a, b in zip(x, row(out, f"{block}.down"), strict=True)]
-    count = of("head")
-    x = norm("head.norm", between(x, count))
-    logits = [F.linear(h, part("head.logits.weight", i)).flatten(0, 1) for i, h in enumerate(gathered(x, count))]
-    if count == 1:
-        loss = F.cross_entropy(logits[0], targets.flatten(), reduction="sum")
-    else:
-        loss = VocabularyLoss.apply(targets.flatten(), *logits)
+    with mixed:
+        count = of("embed")
+        looked_up, start = [], 0
+        for i in range(count):
+            table = part("embed.token.weight", i)
+            absent = (tokens < start) | (tokens >= start + len(table))
+            looked_up.append(F.embedding((tokens - start).masked_fill(absent, 0), table).masked_fill(absent[..., None], 0.0))
+            start += len(table)
+        x = between([in_order(looked_up)], count)
+        positions = F.embedding(torch.arange(seq), whole("embed.position.weight"))
+        x = [v + p for v, p in zip(x, positions.split([v.shape[1] for v in x]), strict=True)]
+        for n in range(depth):
+            block = f"block{n}"
+            count = of(block)
+            x = between(x, count)
+            out = []
+            for i, h in enumerate(gathered(norm(f"{block}.norm1", x), count)):
+                mine = run_of(heads, count, i)
+                qkv = F.linear(h, part(f"{block}.qkv.weight", i), part(f"{block}.qkv.bias", i))
+                q, k, v = qkv.view(batch, seq, 3, mine.stop - mine.start, each).permute(2, 0, 3, 1, 4)
+                attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                out.append(attended.transpose(1, 2).reshape(batch, seq, -1))
+            x = [a + b for a, b in zip(x, row(out, f"{block}.project"), strict=True)]
+            out = []
+            for i, h in enumerate(gathered(norm(f"{block}.norm2", x), count)):
+                out.append(F.gelu(F.linear(h, part(f"{block}.up.weight", i), part(f"{block}.up.bias", i)), approximate="tanh"))
+            x = [a + b for a, b in zip(x, row(out, f"{block}.down"), strict=True)]
+        count = of("head")
+        x = norm("head.norm", between(x, count))
+        logits = [F.linear(h, part("head.logits.weight", i)).flatten(0, 1) for i, h in enumerate(gathered(x, count))]
+        if count == 1:
+            loss = F.cross_entropy(logits[0], targets.flatten(), reduction="sum")
+        else:
+            loss = VocabularyLoss.apply(targets.flatten(), *[part.float() if compute else part for part in logits])
     assert sum(part.shape[1] for part in logits) == vocab
     loss.backward()
     return loss.detach(), [{name: leaf.grad for name, leaf in mine.items()} for mine in leaves]
@@ -226,8 +234,10 @@ def train(
     eps: float,
     clip_norm: float,
     state: Sequence[dict[str, dict[str, Tensor]]] = (),
+    compute: str | None = None,
 ) -> Trained:
-    """AdamW steps on `batches[step][microbatch]` by the numerics contract. `state`: the optimizers', by shard."""
+    """AdamW steps on `batches[step][microbatch]` by the numerics contract. `state`: the optimizers', by shard; `compute`: as in
+    `gpt_on_shards`."""
     slices = [{name: tensor.clone() for name, tensor in mine.items()} for mine in slices]
     optimizers = [torch.optim.AdamW(list(mine.values()), lr=lr, eps=eps) for mine in slices]
     for mine, optimizer, kept in zip(slices, optimizers, state, strict=False):
@@ -248,7 +258,13 @@ def train(
             total: Any = None
             for microbatch in range(block * m // blocks, (block + 1) * m // blocks):
                 loss, gradients = gpt_on_shards(
-                    slices, *microbatches[microbatch], depth=depth, heads=heads, shards=shards, sequence=sequence
+                    slices,
+                    *microbatches[microbatch],
+                    depth=depth,
+                    heads=heads,
+                    shards=shards,
+                    sequence=sequence,
+                    compute=compute,
                 )
                 losses.append(float(loss))
                 total = add(total, gradients)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from helpers import reference, same_shards
@@ -23,7 +23,7 @@ from raypar.model.tensor_parallel.materialise_shard import shard_slice_of
 from raypar.plan import ParallelPlan
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule import registry
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Precision, Ref
 from raypar.worker.run_in_one_process import OneProcessRun
 
 STEPS, BATCH, VOCAB, SEQ = 3, 10, 23, 7
@@ -82,11 +82,16 @@ class Cell:
     sequence: bool = False
     dtype: str = "float64"
     blocks: int = 0
+    compute: Literal["bf16"] | None = None
+    recompute: tuple[int, ...] = ()
+    """Indices of the layers that are recomputed."""
 
     def __str__(self) -> str:
         each = ["-".join(map(str, counts)) for counts in (self.replicas, self.shards)]
         extra = " sequence" * self.sequence + (f" V={self.blocks}" if self.blocks else "")
-        return f"{self.model} {self.schedule} replicas {each[0]} shards {each[1]} m={self.microbatches}{extra} {self.dtype}"
+        extra += f" recompute {','.join(map(str, self.recompute))}" if self.recompute else ""
+        extra += f" {self.compute or self.dtype}"
+        return f"{self.model} {self.schedule} replicas {each[0]} shards {each[1]} m={self.microbatches}{extra}"
 
     @property
     def job(self) -> JobSpec:
@@ -105,6 +110,7 @@ class Cell:
             clip_norm=CLIP,
             dtype=self.dtype,  # type: ignore[arg-type]
             sequence_parallel=self.sequence,
+            precision=Precision(self.compute),
         )
 
     @property
@@ -121,6 +127,7 @@ class Cell:
             layers=len(self.graph.layers),
             chunks=registry.resolve_chunks_per_worker(self.schedule, None),
             placement=registry.placement_of_schedule(self.schedule),
+            recompute=self.recompute,
         )
 
 
@@ -157,13 +164,23 @@ def cells() -> list[Cell]:
     return found
 
 
+def recomputing_cells() -> list[Cell]:
+    """Every third cell of the grid, with everything recomputed or a part: its first layers, every second one, the last."""
+    found = []
+    for number, cell in enumerate(cells()[::3]):
+        layers = range(len(cell.graph.layers))
+        parts = (layers, layers[1::2], layers, layers[:-1:2], layers[-1:])
+        found.append(replace(cell, recompute=tuple(parts[number % len(parts)])))
+    return found
+
+
 def check(cell: Cell, order_seed: int = 0) -> None:
     """Run the cell: the bits of the same shards in one process, and the numbers of no shards at all."""
     plan, got = cell.plan, run(cell, cell.plan, order_seed)
     assert len(set(got.losses)) == STEPS
     layers = graph(cell.model).layers
     shards = tuple(next(s.shards for s in plan.stages if s.first <= i < s.last) for i in range(len(layers)))
-    alike = one_process(replace(cell, schedule="gpipe", replicas=(1,), shards=()), shards)
+    alike = one_process(replace(cell, schedule="gpipe", replicas=(1,), shards=(), recompute=()), shards)
     bad = list(different(got, alike))
     assert not bad, f"{cell}, against the same shards in one process: {bad[:8]} and {len(bad) - 8} more"
     if cell.dtype == "float64":
@@ -258,6 +275,7 @@ def steps_of(job: JobSpec, steps: range, counts: int | dict[str, int], slices: A
         eps=EPS,
         clip_norm=CLIP,
         state=state,
+        compute=job.precision.compute,
     )
 
 

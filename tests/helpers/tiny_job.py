@@ -185,6 +185,30 @@ class Diary(Callback):
         self.note(f"end {info.end} {info.step}")
 
 
+HEAVY = {
+    "torch",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.fx.experimental.symbolic_shapes",
+    "sympy",
+    "numpy",
+    "cupy",
+    "ray.train",
+}
+"""Modules that take long to load."""
+
+
+def note_modules(folder: str, name: str) -> None:
+    """Write the names of those of `HEAVY` that this process has loaded into a file `name` of its own."""
+    (Path(folder) / f"{name}-{os.getpid()}").write_text(" ".join(sorted(HEAVY & set(sys.modules))))
+
+
+def noting_schedule(step: int, folder: str) -> float:
+    """A learning-rate schedule that notes what its process has loaded by then."""
+    note_modules(folder, f"step{step}")
+    return 1.0
+
+
 JOB = """
 name: tiny
 seed: 3

@@ -9,7 +9,10 @@ from raypar.schedule.instructions import ACTIVATIONS, INSTRUCTIONS, KEPT_SIZE, V
 
 
 def add_toy_instructions(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """`LeanForward` and `Recompute`, which are among raypar's instructions for the rest of the test."""
+    """`LeanForward` and `MakeAgain`, which are among raypar's instructions for the rest of the test.
+
+    They do in another way what `CheckpointedForward` and `Recompute` do.
+    """
     monkeypatch.setitem(KEPT_SIZE, "inputs", 0)
 
     @dataclass(frozen=True, slots=True)
@@ -24,16 +27,16 @@ def add_toy_instructions(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         drawing = DrawingStyle("#000080", "forward, nothing kept (L)", "lean forward")
 
     @dataclass(frozen=True, slots=True)
-    class Recompute(Compute):
-        """The instruction that makes its activations again. `R` would be its letter, but that is the letter of receives."""
+    class MakeAgain(Compute):
+        """The instruction that makes its activations again."""
 
-        letter = "C"
+        letter = "M"
         cost = ("forward",)
         needs = ("inputs",)
         allocates = (ACTIVATIONS,)
         frees = ("inputs",)
-        drawing = DrawingStyle("#008080", "recomputation (C)", "recompute")
+        drawing = DrawingStyle("#008080", "made again (M)", "make again")
 
-    for kind in (LeanForward, Recompute):
+    for kind in (LeanForward, MakeAgain):
         monkeypatch.setitem(INSTRUCTIONS, kind.letter, kind)
-    return SimpleNamespace(LeanForward=LeanForward, Recompute=Recompute)
+    return SimpleNamespace(LeanForward=LeanForward, MakeAgain=MakeAgain)

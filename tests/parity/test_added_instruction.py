@@ -18,12 +18,12 @@ from raypar.worker.step.interpreter import TRAINING_RULES, VALIDATION_RULES, Int
 
 def test_every_instruction_has_a_rule_and_a_validation_pass_only_those_without_gradients():
     assert list(TRAINING_RULES) == list(INSTRUCTIONS.values())
-    assert [kind.letter for kind in VALIDATION_RULES] == ["F", "S", "R", "X"]
+    assert [kind.letter for kind in VALIDATION_RULES] == ["F", "SEND", "RECV", "X"]
 
 
 @pytest.fixture
 def added(monkeypatch):
-    """A forward that keeps its inputs only (L), and the instruction that makes its activations again (C), with their rules."""
+    """A forward that keeps its inputs only (L), and the instruction that makes its activations again (M), with their rules."""
     toys = add_toy_instructions(monkeypatch)
     kept: dict[tuple[int, int, int], tuple] = {}
 
@@ -39,7 +39,7 @@ def added(monkeypatch):
         assert received == {}
         interpreter.stages[i.stage].forward(i.microbatch, *kept.pop((interpreter.rank, i.stage, i.microbatch)))
 
-    for kind, rule in ((toys.LeanForward, run_lean_forward), (toys.Recompute, run_recompute)):
+    for kind, rule in ((toys.LeanForward, run_lean_forward), (toys.MakeAgain, run_recompute)):
         monkeypatch.setitem(TRAINING_RULES, kind, rule)
     yield toys
     assert kept == {}
@@ -56,7 +56,7 @@ def test_a_run_that_computes_its_activations_again_has_the_bits_of_one_process(a
         for i in order:
             new += [added.LeanForward(i.stage, i.microbatch)] if type(i) is Forward else [i]
             if ACTIVATIONS in i.frees:
-                new.insert(-1, added.Recompute(i.stage, i.microbatch))
+                new.insert(-1, added.MakeAgain(i.stage, i.microbatch))
         orders.append(tuple(new))
     with OneProcessRun(layout.job, layout.plan, tuple(orders)) as run:
         for step in range(2):
@@ -65,7 +65,7 @@ def test_a_run_that_computes_its_activations_again_has_the_bits_of_one_process(a
             found = run.gradients()
             assert not [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
         labels = [span.label for report in reports for span in report.spans]
-    assert sum("C" in label for label in labels) == sum("L" in label for label in labels) > 0
+    assert sum("M" in label for label in labels) == sum("L" in label for label in labels) > 0
 
 
 def test_an_instruction_without_a_rule_is_refused_by_name(monkeypatch):

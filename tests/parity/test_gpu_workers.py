@@ -7,6 +7,7 @@ import pickle
 import signal
 import time
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from helpers.shard_grid import DEPTH, Cell, one_process, seeded_gpt
 from helpers.shard_grid import graph as grid_graph
 from helpers.standin import Setting
 
+from raypar.actors.worker_actor import WorkerActor
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import make_model_outline
 from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
@@ -321,3 +323,27 @@ def test_a_process_that_nccl_does_not_let_go_of_ends(workers):
     workers.replace(3)
     run.recover([0, 1, 2], plan_of(2, 1))
     run.check()
+
+
+def test_a_process_that_nccl_does_not_let_go_of_while_it_moves_to_another_plan_ends(monkeypatch):
+    """The former transport is closed at the end of the move. The worker's next generation would have found its GPU busy."""
+    order = pickle.dumps(AdoptOrder(None, {0: 0}, 0, (), run_begins=True))
+    worker = WorkerActor.__new__(WorkerActor)
+    worker.coordinate, worker.working_dir, worker.torch_guard = "worker 0", SimpleNamespace(keep=lambda: None), None
+    worker.endpoint, worker.calls = SimpleNamespace(unended_communicators=()), {}
+
+    def adopt(generation, made_and_connect):
+        worker.endpoint.unended_communicators = ("messages 0 -> 1",)
+        yield from ()
+
+    worker.generation_guard = SimpleNamespace(enter_generation=lambda generation, reason: None, adopt=adopt)
+
+    class Ended(BaseException):
+        pass
+
+    def end(code):
+        raise Ended(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(Ended, match="1"):
+        worker.adopt(2, order, "rank 0", ["here"], LIMIT_S)

@@ -1,5 +1,6 @@
 """What promises autograd's bits makes autograd's calls: the same operations, shapes, strides and places in memory."""
 
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -84,24 +85,28 @@ class Ends(torch.autograd.Function):
         return None, None, None
 
 
-def of_autograd(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool) -> list[Tensor]:
-    """Output and gradients of weight, bias and (`trained`: what comes before is trained too) input."""
+def of_autograd(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool, mixed: bool = False) -> list[Tensor]:
+    """Output and gradients of weight, bias and (`trained`: what comes before is trained too) input. `mixed`: in bfloat16."""
     start, of_input = torch.zeros((), requires_grad=True), []
     value = Ends.apply(x, start, of_input) if trained else x
-    made = F.linear(value, linear.weight, linear.bias)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
+        made = F.linear(value, linear.weight, linear.bias)
     leaves = [*linear.parameters(), *([start] if trained else [])]
     return [made, *torch.autograd.grad(made, leaves, gradient, allow_unused=True)[: len(leaves) - trained], *of_input]
 
 
-def of_split(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool) -> list[Tensor]:
+def of_split(linear: nn.Linear, x: Tensor, gradient: Tensor, trained: bool, mixed: bool = False) -> list[Tensor]:
     """The same, the weight gradients after the backward pass."""
     start, of_input, stash = torch.zeros((), requires_grad=True), [], list[DeferredWeightGradient]()
     defer_weight_gradients(linear, lambda: stash)
-    made = linear(Ends.apply(x, start, of_input) if trained else x)
+    value = Ends.apply(x, start, of_input) if trained else x
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
+        made = linear(value)
     made.backward(gradient)
     (deferred,) = stash
     with torch.no_grad():
-        return [made, deferred.weight_gradient(), *([] if linear.bias is None else [deferred.bias_gradient()]), *of_input]
+        own = [deferred.weight_gradient(), *([] if linear.bias is None else [deferred.bias_gradient()])]
+        return [made, *([gradient.to(linear.weight.dtype) for gradient in own] if mixed else own), *of_input]
 
 
 @pytest.mark.parametrize("inputs, weights, gradients", CASES, ids=lambda make: make.__name__)
@@ -116,6 +121,20 @@ def test_a_split_linear_makes_autograds_calls(inputs, weights, gradients):
         assert got == want, f"{case}: {list((got - want).elements())} instead of {list((want - got).elements())}"
         for a, b in zip(split, plain, strict=True):
             assert a.stride() == b.stride() and torch.equal(a, b), case
+
+
+@pytest.mark.parametrize("inputs, gradients", [(whole, whole), (by_column, whole), (sliced, whole), (whole, expanded)])
+def test_a_split_linear_makes_autograds_calls_in_bfloat16_too(inputs, gradients):
+    """Casts aside, which autograd asks for with more words."""
+    torch.set_num_threads(1)
+    for leading, (fan_in, fan_out), (bias, trained) in product(LEADING, SIZES, [(True, True), (False, True), (True, False)]):
+        linear = linear_of(fan_in, fan_out, bias, whole(fan_out, fan_in)).float()
+        x, gradient = inputs(*leading, fan_in).float(), gradients(*leading, fan_out).bfloat16()
+        (want, plain), (got, split) = (calls_of(run, linear, x, gradient, trained, True) for run in (of_autograd, of_split))
+        want, got = (Counter({c: n for c, n in calls.items() if not c.startswith("_to_copy(")}) for calls in (want, got))
+        case = f"{leading} {fan_in} -> {fan_out}, bias {bias}, gradient of the input {trained}"
+        assert got == want, f"{case}: {list((got - want).elements())} instead of {list((want - got).elements())}"
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(split, plain, strict=True)), case
 
 
 def of_shard(kind: str, group, x: Tensor, gradient: Tensor, linear: nn.Linear, put_off: bool):

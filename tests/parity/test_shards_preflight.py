@@ -181,13 +181,13 @@ def test_a_profile_knows_what_shards_hold_and_that_they_talk():
     checked = preflight(spec)
     plans = [ParallelPlan.mesh(tp=shards, layers=4) for shards in (1, 2, 4)]
     planned = [choose_plan(spec, checked, lambda layers, plan=plan: plan, "1f1b", 1) for plan in plans]
-    from raypar.planner.memory_sheet import memory_sheet
+    from raypar.planner.memory_sheet import memory_sheets
     from raypar.worker.run_in_one_process import OneProcessRun
 
     for plan, made in zip(plans[1:], planned[1:], strict=True):
         with OneProcessRun(spec, plan, "1f1b") as local:
             held = [sum(p.nbytes for p in core.stages[0].parameters.values()) for core in local.cores]
-        found = [memory_sheet(made.profile, plan, "1f1b", spec.batching, rank).state["parameter"] for rank in range(plan.world)]
+        found = [sheet.state["parameter"] for sheet in memory_sheets(made.profile, plan, "1f1b", spec.batching)]
         assert found == held
         assert made.predicted.makespan_ms > 0 and len(made.schedule_instructions) == plan.world
 

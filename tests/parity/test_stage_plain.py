@@ -5,15 +5,17 @@ import torch
 
 from examples import plain_gpt
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Precision, Ref
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 
 SIZES = {"width": 16, "depth": 2, "heads": 2, "context": 16}
 
 
-@pytest.mark.parametrize("microbatches, blocks", [(4, 4), (3, 7), (5, 2), (4, 0)])
-def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks):
+@pytest.mark.parametrize(
+    "microbatches, blocks, compute", [(4, 4, None), (3, 7, None), (5, 2, None), (4, 0, None), (3, 2, "bf16")]
+)
+def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks, compute):
     model, data = {"function": "examples.gpt:layers", "args": SIZES}, {"function": "examples.gpt:text", "args": {"context": 16}}
     optimizer = {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "fused": True}
     schedule = {"warmup": 2, "total": 3}
@@ -29,6 +31,7 @@ def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks):
         "optimizer": {"function": "torch.optim:AdamW", "args": optimizer},
         "lr_schedule": {"function": "examples.gpt:cosine", "args": schedule},
         "clip_norm": 1.0,
+        "precision": {"compute": compute},
     }
     spec = JobSpec(
         name="plain",
@@ -43,6 +46,7 @@ def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks):
         optimizer=OptimizerSpec(Ref("torch.optim:AdamW", optimizer)),
         lr_schedule=Ref("examples.gpt:cosine", schedule),
         clip_norm=1.0,
+        precision=Precision(compute),
     )
     plain = weights_hash(dict(plain_gpt.train(job).named_parameters()))
     with OneProcessRun(spec, ParallelPlan.of((2, 2), layers=4), "1f1b") as run:
@@ -50,3 +54,14 @@ def test_plain_gpt_ends_with_the_weights_of_a_pipeline(microbatches, blocks):
             run.step(step)
         assert weights_hash({name: copies[0] for name, copies in run.parameters().items()}) == plain
     assert torch.get_num_threads() == 1
+
+
+def test_plain_gpt_takes_settings_from_the_command_line(tmp_path):
+    job = tmp_path / "job.yaml"
+    job.write_text("steps: 3\nmodel: {function: m:f, args: {depth: 2}}\n")
+    read = plain_gpt.read_job(job, ["precision.compute=bf16", "model.args.depth=4", "steps=1"])
+    assert read == {
+        "steps": 1,
+        "model": {"function": "m:f", "args": {"depth": 4}},
+        "precision": {"compute": "bf16"},
+    }

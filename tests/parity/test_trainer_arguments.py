@@ -17,13 +17,12 @@ from torch.utils.data import DataLoader
 import raypar
 from raypar.callbacks import Callback, EarlyStopping
 from raypar.cli import main
-from raypar.config import ElasticConfig, parse_init_from
+from raypar.config import ElasticConfig, InitFromConfig
 from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
 from raypar.launch.resume import prepare_resumed_run
 from raypar.worker import measure_profile
 from raypar.worker.job_spec import (
-    DataSpec,
-    Ref,
+    Precision,
     contract_of_job,
     find_unstable_argument,
     stable_argument_text,
@@ -38,44 +37,63 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
 @pytest.mark.parametrize(
     "wrong, says",
     [
-        ({"batchsize": 3}, r"no argument 'batchsize'\n.*did you mean 'batch_size'"),
-        ({"nonsense_at_all": 3}, r"no argument 'nonsense_at_all'\n.*help\(raypar.Trainer\)"),
-        ({"shards": 2}, r"no argument 'shards'\n.*part of the plan: plan=\{'shards': ...\}"),
+        ({"batchsize": 3}, r"unknown argument batchsize: did you mean batch_size\?\n.*arguments of Trainer: name, seed"),
+        ({"nonsense_at_all": 3}, r"unknown argument nonsense_at_all\n.*arguments of Trainer: .*, run_config"),
+        ({"adress": "auto"}, r"unknown argument adress: did you mean address\?"),
+        ({"shards": 2}, r"unknown argument shards: did you mean plan.shards\?"),
         (
             {"model": nn.Sequential(nn.Linear(3000, 3000, device="meta"))},
             r"model is a Sequential that is built already, with 34 MiB of values; up to 32 MiB .*\n.*a function .*init_from",
         ),
-        ({"validation": {"function": "m:f", "every": 2}}, r"validation is a dict with keys function, every, not a data set"),
+        ({"validation": {"function": "m:f", "evry": 2}}, r"unknown key validation.evry: did you mean validation.every\?"),
+        ({"data": {"inptu": "x"}}, r"unknown key data.inptu: did you mean data.input\?; data.function is missing"),
         (
             {"data": {"train": [1], "test": [2]}},
             r"data is a dict with keys train, test, not a data set\n.*of several splits, one",
         ),
-        ({"data": 3}, r"data is a int"),
+        (
+            {"data": 3},
+            r"data: expected module:name, or keys and values \(function, .*\), got 3 .*\n.*the function itself, or a pair",
+        ),
+        (
+            {"loss": object()},
+            r"loss: expected module:name, or keys and values .*, got <object .*\n.*the function itself, or a pair",
+        ),
         ({"data": DataLoader([1, 2])}, r"data is a DataLoader\n.*data=loader\.dataset"),
         (
             {"optimizer": torch.optim.AdamW(nn.Linear(1, 1).parameters())},
             r"optimizer is a AdamW\n.*its class.*optimizer=\(AdamW, \{'lr': \.\.\.\}\)",
         ),
-        ({"elastic": "yes"}, r"elastic is 'yes'\n.*give True, or a dict"),
+        ({"elastic": "yes"}, r"elastic: expected keys and values \(min_workers, .*\), got 'yes'"),
         ({"elastic": {"min_worker": 2}}, r"unknown key elastic.min_worker: did you mean elastic.min_workers\?"),
         ({"init_from": {"a": torch.zeros(1)}}, r"init_from is a state_dict with 1 entries.*\n.*save_file"),
-        ({"num_workers": 2}, r"no argument 'num_workers'\n.*plan.stages x plan.replicas"),
-        ({"epochs": 2}, r"no argument 'epochs'\n.*`steps`"),
+        ({"num_workers": 2}, r"unknown argument num_workers\n.*plan.stages x plan.replicas"),
+        ({"epochs": 2}, r"unknown argument epochs\n.*`steps`"),
         ({"elastic": {"min_workers": 0}}, r"elastic.min_workers: expected greater than 0, got 0"),
         ({"elastic": {"mirror": "on"}}, r"elastic.mirror: expected auto, off, or a number of steps, got 'on'"),
-        ({"reduction": "foo"}, r"reduction: expected 'canonical' or 'fast', got 'foo' .*\n.*the argument reduction of Trainer"),
+        ({"reduction": "foo"}, r"reduction: expected 'canonical' or 'fast', got 'foo' .*\n.*correct the argument reduction"),
         (
             {"dtype": "bfloat16"},
-            r"dtype: expected 'float32' or 'float64', got 'bfloat16' .*\n.*leave it float32, and use torch.autocast",
+            r"dtype: expected 'float32' or 'float64', got 'bfloat16' .*\n.*leave it float32, and set precision.compute to bf16",
         ),
+        (
+            {"precision": "bf16"},
+            r"precision: expected keys and values .compute., got 'bf16'.*\n.*argument precision; its key compute may be bf16",
+        ),
+        ({"precision": {"comput": "bf16"}}, r"unknown key precision.comput: did you mean precision.compute\?"),
+        ({"precision": {"compute": "fp8"}}, r"precision.compute: expected 'bf16', got 'fp8'"),
+        ({"precision": {"compute": "bf16"}, "dtype": "float64"}, r"precision.compute is bf16, but dtype is float64"),
         ({"device": "tpu"}, r"device: expected 'cpu' or 'gpu', got 'tpu'"),
         ({"steps": -5}, r"steps: expected greater than 0, got -5"),
         ({"steps": "10"}, r"steps: expected a valid integer, got '10'"),
         ({"steps": 10.0}, r"steps: expected a valid integer, got 10.0"),
         ({"batch_size": 0}, r"batch_size: expected greater than 0, got 0"),
         ({"clip_norm": -1}, r"clip_norm: expected greater than 0, got -1"),
-        ({"keep": 0}, r"^keep: expected greater than 0, got 0 \(int\)\n.*correct the argument keep of Trainer"),
-        ({"checkpoint_every": -1}, r"^checkpoint_every: expected greater than or equal to 0, got -1"),
+        (
+            {"checkpoint": {"keep": 0}},
+            r"^checkpoint.keep: expected greater than 0, got 0 \(int\)\n.*the argument checkpoint",
+        ),
+        ({"checkpoint": {"every": -1}}, r"^checkpoint.every: expected greater than or equal to 0, got -1"),
         ({"seed": "x"}, r"seed: expected a valid integer, got 'x'"),
         ({"threads": 0}, r"threads: expected greater than 0, got 0"),
         ({"non_finite": "go on"}, r"non_finite: expected 'stop' or 'skip'"),
@@ -86,13 +104,15 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ({"workers": 0}, r"^workers: expected greater than 0, got 0"),
         ({"stop_at_step": 0}, r"stop_at_step: expected greater than 0"),
         ({"local_nodes": 0}, r"local_nodes: expected greater than 0"),
-        ({"data_names": "xy"}, r"^data_names: expected a valid tuple, got 'xy' .*\n.*the argument data_names of Trainer"),
-        ({"data_processes": -1}, r"^data_processes: expected greater than or equal to 0"),
-        ({"validation": [1], "validate_every": -1}, r"^validate_every: expected greater than or equal to 0"),
-        ({"validate_every": 5}, r"validate_every or validation_samples is given, but validation is not"),
-        ({"data": DataSpec(Ref("m:f")), "data_target": "y"}, r"data is a DataSpec, and .*data_target.* beside it"),
+        (
+            {"data": {"function": "m:f", "names": "xy"}},
+            r"^data.names: expected a valid tuple, got 'xy' .*\n.*argument data",
+        ),
+        ({"data": {"function": [1], "processes": -1}}, r"^data.processes: expected greater than or equal to 0"),
+        ({"validation": {"function": [1], "every": -1}}, r"^validation.every: expected greater than or equal to 0"),
+        ({"validation": {"every": 5}}, r"validation.function is missing\n.*add function to the argument validation"),
         ({"steps": -5, "dtype": "half"}, r"steps: expected .*; dtype: expected"),
-        ({"styles": {"*": "row"}, "plan": {"shards": 2}}, r"no argument 'styles'\n.*part of the plan: plan=\{'styles': ...\}"),
+        ({"styles": {"*": "row"}, "plan": {"shards": 2}}, r"unknown argument styles: did you mean plan.styles\?"),
         (
             {"run_dir": "s3://bucket/runs"},
             r"run_dir is 's3://bucket/runs': raypar does not read or write s3 storage.*\n.*folder",
@@ -103,7 +123,7 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ({"run_config": RunConfig(worker_runtime_env={"pip": ["x"]})}, r"run_config has worker_runtime_env.*\n.*ray.init"),
         (
             {"run_config": RunConfig(failure_config=FailureConfig(max_failures=3))},
-            r"run_config has failure_config, which raypar does not use\n.*elastic=True",
+            r"run_config.failure_config has max_failures, which raypar does not use\n.*elastic=True",
         ),
         (
             {"run_config": RunConfig(logging_config=LoggingConfig(log_level="DEBUG"))},
@@ -117,10 +137,13 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
             {"run_config": RunConfig(checkpoint_config=CheckpointConfig(checkpoint_score_order="min"))},
             r"checkpoint_config has checkpoint_score_order",
         ),
-        ({"schedule": "gpipe"}, r'schedule is \'gpipe\', but with plan="auto" the planner chooses .*\n.*plan=\{"stages"'),
+        (
+            {"schedule": "gpipe", "plan": "auto"},
+            r'schedule is \'gpipe\', but with plan="auto" the planner chooses .*\n.*plan=\{"stages"',
+        ),
         (
             {"schedule": "gpipe", "plan": {"stages": 2, "schedule": "1f1b"}},
-            r"schedule is 'gpipe', and the plan's is '1f1b'\n.*one of them",
+            r"plan.schedule is '1f1b', and schedule is 'gpipe'\n.*one of them",
         ),
         ({"callbacks": [Callback]}, r"callback Callback is a class, not an object of it\n.*give an object: Callback\(...\)"),
         ({"callbacks": Callback}, r"callbacks is .*Callback.*, not a list\n.*callbacks=\[Callback\(\)\]"),
@@ -147,8 +170,8 @@ def test_a_class_is_a_function_that_builds_a_model():
 def test_ray_trains_configurations_give_what_is_not_given_here():
     """Ray makes up a name where none is given, and has marks of its own in fields that it no longer uses."""
     run = RunConfig(name="theirs", storage_path="/somewhere", checkpoint_config=CheckpointConfig(num_to_keep=3))
-    trainer = raypar.Trainer(**GIVEN, run_config=run, checkpoint_every=5)
-    assert (trainer.spec.name, str(trainer.run_dir), trainer.keep, trainer.save_every) == ("theirs", "/somewhere", 3, 5)
+    job = raypar.Trainer(**GIVEN, run_config=run, checkpoint={"every": 5}).job
+    assert (job.name, job.run_dir, job.checkpoint.keep, job.checkpoint.every) == ("theirs", "/somewhere", 3, 5)
     assert raypar.Trainer(**GIVEN, name="mine", run_config=RunConfig()).spec.name == "mine"
 
 
@@ -176,11 +199,11 @@ DICTS = [{"ids": torch.ones(2), "labels": torch.zeros(2)}] * 4
 
 
 def test_the_fields_of_dict_samples_are_named_where_the_job_was_given():
-    """A script has no `data.input`: the cure names the argument too."""
     job = GIVEN | {"model": lambda: nn.Sequential(nn.Linear(2, 2)), "loss": nn.functional.mse_loss, "data": DICTS}
-    with pytest.raises(DataError, match=r"has no field 'x', only ids, labels\n.*data_input=, data_target="):
+    with pytest.raises(DataError, match=r"has no field 'x', only ids, labels\n.*data.input and data.target"):
         preflight(raypar.Trainer(**job).spec)
-    spec = raypar.Trainer(**job, data_input="ids", data_target="labels", validation=DICTS).spec
+    job["data"] = {"function": DICTS, "input": "ids", "target": "labels"}
+    spec = raypar.Trainer(**job, validation=DICTS).spec
     assert set(preflight(spec).batch) == {"ids", "labels"}
     assert (spec.data.input, spec.data.target) == ("ids", "labels") == (spec.validation.data.input, spec.validation.data.target)
 
@@ -188,10 +211,10 @@ def test_the_fields_of_dict_samples_are_named_where_the_job_was_given():
 def test_the_fields_of_tuple_samples_have_the_names_that_are_given():
     samples = [(torch.zeros(2), torch.ones(2), torch.ones(2), 1)] * 4
     job = GIVEN | {"model": lambda: nn.Sequential(nn.Linear(2, 2)), "loss": nn.functional.mse_loss, "data": samples}
-    with pytest.raises(DataError, match=r"4 fields, but names for 3: x, y, z\n.*data_names= of Trainer"):
+    with pytest.raises(DataError, match=r"4 fields, but names for 3: x, y, z\n.*in data.names"):
         preflight(raypar.Trainer(**job).spec)
-    named = {"data_names": ["mask", "ids", "labels", "length"], "data_input": "ids", "data_target": "labels"}
-    batch = preflight(raypar.Trainer(**job, **named).spec).batch
+    named = {"names": ["mask", "ids", "labels", "length"], "input": "ids", "target": "labels"}
+    batch = preflight(raypar.Trainer(**(job | {"data": {"function": samples, **named}})).spec).batch
     assert set(batch) == {"ids", "labels"} and batch["ids"].sum() == 2
 
 
@@ -202,17 +225,16 @@ def test_a_plan_of_more_workers_than_are_given_is_refused_before_anything_starts
         "data": [(torch.ones(2), torch.ones(2))] * 4,
     }
     job |= {"batch_size": 2, "microbatches": 2}
-    trainer = raypar.Trainer(**(GIVEN | job), plan={"stages": 1, "replicas": 2}, workers=1, run_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="the plan has 2 workers = 1 stage x 2 replicas, but workers is 1"):
-        trainer.fit(verbose=False)
+        raypar.Trainer(**(GIVEN | job), plan={"stages": 1, "replicas": 2}, workers=1, run_dir=str(tmp_path))
 
 
 def test_elastic_is_the_section_of_a_job_file():
-    assert raypar.Trainer(**GIVEN).elastic is None and raypar.Trainer(**GIVEN, elastic=False).elastic is None
-    assert raypar.Trainer(**GIVEN, elastic=True).elastic == ElasticConfig()
+    assert raypar.Trainer(**GIVEN).job.elastic is None and raypar.Trainer(**GIVEN, elastic=False).job.elastic is None
+    assert raypar.Trainer(**GIVEN, elastic=True).job.elastic == ElasticConfig()
     given = {"min_workers": 2, "max_workers": 6, "grow_after_s": 1.5, "step_deadline_s": 4.0, "mirror": 8}
-    assert raypar.Trainer(**GIVEN, elastic=given).elastic == ElasticConfig(**given)
-    assert raypar.Trainer(**GIVEN, elastic={"mirror": False}).elastic.mirror == "off"
+    assert raypar.Trainer(**GIVEN, elastic=given).job.elastic == ElasticConfig(**given)
+    assert raypar.Trainer(**GIVEN, elastic={"mirror": False}).job.elastic.mirror == "off"
 
 
 def test_more_workers_than_fit_here_are_taken_to_be_on_other_machines(monkeypatch):
@@ -306,6 +328,19 @@ def test_a_loss_with_other_class_weights_is_another_loss(one, other, tmp_path):
         checkpoint_files.check_contract(manifest, after)
 
 
+def test_a_run_in_another_precision_is_not_resumed(tmp_path):
+    plain, mixed = (raypar.Trainer(**GIVEN, precision=given).spec for given in (None, {"compute": "bf16"}))
+    assert (plain.precision, mixed.precision) == (Precision(), Precision("bf16"))
+    for before, after in ((plain, mixed), (mixed, plain)):
+        folder = checkpoint_files.create_checkpoint(tmp_path / str(before.precision.compute), 1)
+        path = checkpoint_files.commit_checkpoint(folder, [], steps_done=1, contract=contract_of_job(before))
+        manifest = checkpoint_files.load_manifest(path)
+        checkpoint_files.check_contract(manifest, before)
+        with pytest.raises(CheckpointError, match="belongs to another job: precision was") as caught:
+            checkpoint_files.check_contract(manifest, after)
+        assert "None" in caught.value.what and "{'compute': 'bf16'}" in caught.value.what
+
+
 @pytest.mark.parametrize(
     "wrapped", [lambda it: it, lambda it: [it], lambda it: {"a": it}, lambda it: functools.partial(len, it)]
 )
@@ -388,5 +423,5 @@ def test_an_argument_that_contains_itself_has_a_text(text):
 
 def test_a_state_dict_is_no_place_that_workers_can_read():
     with pytest.raises(ConfigError, match="init_from is a state_dict with 2 entries") as refused:
-        parse_init_from(nn.Linear(2, 2).state_dict())
+        InitFromConfig.model_validate(nn.Linear(2, 2).state_dict())
     assert "save_file" in refused.value.cure

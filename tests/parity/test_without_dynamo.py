@@ -1,17 +1,24 @@
-"""Optimizers do not load PyTorch's compiler, and do to the last bit what they do with it."""
+"""No process of a run loads PyTorch's compiler or sympy by itself, and does to the last bit what it does with them."""
 
+import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import Optimizer
 
-from raypar.model.without_dynamo import without_dynamo
+from raypar.model import without_dynamo as module
+from raypar.model.without_dynamo import references_without_dynamo, without_dynamo
 from raypar.worker.job_spec import OptimizerSpec, Ref
+from raypar.worker.stage.backward_pass import run_backward_pass
 from raypar.worker.step.optimizer import build_optimizer
 
+TESTS = Path(__file__).parents[1]
 NAMES = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
 TRAIN = """
@@ -77,3 +84,170 @@ def test_a_class_is_changed_once():
     before = [vars(torch.optim.SGD)["step"], *vars(Optimizer).values()]
     without_dynamo(torch.optim.SGD)
     assert [vars(torch.optim.SGD)["step"], *vars(Optimizer).values()] == before
+
+
+STEP = """
+import sys
+from functools import partial
+import torch
+from helpers.tiny_job import data, loss, model
+from raypar import Graph, Layer, Trainer
+from raypar.worker.preflight import preflight
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.plan import ParallelPlan
+
+def graph():
+    made = model()
+    layer = lambda i: Layer(f"layer{i}", lambda: model()[i], (f"h{i}" if i else "x",), (f"h{i + 1}",))
+    return Graph(tuple(map(layer, range(4))), output="h4")
+
+how = sys.argv[1]
+given = {"model": graph if how == "graph" else model, "deferred_init": "always" if how == "deferred" else "never"}
+adamw = partial(torch.optim.AdamW, lr=0.01)
+spec = Trainer(
+    **given, loss=loss, data=data, optimizer=adamw if how == "whole" else lambda p: adamw(p), steps=2, batch_size=8,
+    microbatches=4,
+).spec
+if how == "preflight":
+    preflight(spec)
+else:
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, dp=2, layers=4), "zb-h1") as run:
+        for step in range(2):
+            run.step(step)
+print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("how, loaded", [("whole", []), ("graph", []), ("deferred", []), ("preflight", ["sympy"])])
+def test_a_worker_loads_neither_compiler_nor_sympy_for_its_steps_and_a_check_no_compiler(how, loaded):
+    """sympy, because PyTorch's operations on meta tensors ask it whether a plain number is one of its symbols."""
+    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
+    done = subprocess.run(
+        [sys.executable, "-c", STEP, how],
+        capture_output=True, text=True, timeout=120, cwd=TESTS, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == 0 and eval(done.stdout) in ([], loaded), done.stderr
+
+
+def gradients(run, dtype: torch.dtype, edges: bool = False) -> list[torch.Tensor | None]:
+    """Those of three leaves after `run(roots, gradients)`; of the roots one is a leaf, one is strided, one is a loss."""
+    generator = torch.Generator().manual_seed(5)
+    a, b, c = (torch.randn(6, 4, generator=generator).to(dtype).requires_grad_() for _ in range(3))
+    roots = [torch.tanh(a @ b.t()), c, (a * b).t(), (a * c).sum()]
+    starts = [torch.randn(root.shape, generator=generator).to(dtype) for root in roots[:3]]
+    if edges:
+        roots[:3] = map(get_gradient_edge, roots[:3])
+    run(roots, [*starts, None])
+    return [leaf.grad for leaf in (a, b, c)]
+
+
+@pytest.mark.parametrize("edges", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_backward_pass_gives_the_gradients_of_pytorchs_own(dtype, edges):
+    """From tensors, and from where the gradients of tensors that are gone enter the graph."""
+    assert all(map(torch.equal, gradients(run_backward_pass, dtype, edges), gradients(torch.autograd.backward, dtype)))
+
+
+class Own(torch.Tensor):
+    """A tensor of a user's class."""
+
+
+@pytest.mark.parametrize("root, gradient", [
+    (torch.ones(2, 3), torch.ones(3)),
+    (torch.ones(2, 3), None),
+    (torch.ones(2), torch.ones(2, dtype=torch.complex64)),
+    (torch.ones(2).as_subclass(Own), torch.ones(3)),
+])  # fmt: skip
+def test_what_pytorch_refuses_it_refuses_in_its_own_words(root, gradient):
+    found = []
+    for run in (run_backward_pass, torch.autograd.backward):
+        with pytest.raises(RuntimeError) as error:
+            run([root.clone().requires_grad_() * 2], [gradient])
+        found.append(str(error.value))
+    assert found[0] == found[1]
+
+
+def on_meta() -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
+    """Shape, strides and dtype of what layers and initialisations give on the meta device."""
+    with torch.device("meta"):
+        weight = nn.init.normal_(torch.empty(4, 8))
+        x = torch.zeros(2, 3, 8)
+        made = [
+            nn.Linear(8, 4)(x),
+            nn.TransformerEncoderLayer(8, 2, batch_first=True)(x),
+            nn.Embedding(5, 8)(torch.zeros(2, 3, dtype=torch.long)),
+            nn.functional.gelu(x.transpose(1, 2)) * 2 + 1,
+            nn.functional.cross_entropy(x.flatten(0, 1), torch.zeros(6, dtype=torch.long)),
+            nn.init.trunc_normal_(weight).masked_fill(weight > 0, 1.0),
+        ]
+    return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in made]
+
+
+def answers() -> list[object]:
+    """The functions of PyTorch that keep an answer of the compiler."""
+    return [f for f in module._references() if hasattr(f, "__dynamo_disable")]
+
+
+def test_operations_on_meta_tensors_do_the_same_without_the_compiler_and_find_pytorch_as_it_was_afterwards(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    before = answers()
+    for function in before:
+        monkeypatch.delattr(function, "__dynamo_disable")
+    assert module._references() and not answers()
+    with references_without_dynamo():
+        with references_without_dynamo():
+            pass
+        assert answers()
+        without = on_meta()
+    assert not answers() and "torch._dynamo" not in sys.modules
+    monkeypatch.undo()
+    assert answers() == before
+    with references_without_dynamo():
+        assert on_meta() == without
+
+
+def test_threads_that_check_models_at_the_same_time_leave_no_answer_behind(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    before = answers()
+    all_in, failed = threading.Barrier(4), []
+
+    def check() -> None:
+        try:
+            for _ in range(50):
+                with references_without_dynamo():
+                    all_in.wait(20)
+                    assert len(answers()) == len(module._references())
+                    all_in.wait(20)
+        except Exception as error:
+            failed.append(error)
+            all_in.abort()
+
+    threads = [threading.Thread(target=check) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed and answers() == before
+
+
+COMPILED = """
+import torch
+from raypar.model.without_dynamo import _references, references_without_dynamo
+with references_without_dynamo():
+    torch.empty(3, device="meta").normal_()
+graphs = []
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+compiled = torch.compile(lambda x: torch.nn.functional.layer_norm(x.sin() * 2, (3,)), backend=backend)
+x = torch.arange(6.0).view(2, 3)
+assert torch.equal(compiled(x), torch.nn.functional.layer_norm(x.sin() * 2, (3,))) and len(graphs) == 1
+torch.empty(3, device="meta").normal_()
+kept = [f for f in _references() if hasattr(f, "__dynamo_disable")]
+assert kept and all(getattr(f, "__dynamo_disable") is not f for f in kept)
+"""
+
+
+def test_what_is_compiled_afterwards_is_compiled_as_ever():
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -2,9 +2,11 @@
 
 import ast
 import inspect
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.nccl.endpoint import NcclEndpoint
@@ -12,10 +14,10 @@ from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.worker_endpoint import WorkerEndpoint
 from raypar.elastic.run_policy import RunPolicy
-from raypar.errors import ConfigError
+from raypar.errors import ClusterError, ConfigError
 from raypar.plan.adopt_order import AdoptOrder
 from raypar.worker.backend import BACKENDS, make_backend
-from raypar.worker.job_spec import JobSpec
+from raypar.worker.job_spec import JobSpec, Precision
 
 PACKAGE = Path(__file__).parents[2] / "raypar"
 
@@ -58,6 +60,24 @@ def test_a_gpu_run_reserves_gpus_and_waits_longer_for_communicators():
     assert all(seconds > getattr(defaults, name) for name, seconds in backend.deadlines.items())
 
 
+def test_a_gpu_without_bfloat16_is_refused_by_its_name_before_anything_is_computed(monkeypatch):
+    class OldGpu:
+        device, name = torch.device("cuda", 0), "cuda:0 (Tesla V100)"
+
+    backend = make_backend("gpu")
+    backend._device = OldGpu()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, found=supported: found)
+        backend.check_precision(Precision())
+        if supported:
+            backend.check_precision(Precision("bf16"))
+    with pytest.raises(ClusterError, match=r"cuda:0 \(Tesla V100\) on .* cannot compute in bfloat16") as refused:
+        backend.check_precision(Precision("bf16"))
+    assert "compute capability 8.0" in refused.value.cure
+    make_backend("cpu").check_precision(Precision("bf16"))
+
+
 def test_a_device_that_no_backend_has_is_refused_with_those_there_are():
     with pytest.raises(ConfigError, match="device 'tpu' is not known") as refused:
         make_backend("tpu")
@@ -66,14 +86,16 @@ def test_a_device_that_no_backend_has_is_refused_with_those_there_are():
 
 
 def test_no_other_file_asks_which_kind_of_device_a_job_has():
-    """Only the job file's parser and the registry name them; `gpu` is also a line of a worker's fingerprint."""
+    """Only the model of a job, what stands for its key (Trainer's argument, Ray Train's `use_gpu`) and the registry name them;
+    `gpu` is also a line of a worker's fingerprint."""
     names = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value == "gpu"
     }
-    assert names == {"config.py", "worker/backend.py", "actors/numerics_fingerprint.py"}
+    ways_in = {"config/job.py", "trainer.py", "ray_train_config.py"}
+    assert names == {*ways_in, "worker/backend.py", "actors/numerics_fingerprint.py"}
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -7,18 +7,20 @@ import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import raypar
 from raypar.cli import main
 from raypar.config import parse_job
+from raypar.errors import ConfigError, PlanError
 from raypar.launch.result_neutral_options import ResultNeutralOptions
 from raypar.launch.resume import find_last_whole_checkpoint, prepare_resumed_run
 from raypar.launch.submitted_job import find_unfinished_run
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import list_contract_differences, load_manifest
-from raypar.worker.job_spec import contract_of_job
+from raypar.worker.job_spec import Ref, contract_of_job
 
 JOB = """
 name: old
@@ -100,11 +102,21 @@ MANIFEST = {
 """Of a checkpoint of `JOB`, but for the tensors."""
 
 ARGUMENTS = """
-model loss data data_input data_target data_names data_processes optimizer steps batch_size microbatches name seed
-virtual_replicas lr_schedule clip_norm validation validate_every validation_samples plan schedule workers elastic callbacks
-checkpoint_every keep run_dir run_config checkpoint_config address local_nodes stop_at_step max_time_s wait_for_workers_s
-resume_from_checkpoint
+model loss data optimizer steps batch_size microbatches name seed virtual_replicas lr_schedule clip_norm validation plan
+schedule workers elastic callbacks run_dir run_config checkpoint_config address local_nodes stop_at_step max_time_s
+wait_for_workers_s resume_from_checkpoint
 """
+RENAMED = {
+    "data_input": "ids",
+    "data_target": "labels",
+    "data_names": ["ids", "labels"],
+    "data_processes": 2,
+    "validate_every": 3,
+    "validation_samples": 8,
+    "checkpoint_every": 5,
+    "keep": 4,
+}
+"""Arguments of `Trainer` whose place is in a section now."""
 FIELDS = {
     "dtype": "float64",
     "device": "cpu",
@@ -115,7 +127,7 @@ FIELDS = {
     "deferred_init": "never",
     "init_from": None,
 }
-"""Arguments that `Trainer` takes beside the named ones."""
+"""Arguments that `Trainer` took beside the named ones."""
 
 RUN = {
     "plan.json": {
@@ -182,6 +194,60 @@ def test_every_argument_of_trainer_is_accepted():
     given = {"model": "m:model", "loss": "m:loss", "data": "m:data", "steps": 2, "batch_size": 2, "microbatches": 1}
     spec = raypar.Trainer(**given, **FIELDS).spec
     assert {name: getattr(spec, name) for name in FIELDS} == FIELDS
+
+
+def test_arguments_of_trainer_that_have_moved_mean_what_they_meant():
+    given = {"model": "m:model", "loss": "m:loss", "data": "m:data", "steps": 2, "batch_size": 2, "microbatches": 1}
+    with pytest.warns(DeprecationWarning) as warned:
+        former = raypar.Trainer(**given, validation="m:held_out", **RENAMED)
+    assert len(warned) == len(RENAMED) and {warning.filename for warning in warned} == {__file__}
+    read = {"input": "ids", "target": "labels", "names": ["ids", "labels"], "processes": 2}
+    now = {
+        "data": {"function": "m:data", **read},
+        "validation": {"function": "m:held_out", "every": 3, "samples": 8, **read},
+        "checkpoint": {"every": 5, "keep": 4},
+    }
+    assert former.job == raypar.Trainer(**(given | now)).job
+    with pytest.raises(ConfigError, match=r"data.input is 'x', and data_input is 'ids'\n.*one of them"), pytest.warns():
+        raypar.Trainer(**(given | {"data": {"function": "m:data", "input": "x"}}), data_input="ids")
+    with pytest.raises(ConfigError, match="validate_every is given, but validation is not"), pytest.warns():
+        raypar.Trainer(**given, validate_every=5)
+    with pytest.warns(DeprecationWarning, match="name is a text"):
+        assert raypar.Trainer(**given, name=None).job.name == "run"
+
+
+def test_styles_beside_a_whole_plan_belong_to_it():
+    given = {"model": "m:model", "loss": "m:loss", "data": "m:data", "steps": 2, "batch_size": 2, "microbatches": 1}
+    plan = raypar.ParallelPlan.mesh(pp=2, tp=2, layers=5, chunks=2, placement="v")
+    with pytest.warns(DeprecationWarning, match="styles is now plan="):
+        job = raypar.Trainer(**given, plan=plan, schedule="zb-v", styles={"*.up": "column"}).job
+    with pytest.raises(PlanError, match="the plan is for 5 layers, and the model has 6"):
+        job.to_plan(6)
+    with pytest.raises(PlanError, match=r"the plan has its stages on positions \[0, 1, 1, 0\], and schedule interleaved on"):
+        raypar.Trainer(**given, plan=plan, schedule="interleaved")
+    assert job.to_plan(5) == plan and job.plan.schedule == "zb-v" and job.to_spec().styles == (("*.up", "column"),)
+
+
+def test_a_run_that_was_given_functions_goes_on_from_the_job_file_that_names_them():
+    def contract(function: str) -> dict:
+        return {**CONTRACT, "model": {"function": function, "args": {}}}
+
+    def differs(then: str, now: str) -> bool:
+        manifest = SimpleNamespace(contract=contract(then))
+        name = now if ":" in now else {"model": model, "other": other}[now]
+        spec = replace(parse_job(JOB).to_spec(), model=Ref(name))
+        return bool(list_contract_differences(manifest, spec))
+
+    assert not differs("model", "m:model") and not differs("m:model", "model") and not differs("m:model", "m:model")
+    assert differs("model", "m:other") and differs("m:model", "other") and differs("m:model", "n:model")
+
+
+def model() -> None:
+    """A function with a name."""
+
+
+def other() -> None:
+    """Another one."""
 
 
 def test_objects_that_trainer_is_given_have_the_names_that_checkpoints_hold():

@@ -10,11 +10,12 @@ import pytest
 import yaml
 
 import raypar
-from raypar.config import Job, _all_keys, load_job, parse_job, parse_plan_section
+from raypar.config import Job, load_job, parse_job, parse_plan_section
+from raypar.config.findings import all_keys
 from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
 from raypar.keys_of_other_frameworks import ADVICE
 from raypar.run_folder import RunFolder
-from raypar.worker.job_spec import Ref
+from raypar.worker.job_spec import Precision, Ref, contract_of_job
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "jobs" / "quickstart.yaml"
@@ -97,6 +98,21 @@ OVERRIDES = {
 }
 
 
+def test_a_precision_is_only_said_where_it_is_set():
+    plain, off, on = (parse_job(SMALL, given) for given in ([], ["precision={}"], ["precision.compute=bf16"]))
+    assert plain.to_spec() == off.to_spec() == parse_job(SMALL, ["precision=null"]).to_spec()
+    assert contract_of_job(plain.to_spec()) == contract_of_job(off.to_spec())
+    assert on.to_spec().precision == Precision("bf16")
+    assert contract_of_job(on.to_spec()) == contract_of_job(plain.to_spec()) | {"precision": {"compute": "bf16"}}
+    assert parse_job(on.to_yaml()).to_spec() == on.to_spec()
+
+
+def test_bfloat16_is_refused_with_a_dtype_that_autocast_leaves_alone():
+    with pytest.raises(ConfigError, match=r"precision\.compute is bf16, but dtype is float64") as caught:
+        parse_job(SMALL, ["dtype=float64", "precision.compute=bf16"])
+    assert caught.value.cure == "set dtype: float32, or leave precision out"
+
+
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_overrides(override: str):
     assert OVERRIDES[override](parse_job(SMALL, [override]))
@@ -113,6 +129,10 @@ BAD = {
     "stages=2": (ConfigError, "unknown key stages: did you mean plan.stages?"),
     "validation.evry=2": (ConfigError, "did you mean validation.every?"),
     "xyzzy=1": (ConfigError, "unknown key xyzzy"),
+    "validation={every: 2, funktion: 'm:f'}": (
+        ConfigError,
+        "unknown key validation.funktion: did you mean validation.function?",
+    ),
     "max_grad_norm=1": (ConfigError, "unknown key max_grad_norm"),
     "optimizer.lr=1": (ConfigError, "unknown key optimizer.lr"),
     "steps=many": (ConfigError, "steps: expected a valid integer, got 'many' (str)"),
@@ -123,11 +143,18 @@ BAD = {
     "plan.replicas=0": (ConfigError, "plan.replicas: expected a number >= 1, or a list with one per stage, got 0 (int)"),
     "plan=fast": (ConfigError, "plan: expected auto, or keys and values (stages, replicas"),
     "plan=3": (ConfigError, "plan: expected keys and values (stages, replicas"),
-    "data=3": (ConfigError, "data: expected keys and values (function, args"),
+    "data=3": (ConfigError, "data: expected module:name, or keys and values (function, args"),
     "model=layers": (ConfigError, "model.function: expected module:name"),
     "model.args=3": (ConfigError, "model.args: expected keys and values, got 3 (int)"),
     "optimizer.groups=[{lr: 1}]": (ConfigError, "every group needs a match"),
     "dtype=float16": (ConfigError, "dtype: expected 'float32' or 'float64', got 'float16' (str)"),
+    "precision=bf16": (ConfigError, "precision: expected keys and values (compute), got 'bf16' (str)"),
+    "precision.compute=bfloat16": (ConfigError, "precision.compute: expected 'bf16', got 'bfloat16' (str)"),
+    "precision.compute=fp16": (ConfigError, "precision.compute: expected 'bf16', got 'fp16' (str)"),
+    "precision.computes=bf16": (ConfigError, "unknown key precision.computes: did you mean precision.compute?"),
+    "precison.compute=bf16": (ConfigError, "unknown key precison: did you mean precision?"),
+    "compute=bf16": (ConfigError, "unknown key compute: did you mean precision.compute?"),
+    "precision={compute: bf16, loss: float32}": (ConfigError, "unknown key precision.loss"),
     "name=../up": (ConfigError, "name: expected letters, digits"),
     "trackers=[tensorbord]": (ConfigError, "trackers.0.tracker: expected 'tensorboard', 'wandb' or 'mlflow'"),
     "steps": (ConfigError, "override 'steps' is not key=value"),
@@ -191,6 +218,21 @@ def test_shards_multiply_the_workers_and_their_styles_belong_to_the_job():
     assert plan.describe() == "2 stages x 2/1 replicas x 2/4 shards"
     assert job.to_spec().styles == (("*.up", "column"),) and job.to_spec().sequence_parallel
     assert parse_job(job.to_yaml()) == job
+
+
+def test_validation_reads_the_fields_of_the_training_data_unless_it_names_its_own():
+    data = "data={function: 'm:f', names: [a, b], input: a, target: b, processes: 2}"
+    spec = parse_job(SMALL, [data, "validation=m:held_out"]).to_spec()
+    assert (spec.validation.data.names, spec.validation.data.input, spec.validation.data.processes) == (("a", "b"), "a", 0)
+    spec = parse_job(SMALL, [data, "validation={function: 'm:held_out', names: [b, a], every: 3}"]).to_spec()
+    assert (spec.validation.data.names, spec.validation.every) == (("b", "a"), 3)
+
+
+@pytest.mark.parametrize("key, option", [("address", "--address"), ("resume_from_checkpoint", "`raypar resume RUN`")])
+def test_what_the_command_line_says_is_no_key_of_a_job(key: str, option: str):
+    with pytest.raises(ConfigError, match=f"unknown key {key}") as found:
+        parse_job(SMALL, [f"{key}=x"])
+    assert option in found.value.cure
 
 
 def test_a_missing_job_file(tmp_path: Path):
@@ -271,7 +313,7 @@ def test_a_run_dir_that_cannot_be_made(tmp_path: Path):
         ("weight_decay=0.1", "argument of the optimizer"),
         ("data.num_workers=1", "data.processes"),
         ("gradient-accumulation-steps=4", "microbatches"),
-        ("bf16=true", "not there yet"),
+        ("bf16=true", "precision.compute"),
     ],
 )
 def test_a_name_of_another_framework_gets_advice_of_its_own(setting, cure):
@@ -281,7 +323,7 @@ def test_a_name_of_another_framework_gets_advice_of_its_own(setting, cure):
 
 
 def test_advice_about_names_of_other_frameworks_names_keys_that_there_are_and_no_key_needs_it():
-    keys = {*_all_keys(Job), *inspect.signature(raypar.Trainer).parameters}
+    keys = {*all_keys(Job), *inspect.signature(raypar.Trainer).parameters}
     assert not {key.rpartition(".")[2] for key in keys} & set(ADVICE)
     for advice in ADVICE.values():
         named = re.findall(r"\b[a-z]+(?:[._][a-z]+)+\b|(?<=`)[a-z]+(?=`)", advice)

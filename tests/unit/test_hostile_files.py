@@ -551,7 +551,7 @@ CASES = {
     "job with endless standbys": Case("train", job("elastic: {standbys: 1000000000000}"), "standbys"),
     "job with microbatches NaN": Case("plan", job("microbatches: .nan"), "microbatches"),
     "job with callbacks of numbers": Case(
-        "plan", job("callbacks: [7]"), "callbacks.0: expected keys and values (function, args)"
+        "plan", job("callbacks: [7]"), "callbacks.0: expected module:name, or keys and values (function, args)"
     ),
     "job with optimizer groups of numbers": Case("plan", job("optimizer: {function: torch.optim:SGD, groups: [7]}"), "groups"),
     "job with clip_norm NaN": Case("plan", job("clip_norm: .nan"), "clip_norm"),

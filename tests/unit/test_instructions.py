@@ -14,17 +14,20 @@ from raypar.schedule.instructions import (
     ACTIVATIONS,
     INPUT_GRADIENTS,
     INSTRUCTIONS,
+    KEPT_INPUTS,
     STASH,
     VALUES,
     WEIGHT_GRADIENTS,
     Backward,
     BackwardInput,
     BackwardWeight,
+    CheckpointedForward,
     ExchangeTies,
     ExchangeVotes,
     Forward,
     FreeActivations,
     OptimizerStep,
+    Recompute,
     Recv,
     ReduceGradients,
     Send,
@@ -42,6 +45,8 @@ ROOT = Path(__file__).parents[2]
 TABLE = [
     # class, letter, role, cost, needs, makes, allocates, frees
     (Forward, "F", "compute", ("forward",), (VALUES,), (VALUES,), (ACTIVATIONS,), ()),
+    (CheckpointedForward, "C", "compute", ("forward",), (VALUES,), (VALUES,), (KEPT_INPUTS,), ()),
+    (Recompute, "R", "compute", ("recompute",), (KEPT_INPUTS,), (), (ACTIVATIONS,), (KEPT_INPUTS,)),
     (
         Backward,
         "B",
@@ -54,8 +59,8 @@ TABLE = [
     ),
     (BackwardInput, "I", "compute", ("input",), (ACTIVATIONS, INPUT_GRADIENTS), (INPUT_GRADIENTS,), (STASH,), (ACTIVATIONS,)),
     (BackwardWeight, "W", "compute", ("weight",), (STASH,), (WEIGHT_GRADIENTS,), (), (STASH,)),
-    (Send, "S", "communication", (), (), (), (), ()),
-    (Recv, "R", "communication", (), (), (), (), ()),
+    (Send, "SEND", "communication", (), (), (), (), ()),
+    (Recv, "RECV", "communication", (), (), (), (), ()),
     (FreeActivations, "X", "release", (), (), (), (), ()),
     (ReduceGradients, "G", "reduction", ("reduce",), (WEIGHT_GRADIENTS,), (), (), ()),
     (ExchangeTies, "T", "step", (), (), (), (), ()),
@@ -69,14 +74,19 @@ def test_every_class_declares_its_letter_role_cost_needs_makes_and_memory():
     assert declared == TABLE
 
 
-@pytest.mark.parametrize("kind", [Forward, Backward, BackwardInput, BackwardWeight])
+@pytest.mark.parametrize("kind", [Forward, CheckpointedForward, Recompute, Backward, BackwardInput, BackwardWeight])
 def test_compute_instructions_declare_all_of_it_in_their_own_class(kind):
     assert {"letter", "cost", "needs", "makes", "allocates", "frees", "drawing"} <= vars(kind).keys()
 
 
 def test_letters_are_single_capitals_and_each_belongs_to_one_class():
     assert [kind.letter for kind in INSTRUCTIONS.values()] == list(INSTRUCTIONS)
-    assert all(re.fullmatch("[A-Z]", letter) for letter in INSTRUCTIONS)
+    assert all(re.fullmatch("[A-Z]", kind.letter) for kind in INSTRUCTIONS.values() if kind.role != "communication")
+
+
+def test_messages_print_as_those_of_pytorch_do_with_their_peer():
+    assert str(Send(0, 5, 1, 3, "activation")) == "0SEND_F5>1@3" and str(Recv(1, 5, 0, 2, "activation")) == "1RECV_F5<0@2"
+    assert str(Send(1, 5, 0, 2, "gradient")) == "1SEND_B5>0@2" and str(Recv(0, 5, 1, 3, "gradient")) == "0RECV_B5<1@3"
 
 
 def test_what_takes_time_says_how_it_is_drawn():
@@ -86,7 +96,9 @@ def test_what_takes_time_says_how_it_is_drawn():
 
 
 def test_a_microbatch_leaves_nothing_behind_with_the_backward_whole_or_split():
-    for order in ((Forward, Backward), (Forward, BackwardInput, BackwardWeight)):
+    lean = (CheckpointedForward, Recompute)
+    splits = (Backward,), (BackwardInput, BackwardWeight)
+    for order in ((*forward, *split) for forward in ((Forward,), lean) for split in splits):
         held: list[str] = []
         for kind in order:
             for kept in kind.frees:
@@ -130,7 +142,7 @@ def added(monkeypatch):
     return add_toy_instructions(monkeypatch)
 
 
-LEAN = "0L0,0L1,0L2,0C0,0B0,0C1,0B1,0C2,0B2\n1L0,1C0,1B0,1L1,1C1,1B1,1L2,1C2,1B2\n"
+LEAN = "0L0,0L1,0L2,0M0,0B0,0M1,0B1,0M2,0B2\n1L0,1M0,1B0,1L1,1M1,1B1,1L2,1M2,1B2\n"
 ROUTING, CROSSING = MicrobatchRouting(ParallelPlan.mesh(pp=2), Microbatches(3)), StageConnections.chain(2)
 UNIT = SimulationCosts.uniform(2, forward_ms=1, backward_ms=2)
 
@@ -146,7 +158,7 @@ def edited(*changes):
 
 def test_an_added_instruction_is_read_and_written(added):
     schedule = parse_schedule_csv(LEAN)
-    assert schedule[0][3] == added.Recompute(0, 0) == parse_instruction("0C0")
+    assert schedule[0][3] == added.MakeAgain(0, 0) == parse_instruction("0M0")
     assert format_schedule_csv(schedule) == LEAN
 
 
@@ -157,7 +169,7 @@ def test_without_its_line_in_the_table_nobody_knows_it():
 
 def test_an_added_instruction_is_simulated_and_priced(added):
     timeline = simulate_schedule(parse_schedule_csv(LEAN), ROUTING, CROSSING, UNIT)
-    # The last worker computes L C B three times, after the first L of the first one; then that has one C B to do.
+    # The last worker computes L M B three times, after the first L of the first one; then that has one M B to do.
     assert timeline.busy_ms == (3 * (1 + 1 + 2),) * 2
     assert timeline.makespan_ms == 1 + 3 * 4 + 2
     assert timeline.peak_activations == (1, 1)
@@ -165,7 +177,7 @@ def test_an_added_instruction_is_simulated_and_priced(added):
 
 def test_its_memory_is_counted_from_its_own_declarations(added):
     whole = parse_schedule_csv(
-        LEAN.replace("L", "F").replace("0C0,", "").replace("0C1,", "").replace("0C2,", "")[: LEAN.index("\n")]
+        LEAN.replace("L", "F").replace("0M0,", "").replace("0M1,", "").replace("0M2,", "")[: LEAN.index("\n")]
     )
     assert peak_activation_memory(whole[0], [10]) == 30
     assert peak_activation_memory(parse_schedule_csv(LEAN)[0], [10]) == 10
@@ -174,10 +186,12 @@ def test_its_memory_is_counted_from_its_own_declarations(added):
 def test_an_added_instruction_is_lowered(added):
     first, last = (" ".join(map(str, program)) for program in lower_schedule(parse_schedule_csv(LEAN), ROUTING, CROSSING))
     assert first == (
-        "0L0 0SA0>1@1 0L1 0SA1>1@1 0L2 0SA2>1@1 0C0 0RG0<1@1 0B0 0X0 0C1 0RG1<1@1 0B1 0X1 0C2 0RG2<1@1 0B2 0X2 0G V O"
+        "0L0 0SEND_F0>1@1 0L1 0SEND_F1>1@1 0L2 0SEND_F2>1@1 0M0 0RECV_B0<1@1 0B0 0X0 0M1 0RECV_B1<1@1 0B1 0X1 "
+        "0M2 0RECV_B2<1@1 0B2 0X2 0G V O"
     )
     assert last == (
-        "1RA0<0@0 1RA1<0@0 1L0 1RA2<0@0 1C0 1B0 1SG0>0@0 1X0 1L1 1C1 1B1 1SG1>0@0 1X1 1L2 1C2 1B2 1SG2>0@0 1X2 1G V O"
+        "1RECV_F0<0@0 1RECV_F1<0@0 1L0 1RECV_F2<0@0 1M0 1B0 1SEND_B0>0@0 1X0 1L1 1M1 1B1 1SEND_B1>0@0 1X1 "
+        "1L2 1M2 1B2 1SEND_B2>0@0 1X2 1G V O"
     )
 
 
@@ -188,25 +202,25 @@ def test_an_added_instruction_is_validated(added):
 
 
 def test_wrong_orders_of_an_added_instruction_are_found(added):
-    assert edited(("0C1,0B1", "0B1,0C1")) == ["0B1 stands before 0F1"]
-    assert edited(("0C1,", "")) == ["0B1 stands before 0F1"]
-    assert edited(("0L0,0L1,0L2,0C0", "0C0,0L0,0L1,0L2")) == ["0C0 stands before 0L0"]
-    assert edited(("0L2", "0F2")) == ["0C2 stands before 0L2"]
+    assert edited(("0M1,0B1", "0B1,0M1")) == ["0B1 stands before 0M1"]
+    assert edited(("0M1,", "")) == ["0B1 stands before 0M1"]
+    assert edited(("0L0,0L1,0L2,0M0", "0M0,0L0,0L1,0L2")) == ["0M0 stands before 0L0"]
+    assert edited(("0L2", "0F2")) == ["0M2 stands before 0L2"]
     assert edited(("0L2,", "")) == ["0F2 0 times, 0L2 0 times"]
-    assert edited(("0C2,0B2", "0C2,0B2,0C3")) == ["0C3: microbatch 3 of stage 0 is not routed to this worker"]
-    assert edited(("0L2,", "0F2,"), ("0C2,", "")) == []
-    assert edited(("0C2,", "")) == ["0B2 stands before 0F2"]
+    assert edited(("0M2,0B2", "0M2,0B2,0M3")) == ["0M3: microbatch 3 of stage 0 is not routed to this worker"]
+    assert edited(("0L2,", "0F2,"), ("0M2,", "")) == []
+    assert edited(("0M2,", "")) == ["0B2 stands before 0M2"]
 
 
 def test_what_is_kept_for_nothing_is_found(added, monkeypatch):
-    monkeypatch.setattr(added.Recompute, "needs", ())
-    assert edited(("0C2,0B2", "0C2,0B2,0C2")) == ["the activations of 0F2 are kept after their last use"]
+    monkeypatch.setattr(added.MakeAgain, "needs", ())
+    assert edited(("0M2,0B2", "0M2,0B2,0M2")) == ["the activations of 0F2 are kept after their last use"]
 
 
 def test_an_added_instruction_is_drawn(added):
     timeline = simulate_schedule(parse_schedule_csv(LEAN), ROUTING, CROSSING, UNIT)
-    assert text_grid(timeline).splitlines()[1].startswith("worker 0  L0 L1 L2 C0")
+    assert text_grid(timeline).splitlines()[1].startswith("worker 0  L0 L1 L2 M0")
     picture = swimlane_svg(timeline, title="added")
-    assert "recomputation (C)" in picture and "#008080" in picture
+    assert "made again (M)" in picture and "#008080" in picture
     events = [e for e in chrome_trace(timeline)["traceEvents"] if e["ph"] == "X"]
-    assert {e["cat"] for e in events} == {"lean forward", "recompute", "backward"}
+    assert {e["cat"] for e in events} == {"lean forward", "make again", "backward"}

@@ -8,7 +8,7 @@ import pytest
 from test_recovery_rules import WHOLE, do, elastic, lost
 
 from raypar.actors.members_file import MembersFileText
-from raypar.config import parse_elastic_section
+from raypar.config import ElasticConfig
 from raypar.elastic.actions import (
     AdoptPlan,
     ChoosePlan,
@@ -128,10 +128,10 @@ def test_when_the_wait_is_over_the_answer_is_that_of_before_and_says_how_long_it
 
 def test_the_key_of_the_job_file_is_the_wait_and_ten_minutes_by_default():
     for elastic_section, wait_s in (({}, 600.0), ({"last_copy_wait_s": 5}, 5.0), ({"last_copy_wait_s": 0}, 0.0)):
-        policy = elastic_policy_fields(parse_elastic_section(elastic_section), 300.0)
+        policy = elastic_policy_fields(ElasticConfig(**elastic_section), 300.0)
         assert RunPolicy(workers=1, job_steps=1, **policy).last_copy_wait_s == wait_s
     with pytest.raises(ConfigError, match="last_copy_wait_s"):
-        parse_elastic_section({"last_copy_wait_s": -1})
+        ElasticConfig(last_copy_wait_s=-1)
 
 
 def test_members_json_says_who_is_waited_for():

@@ -27,6 +27,22 @@ def test_the_job_server_is_an_extra_that_the_suite_does_without():
     assert "ray[default]" in extra("jobs") and "ray[default]" not in extra("test") and "ray[train]" in extra("dependencies")
 
 
+def test_type_checkers_know_every_public_name():
+    """Names come by `__getattr__`, of which a type checker knows nothing."""
+    import ast
+
+    import raypar
+
+    tree = ast.parse((ROOT / "raypar/__init__.pyi").read_text())
+    named = {alias.asname: node.module for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert named == {**raypar._WHERE, **dict.fromkeys(raypar._MODULES, "raypar")}
+
+
+def test_type_checkers_read_the_annotations_of_an_installed_raypar():
+    assert (ROOT / "raypar/py.typed").is_file()
+    assert re.search(r"^\[tool\.setuptools\.package-data\]\nraypar = \[\"py\.typed\", \"\*\.pyi\"\]$", PROJECT, re.MULTILINE)
+
+
 def test_raypar_is_imported_without_cupy_also_where_there_is_none():
     """Neither its public names nor the command line look for it; who has none pays and misses nothing."""
     code = (

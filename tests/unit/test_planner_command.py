@@ -1,9 +1,20 @@
 """What `raypar plan` says of a plan, without building or timing anything."""
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
-from raypar.commands.plan import group_similar_layers, plan_as_dict, plan_as_text, write_predicted_step_svg
+import pytest
+
+from raypar.commands.plan import (
+    group_similar_layers,
+    plan_as_dict,
+    plan_as_text,
+    refuse_no_profile,
+    write_predicted_step_svg,
+)
+from raypar.errors import ConfigError
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_search import predict_step
@@ -82,3 +93,34 @@ def test_all_three_axes_are_told_and_drawn_also_where_stages_differ(tmp_path):
 def test_layers_that_are_cut_alike_are_named_once():
     styles = {"embed.token": "vocabulary", "block0.up": "column", "block1.up": "column", "block1.down": "row"}
     assert group_similar_layers(styles) == ["embed.token vocabulary", "block*.up column (2)", "block1.down row"]
+
+
+HEAVY = ModelProfile(tuple(replace(layer, activation_bytes=1 << 20, output_bytes=64) for layer in PROFILE.layers))
+GPIPE = (ParallelPlan.mesh(pp=2, layers=4), "gpipe", Microbatches(8, 8, 64), SIZES)
+
+
+def test_a_plan_shows_what_it_recomputes_and_its_memory_sheet():
+    plan = ParallelPlan.mesh(pp=2, layers=4, recompute=range(4))
+    found = plan_as_dict(plan, "1f1b", Microbatches(8), SIZES, HEAVY)
+    assert found["recompute"] == [0, 1, 2, 3] and found["stages_that_keep_activations"] == [1]
+    assert [sum(sheet.values()) for sheet in found["memory_sheet"]] == found["memory_bytes"]
+    text = plan_as_text(found)
+    assert (
+        "recomputed in the backward pass: all 4 layers; not on stage 1, where each backward follows its forward at once" in text
+    )
+    header, first = next(pair for pair in pairwise(text.splitlines()) if pair[0].startswith("memory in MiB"))
+    assert header.split()[-2:] == ["in", "all"] and "activations" in header and first.startswith("worker 0")
+
+
+def test_a_plan_that_does_not_fit_names_the_nearest_that_does():
+    small = replace(HEAVY, memory_bytes=max(plan_as_dict(*GPIPE, HEAVY)["memory_bytes"]) - 1)
+    found = plan_as_dict(*GPIPE, small)
+    assert "this plan does not fit: worker " in plan_as_text(found)
+    assert found["does_not_fit"]["advice"].startswith("predicted to fit: plan.recompute=full (")
+    fits = replace(GPIPE[0], recompute=tuple(range(4)))
+    assert "does_not_fit" not in plan_as_dict(fits, *GPIPE[1:], small)
+
+
+def test_memory_needs_a_profile():
+    with pytest.raises(ConfigError, match="memory cannot be predicted without a profile"):
+        refuse_no_profile(False, None, 100.0)

@@ -1,8 +1,10 @@
 """Out of memory: what a worker holds under its plan, and what would fit, from a profile."""
 
 from raypar.plan import Microbatches, ParallelPlan
-from raypar.planner.memory_sheet import memory_sheet, out_of_memory_advice
+from raypar.planner.kept_storages import BATCH, KeptStorages, LayerStorages, ReadStorage
+from raypar.planner.memory_sheet import memory_sheets, out_of_memory_advice
 from raypar.planner.model_profile import LayerProfile, ModelProfile
+from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH
 
 MIB = 1 << 20
 LAYER = LayerProfile(
@@ -16,10 +18,26 @@ def profile(layers=8, memory_mib=None):
 
 
 def test_a_sheet_has_parameters_gradients_optimizer_state_and_the_peak_of_the_activations():
-    found = memory_sheet(profile(), ParallelPlan.mesh(pp=2, layers=8), "1f1b", CUT, 0)
+    found = memory_sheets(profile(), ParallelPlan.mesh(pp=2, layers=8), "1f1b", CUT)[0]
     assert found.state == {"parameter": 16 * MIB, "gradient": 16 * MIB, "optimizer": 32 * MIB}
-    assert found.activations == 2 * 4 * 8 * MIB, "1F1B keeps as many as there are stages from here on"
-    assert memory_sheet(profile(), ParallelPlan.mesh(pp=2, layers=8), "gpipe", CUT, 0).activations == 8 * 4 * 8 * MIB
+    assert found.kept[ACTIVATIONS] == 2 * 4 * 8 * MIB, "1F1B keeps as many as there are stages from here on"
+    gpipe = memory_sheets(profile(), ParallelPlan.mesh(pp=2, layers=8), "gpipe", CUT)[0]
+    assert gpipe.kept == {ACTIVATIONS: 8 * 4 * 8 * MIB, KEPT_INPUTS: 0, STASH: 0}
+
+
+def test_recomputation_keeps_one_microbatch_of_activations_and_the_inputs_of_the_others():
+    plan = ParallelPlan.mesh(pp=2, layers=8, recompute=range(8))
+    first, last = memory_sheets(profile(), plan, "gpipe", CUT)
+    assert first.kept == {ACTIVATIONS: 4 * 8 * MIB, KEPT_INPUTS: 0, STASH: 0}, "the first stage reads the batch"
+    assert last.kept == {ACTIVATIONS: 4 * 8 * MIB, KEPT_INPUTS: 7 * 64, STASH: 0}
+    assert "and at most 32.0 MiB of activations, 0.0 MiB of inputs of recomputed layers: 96.0 MiB" in str(last)
+
+
+def test_recomputation_does_not_make_the_stash_smaller():
+    plan = ParallelPlan.mesh(pp=2, layers=8, recompute=range(8))
+    plain, again = (profile().kept_bytes(plan, 1, 8, recompute=recompute) for recompute in (False, True))
+    assert plain[STASH] == again[STASH] == plain[ACTIVATIONS] == again[ACTIVATIONS] == 4 * 8 * MIB
+    assert (plain[KEPT_INPUTS], again[KEPT_INPUTS]) == (4 * 8 * MIB, 64)
 
 
 def test_the_error_says_what_the_stage_holds_and_what_would_fit():
@@ -29,7 +47,10 @@ def test_the_error_says_what_the_stage_holds_and_what_would_fit():
         "stage 1 is predicted to hold 16.0 MiB of parameters, 16.0 MiB of gradients, 32.0 MiB of optimizer state and at most "
         "256.0 MiB of activations: 320.0 MiB; when the job was planned, a worker had 110.0 MiB"
     )
-    assert fits == "predicted to fit: plan.stages=3 under 1f1b (96.0 MiB a worker)"
+    assert fits == (
+        "predicted to fit: plan.recompute=full (96.0 MiB a worker, the same results); "
+        "or plan.stages=3 under 1f1b (96.0 MiB a worker)"
+    )
 
 
 def test_a_plan_that_was_predicted_to_fit_and_did_not_is_answered_with_smaller_ones():
@@ -46,3 +67,42 @@ def test_where_nothing_fits_it_says_so():
         profile(layers=1, memory_mib=1), ParallelPlan.mesh(layers=1), "1f1b", Microbatches(8, 1, 8), 0
     )
     assert fits.endswith("are predicted to take less than 1.0 MiB a worker: use larger workers")
+
+
+# Storages: 0 the batch's field, 1 the first layer's output, which the second saves too, 2 and 3 inside a layer, 4 its output.
+KEPT = KeptStorages(
+    2,
+    (10, 100, 7, 30, 200),
+    (
+        LayerStorages((0, 1), (0,), (ReadStorage(0, BATCH, False),)),
+        LayerStorages((1, 2), (1, 2), (ReadStorage(1, 0, True),)),
+        LayerStorages((3,), (), (ReadStorage(1, 0, True), ReadStorage(4, 1, True))),
+    ),
+)
+
+
+def test_a_storage_that_two_layers_of_a_stage_keep_counts_once():
+    assert KEPT.bytes_of(0, 2) == {ACTIVATIONS: 10 + 100 + 7, KEPT_INPUTS: 10 + 100 + 7, STASH: 10 + 100 + 7}
+    assert KEPT.bytes_of(1, 2)[ACTIVATIONS] == 100 + 7
+
+
+def test_a_stage_keeps_what_it_receives_from_other_stages_even_if_no_layer_saves_it():
+    assert KEPT.bytes_of(2, 3) == {ACTIVATIONS: 100 + 200 + 30, KEPT_INPUTS: 100 + 200 + 30, STASH: 0}
+    assert KEPT.bytes_of(0, 3)[ACTIVATIONS] == 10 + 100 + 7 + 30
+
+
+def test_a_stage_that_recomputes_keeps_what_recomputed_layers_read_and_none_of_them_makes():
+    assert KEPT.bytes_of(0, 3, range(3)) == {ACTIVATIONS: 10 + 100 + 7 + 30, KEPT_INPUTS: 10, STASH: 117}
+    assert KEPT.bytes_of(0, 3, (1,))[KEPT_INPUTS] == 10 + 100 + 30
+    assert KEPT.bytes_of(1, 3, (1, 2))[KEPT_INPUTS] == 100
+
+
+def test_what_is_made_again_is_another_storage_than_what_a_kept_layer_keeps_of_the_first_forward():
+    assert KEPT.bytes_of(0, 2, (0,))[ACTIVATIONS] == 10 + 100 + 7 + 100
+
+
+def test_a_microbatch_of_another_size_takes_its_part():
+    known = ModelProfile((LAYER,) * 3, kept=(KEPT,))
+    plan = ParallelPlan.mesh(layers=3)
+    assert known.kept_bytes(plan, 0, 2, recompute=False)[ACTIVATIONS] == 147
+    assert known.kept_bytes(plan, 0, 4, recompute=False)[ACTIVATIONS] == 294

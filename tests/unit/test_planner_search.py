@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
@@ -9,8 +10,9 @@ from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 from raypar.plan.state_bytes import StateBytes
+from raypar.plan.tensor_parallel_layout import ShardWorkShare, TensorParallelLayout
 from raypar.planner.candidate_plans import enumerate_candidates
-from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile, largest_work_shares
 from raypar.planner.plan_report import plan_report, plan_report_as_dict
 from raypar.planner.plan_search import evaluate_candidate, possible_shard_counts, predict_step, search_plans, simulation_costs
 
@@ -55,9 +57,14 @@ def test_nothing_fits_is_said_with_numbers():
 def test_the_choice_is_the_best_of_an_exhaustive_search():
     profile, cut = model(7, link=LinkProfile(0.05, 1000.0)), Microbatches(6)
     choice = search_plans(profile, 5, cut)
-    every = [evaluate_candidate(profile, c, cut).predicted_ms for c in enumerate_candidates(profile, 5, cut)]
+    candidates = list(enumerate_candidates(profile, 5, cut))
+    every = [
+        evaluate_candidate(profile, replace(c, plan=c.plan.with_split_points(points)), cut).predicted_ms
+        for c in candidates
+        for points in combinations(range(1, 7), len(c.plan.stages) - 1)
+    ]
     assert choice.best.predicted_ms == min(every)
-    assert len(choice.verdicts) == len(every)
+    assert len(choice.verdicts) == len(candidates)
 
 
 def test_the_bound_of_every_candidate_is_below_its_simulation():
@@ -139,6 +146,46 @@ def test_shards_compute_their_part_hold_their_part_and_sum_four_times_a_layer():
     assert timeline.makespan_ms == pytest.approx(4 * (3 + 2 * sums_ms))
     # Parameters, gradients (4 blocks: 3 open sums), and optimizer state as parameters' part of 1600.
     assert memory == (1000 * (1 + 3) + 2500 + 2 * 1000 // 2,) * 2
+
+
+def test_a_layer_that_no_style_cuts_is_computed_whole_by_every_shard_and_sums_nothing():
+    sizes = ({"a.up.weight": 600, "a.norm.weight": 200}, {"b.up.weight": 800}, {"a.up.weight": 600})
+    half = (ShardWorkShare(0.5, 0.5), ShardWorkShare(0.5, 0.5))
+    uneven = (ShardWorkShare(0.5, 0.5), ShardWorkShare(0.25, 0.25))  # heads that two shards cannot share out
+    layout = TensorParallelLayout(2, {}, {}, costs={"a.up": half, "c.down": uneven})
+    outline = ModelOutline(
+        (("a", (), ()), ("b", (), ()), ("c", (), ())),
+        ties=(("a.up.weight", "c.down.weight"),),
+        elements=sizes,
+        shardings={2: {}},
+        layouts={2: layout},
+    )
+    assert largest_work_shares(outline, 2) == ((600 * 0.5 + 200) / 800, 1.0, 0.5)
+    link = LinkProfile(0.5, 1000.0)
+    bare = model(3, link=link)
+    known = replace(bare, state=StateBytes(outline, {"parameter": {}, "gradient": {}, "optimizer": {}}))
+    sums_ms = 2 * (0.5 + 2 * 1 / 2 * 100 / 1000)
+    plan = ParallelPlan.mesh(pp=3, tp=2, layers=3)
+    assert simulation_costs(bare, plan, split=False).forward_ms == (0.5 + sums_ms,) * 3, "evenly where styles are not known"
+    assert simulation_costs(known, plan, split=False).forward_ms == (0.625 + sums_ms, 1.0, 0.5 + sums_ms)
+    assert simulation_costs(known, plan, split=True).weight_ms == (0.625, 1.0, 0.5)
+
+
+def test_layers_are_recomputed_where_memory_asks_for_it_and_nowhere_else():
+    heavy, cut = model(8, activation_bytes=10_000, output_bytes=10), Microbatches(4)
+    may = replace(heavy, recomputable=tuple(range(8)))
+    least = min(evaluate_candidate(heavy, c, cut).memory_bytes for c in enumerate_candidates(heavy, 2, cut))
+    for roomy in (may, replace(may, memory_bytes=least)):
+        choice = search_plans(roomy, 2, cut)
+        assert choice.plan.recompute == () and "recomputing" not in plan_report(choice, rows=1)
+    tight = search_plans(replace(may, memory_bytes=least - 1), 2, cut)
+    assert tight.plan.recompute == tuple(range(8)) and tight.best.memory_bytes < least
+    assert ", recomputing" in plan_report(tight, rows=1)
+    assert plan_report_as_dict(tight)["candidates"][0]["recompute"] == list(range(8))
+    some = search_plans(replace(may, memory_bytes=least - 1, recomputable=(0, 1, 2)), 2, cut)
+    assert some.plan.recompute == (0, 1, 2), "layers that may not be recomputed are not"
+    with pytest.raises(PlanError, match="no plan for 2 workers fits"):
+        search_plans(replace(heavy, memory_bytes=least - 1), 2, cut)
 
 
 def test_a_job_may_come_to_have_the_shards_it_has_and_what_divides_the_most():

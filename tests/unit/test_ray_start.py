@@ -16,7 +16,7 @@ from ray.exceptions import AuthenticationError, RayTaskError
 from raypar.actors import driver_client
 from raypar.actors import local_nodes as nodes
 from raypar.actors.cluster_info import ClusterCapacity, autoscaler_has_node_types, require_capacity
-from raypar.actors.ray_connection import join_cluster
+from raypar.actors.ray_connection import join_cluster, without_idle_ray_processes
 from raypar.actors.worker_pool import placement_timeout_error, placement_wait_text
 from raypar.cli import main
 from raypar.errors import ClusterError
@@ -167,3 +167,19 @@ def test_a_cluster_that_asks_for_a_token_is_one_clear_error(mode, monkeypatch, t
         pass
     assert found.value.what == f"the Ray cluster at '127.0.0.1:6379' lets nobody in without its token: {mode}"
     assert "RAY_AUTH_MODE=token" in found.value.cure and "RAY_AUTH_TOKEN" in found.value.cure
+
+
+def test_processes_of_a_local_ray_that_nobody_needs_are_not_started_and_ray_is_left_as_it_was(monkeypatch):
+    """Their names are private to Ray: where there are none any more, Ray starts what it likes."""
+    from ray._private import node, services
+
+    before = services.start_api_server, node.Node.start_monitor
+    with pytest.raises(OSError), without_idle_ray_processes():
+        assert services.start_api_server(False, raise_on_failure=False) == ("", None)
+        assert node.Node.start_monitor(None) is None
+        raise OSError
+    assert (services.start_api_server, node.Node.start_monitor) == before
+    monkeypatch.delattr(services, "start_api_server")
+    with without_idle_ray_processes():
+        assert not hasattr(services, "start_api_server") and node.Node.start_monitor(None) is None
+    assert node.Node.start_monitor is before[1]

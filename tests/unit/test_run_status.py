@@ -57,6 +57,12 @@ def of(**facts):
     return build_run_status("tiny", "runs/tiny", **(given | {"now": 1005.5} | facts))
 
 
+def test_the_precision_is_that_of_the_last_start_and_only_said_where_it_is_set():
+    mixed = {"kind": "started", "text": "4 workers", "time": 1000.5, "precision": "bf16"}
+    assert "3 stages x 1 replica, schedule 1f1b, computing in bf16" in format_status(of(events=[EVENTS[0], mixed, *EVENTS[1:]]))
+    assert of(events=[mixed, *EVENTS]).precision is None and "computing in" not in format_status(of())
+
+
 def test_members_json_is_written_again_when_the_last_step_has_been_executed_again():
     """Nothing else in it changes then, and it said for ever that steps were being executed again."""
     status = MembersFileText(SimpleNamespace(plan=ParallelPlan.mesh(layers=1), policy=SimpleNamespace(job_steps=20)))

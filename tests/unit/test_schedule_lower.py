@@ -39,15 +39,15 @@ def lowered(name="1f1b", **shape):
 
 def test_activations_go_on_gradients_go_back_and_the_receiver_posts_at_once():
     assert text(lowered()) == [
-        "0F0 0SA0>1@1 0F1 0SA1>1@1 0RG0<1@1 0B0 0X0 0RG1<1@1 0B1 0X1 0G V O",
-        "1RA0<0@0 1RA1<0@0 1F0 1B0 1SG0>0@0 1X0 1F1 1B1 1SG1>0@0 1X1 1G V O",
+        "0F0 0SEND_F0>1@1 0F1 0SEND_F1>1@1 0RECV_B0<1@1 0B0 0X0 0RECV_B1<1@1 0B1 0X1 0G V O",
+        "1RECV_F0<0@0 1RECV_F1<0@0 1F0 1B0 1SEND_B0>0@0 1X0 1F1 1B1 1SEND_B1>0@0 1X1 1G V O",
     ]
 
 
 def test_with_split_backwards_gradients_leave_after_i_and_activations_are_freed_after_w():
     assert text(lowered("zb-h1", microbatches=1)) == [
-        "0F0 0SA0>1@1 0RG0<1@1 0I0 0W0 0X0 0G V O",
-        "1RA0<0@0 1F0 1I0 1SG0>0@0 1W0 1X0 1G V O",
+        "0F0 0SEND_F0>1@1 0RECV_B0<1@1 0I0 0W0 0X0 0G V O",
+        "1RECV_F0<0@0 1F0 1I0 1SEND_B0>0@0 1W0 1X0 1G V O",
     ]
 
 
@@ -65,9 +65,9 @@ def test_stages_on_one_worker_send_each_other_nothing():
 def test_a_skip_goes_straight_to_its_consumer_and_no_gradient_returns_where_none_exists():
     programs = lowered(replicas=[1, 1, 1], microbatches=1, edges=[StageEdge(0, 2, ("mask",), differentiable=False)])
     assert text(programs) == [
-        "0F0 0SA0>1@1 0SA0>2@2 0RG0<1@1 0B0 0X0 0G V O",
-        "1RA0<0@0 1F0 1SA0>2@2 1RG0<2@2 1B0 1SG0>0@0 1X0 1G V O",
-        "2RA0<0@0 2RA0<1@1 2F0 2B0 2SG0>1@1 2X0 2G V O",
+        "0F0 0SEND_F0>1@1 0SEND_F0>2@2 0RECV_B0<1@1 0B0 0X0 0G V O",
+        "1RECV_F0<0@0 1F0 1SEND_F0>2@2 1RECV_B0<2@2 1B0 1SEND_B0>0@0 1X0 1G V O",
+        "2RECV_F0<0@0 2RECV_F0<1@1 2F0 2B0 2SEND_B0>1@1 2X0 2G V O",
     ]
 
 
@@ -80,8 +80,8 @@ def test_tied_parameters_are_exchanged_between_the_reductions_and_the_vote():
 def test_a_replica_without_microbatches_takes_part_in_reduction_and_vote():
     assert text(lowered(replicas=[1, 3], microbatches=2))[1:] == [
         "1G V O",
-        "1RA0<0@0 1F0 1B0 1SG0>0@0 1X0 1G V O",
-        "1RA1<0@0 1F1 1B1 1SG1>0@0 1X1 1G V O",
+        "1RECV_F0<0@0 1F0 1B0 1SEND_B0>0@0 1X0 1G V O",
+        "1RECV_F1<0@0 1F1 1B1 1SEND_B1>0@0 1X1 1G V O",
     ]
 
 

@@ -47,8 +47,8 @@ def test_zb_h1_delays_the_weight_gradients_of_later_stages():
 def test_a_program_sends_early_frees_at_once_and_ends_with_the_vote():
     schedule, routing, crossing = case("1f1b", 2, 2)
     assert [" ".join(map(str, p)) for p in lower_schedule(schedule, routing, crossing)] == [
-        "0F0 0SA0>1@1 0F1 0SA1>1@1 0RG0<1@1 0B0 0X0 0RG1<1@1 0B1 0X1 0G V O",
-        "1RA0<0@0 1RA1<0@0 1F0 1B0 1SG0>0@0 1X0 1F1 1B1 1SG1>0@0 1X1 1G V O",
+        "0F0 0SEND_F0>1@1 0F1 0SEND_F1>1@1 0RECV_B0<1@1 0B0 0X0 0RECV_B1<1@1 0B1 0X1 0G V O",
+        "1RECV_F0<0@0 1RECV_F1<0@0 1F0 1B0 1SEND_B0>0@0 1X0 1F1 1B1 1SEND_B1>0@0 1X1 1G V O",
     ]
 
 
@@ -163,7 +163,7 @@ def test_workers_that_wait_for_each_other_in_a_circle_are_named_with_what_they_w
 def test_a_circle_of_posts_stops_workers_with_a_single_queue_and_only_those():
     schedule, routing, crossing = case("gpipe", 3, 1, skip=True)
     first, second, third = (list(p) for p in lower_schedule(schedule, routing, crossing))
-    assert [str(i) for i in (*first[1:3], *third[:2])] == ["0SA0>1@1", "0SA0>2@2", "2RA0<0@0", "2RA0<1@1"]
+    assert [str(i) for i in (*first[1:3], *third[:2])] == ["0SEND_F0>1@1", "0SEND_F0>2@2", "2RECV_F0<0@0", "2RECV_F0<1@1"]
     first[1:3] = reversed(first[1:3])  # worker 0 offers 2 its message first, 2 wants that of 1 first, 1 that of 0
     third[:2] = reversed(third[:2])
     programs = (tuple(first), tuple(second), tuple(third))
@@ -204,12 +204,22 @@ def doubled(programs, rank, text):
 @pytest.mark.parametrize(
     "change, rule, rank, text",
     [
-        (lambda p: without(p, 0, "0SA0>1@1"), "paired", 0, "0SA0>1@1 stands 0 times, needed 1 (the activation of microbatch 0"),
-        (lambda p: without(p, 1, "1RA0<0@0"), "causal", 1, "1F0 uses the activation of microbatch 0 from stage 0 to stage 1"),
-        (lambda p: doubled(p, 1, "1SG0>0@0"), "paired", 1, "1SG0>0@0 stands 2 times, needed 1 (the gradient"),
+        (
+            lambda p: without(p, 0, "0SEND_F0>1@1"),
+            "paired",
+            0,
+            "0SEND_F0>1@1 stands 0 times, needed 1 (the activation of microbatch 0",
+        ),
+        (
+            lambda p: without(p, 1, "1RECV_F0<0@0"),
+            "causal",
+            1,
+            "1F0 uses the activation of microbatch 0 from stage 0 to stage 1",
+        ),
+        (lambda p: doubled(p, 1, "1SEND_B0>0@0"), "paired", 1, "1SEND_B0>0@0 stands 2 times, needed 1 (the gradient"),
         (lambda p: without(p, 0, "0X0"), "freed", 0, "0X0 is missing"),
         (lambda p: doubled(p, 0, "0X1"), "freed", 0, "0X1 stands twice"),
-        (lambda p: (p[0], (p[1][4], *p[1][:4], *p[1][5:])), "causal", 1, "1SG0>0@0 stands before what it sends"),
+        (lambda p: (p[0], (p[1][4], *p[1][:4], *p[1][5:])), "causal", 1, "1SEND_B0>0@0 stands before what it sends"),
         (lambda p: without(p, 0, "0G"), "ended", 0, "0G (ReduceGradients) stands 0 times, needed 1"),
         (lambda p: (p[0][:-2] + p[0][:-3:-1], p[1]), "ended", 0, "the last instructions are O V, not V O"),
         (lambda p: doubled(p, 1, "V"), "ended", 1, "V (ExchangeVotes) stands 2 times, needed 1"),

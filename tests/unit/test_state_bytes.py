@@ -8,7 +8,7 @@ from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelP
 from raypar.plan.ownership import Ownership
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 from raypar.plan.state_bytes import StateBytes
-from raypar.planner.memory_sheet import memory_sheet
+from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.model_profile import LayerProfile, ModelProfile
 from raypar.planner.plan_search import state_bytes
 
@@ -83,7 +83,7 @@ def test_replicas_share_out_what_the_zero_stage_says(zero, shared):
     for kind, width in (("parameter", 4), ("gradient", 4), ("optimizer", 8)):
         assert set(found[kind]) == {width * size // (4 if kind in shared else 1)}
     plan = routing.plan
-    assert memory_sheet(profile, plan, "1f1b", routing.microbatches, 3, zero).state["optimizer"] == 8 * size // (
+    assert memory_sheets(profile, plan, "1f1b", routing.microbatches, zero)[3].state["optimizer"] == 8 * size // (
         4 if zero else 1
     )
 
@@ -139,6 +139,6 @@ def test_the_sheet_counts_every_kind_of_state_that_was_measured():
     averages = {name: 4 * size for name, size in TRAINED.items()}
     profile = replace(PROFILE, state=replace(STATE, by_tensor={**STATE.by_tensor, "average": averages}))
     plan, batching = ParallelPlan.mesh(dp=2, layers=4), Microbatches(1)
-    before, after = (memory_sheet(known, plan, "1f1b", batching, 0) for known in (PROFILE, profile))
+    before, after = (memory_sheets(known, plan, "1f1b", batching)[0] for known in (PROFILE, profile))
     assert after.state["average"] == after.total - before.total == sum(averages.values())
     assert "of averages and at most" in str(after)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ModelError
+from raypar.model.split_linear_backward import is_autocast_enabled
 from raypar.model.tensor_parallel.autograd_collectives import first_derivative_only
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, implements, unsupported_on_part_error
@@ -97,12 +98,13 @@ def _cross_entropy(
     rows = logits.local.movedim(classes, -1).reshape(-1, logits.local.shape[classes])
     if rows.dtype in (torch.float16, torch.bfloat16):
         rows = rows.float()
+    returned = rows.dtype if is_autocast_enabled(rows.device) else logits.local.dtype  # as `F.cross_entropy` does
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         rows, target.reshape(-1), logits.part_layout.ranges[0][0], total, label_smoothing, ignore_index, logits.group
     )
     if reduction == "none":
-        return losses.view(target.shape).to(logits.local.dtype)
+        return losses.view(target.shape).to(returned)
     found = losses.sum()
     if reduction == "mean":
         found = found / (target != ignore_index).sum()
-    return found.to(logits.local.dtype)
+    return found.to(returned)

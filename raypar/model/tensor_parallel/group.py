@@ -52,6 +52,8 @@ class ShardGroup:
         """Whether the running layer was called with gradients."""
         self.output_layout: LocalPartLayout | None = None
         """How the last forward pass left the model's output cut; None: it is whole."""
+        self.value_layouts: dict[str, LocalPartLayout] = {}
+        """Value that stays in parts between layers -> how the last forward pass left it cut."""
         self.waited_ns = 0
         """Time that layers have waited for other shards since somebody set it to 0."""
 

@@ -195,7 +195,7 @@ def _weight_gradients(
     summed = gradient if added_apart else split_linear_backward.bias_gradient_operand(gradient, rows, x)
     flat = as_matrix(x)
     if stash is not None and ctx.needs_input_grad[1] and accumulates_weight_gradient(ctx):
-        stash.append(DeferredWeightGradient(layer, rows, flat, summed, layer.weight_gradient))
+        stash.append(DeferredWeightGradient(layer, rows, flat.detach(), summed, layer.weight_gradient))
         return None, None
     weight = layer.weight_gradient(rows, flat) if ctx.needs_input_grad[1] else None
     return weight, bias_gradient(summed) if ctx.needs_input_grad[2] else None

@@ -16,7 +16,7 @@ from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout, sequence_part_layout
+from raypar.model.tensor_parallel.local_part_layout import sequence_part_layout
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.plan.shard_ranges import even_ranges_by_shard
@@ -75,7 +75,6 @@ def build_shard_modules(
     """
     canonical = canonical_names(graph)
     edges = _StageEdges(graph, first, last)
-    parts: dict[str, LocalPartLayout] = {}
     modules: dict[str, nn.Module] = {}
     for index in range(first, last):
         layer, module = graph.layers[index], make(index)
@@ -83,7 +82,7 @@ def build_shard_modules(
             if whole:
                 _cut_parameters(module, layer.name, canonical, layout, group.shard)
             module = _replace_layers(module, layer.name, layout, group)
-            module.forward = _LayerBoundary(module.forward, layer, group, edges, parts)
+            module.forward = _LayerBoundary(module.forward, layer, group, edges)
         modules[layer.name] = module
     return modules
 
@@ -140,17 +139,8 @@ class _LayerBoundary:
     they leave. The model's output may leave cut along its last dim; `sharded_loss` reads it so.
     """
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        layer: Layer,
-        group: ShardGroup,
-        edges: _StageEdges,
-        parts: dict[str, LocalPartLayout],
-    ) -> None:
+    def __init__(self, forward: Callable[..., Any], layer: Layer, group: ShardGroup, edges: _StageEdges) -> None:
         self._forward, self._layer, self._group, self._edges = forward, layer, group, edges
-        self._parts = parts
-        """Value that stays in parts between layers -> how it was last left cut; one mapping for all layers of the stage."""
 
     def __call__(self, *inputs: Tensor) -> Any:
         group = self._group
@@ -162,7 +152,7 @@ class _LayerBoundary:
         return tuple(self._leave(name, value) for name, value in zip(self._layer.outputs, made, strict=True))
 
     def _enter(self, name: str, x: Tensor) -> Tensor | ShardedValue:
-        group, part = self._group, self._parts.get(name)
+        group, part = self._group, self._group.value_layouts.get(name)
         if part is not None:
             return ShardedValue(x, part, group)
         if group.sequence_parallel and x.is_floating_point() and x.dim() == 3:
@@ -174,7 +164,7 @@ class _LayerBoundary:
         return x
 
     def _leave(self, name: str, made: Any) -> Any:
-        self._parts.pop(name, None)
+        self._group.value_layouts.pop(name, None)
         if name == self._edges.output:
             self._group.output_layout = None
         if not isinstance(made, ShardedValue):
@@ -191,7 +181,7 @@ class _LayerBoundary:
             )
         if name in self._edges.leaving:
             return autograd_collectives.gather_from_shards(made.local, 1, even_ranges_by_shard(part.size, group.size), group)
-        self._parts[name] = part
+        group.value_layouts[name] = part
         return made.local
 
 

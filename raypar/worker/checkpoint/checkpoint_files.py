@@ -524,11 +524,25 @@ def _with_present_paths(value: Any) -> Any:
 
 def list_contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
     """A line for each setting of the contract that differs from the checkpoint's, except for those of shards (`_OF_SHARDS`)."""
-    # Checkpoints from before there was a choice say nothing of the device.
-    then, now = _with_present_paths({"device": "cpu", **manifest.contract}), _with_present_paths(contract_of_job(spec))
+    # Checkpoints from before there was a choice say nothing of the device; of the precision none does unless it is set.
+    then = _with_present_paths({"device": "cpu", "precision": None, **manifest.contract})
+    now = _with_present_paths({"precision": None, **contract_of_job(spec)})
     return [
-        f"{k} was {shorten(repr(then.get(k)))}, is {v!r}" for k, v in now.items() if k not in _OF_SHARDS and then.get(k) != v
+        f"{k} was {shorten(repr(then.get(k)))}, is {v!r}"
+        for k, v in now.items()
+        if k not in _OF_SHARDS and not _is_same_setting(then.get(k), v)
     ]
+
+
+def _is_same_setting(then: Any, now: Any) -> bool:
+    """Whether two values of a contract are the same. A function that was given itself has its name without the module."""
+    if isinstance(then, dict) and isinstance(now, dict) and isinstance(then.get("function"), str):
+        functions = [str(value["function"]) for value in (then, now)]
+        if sum(":" in name for name in functions) == 1:  # `module:name` beside `name`
+            return functions[0].rpartition(":")[2] == functions[1].rpartition(":")[2] and all(
+                then.get(key) == now.get(key) for key in {*then, *now} - {"function"}
+            )
+    return bool(then == now)
 
 
 def list_changed_shard_settings(manifest: Manifest, spec: JobSpec) -> list[str]:

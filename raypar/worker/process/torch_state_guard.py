@@ -36,6 +36,29 @@ _SMALLEST = 1e-310
 """A denormal double: times 1 it is 0 if the processor flushes denormal numbers."""
 
 
+class AutocastState(NamedTuple):
+    """The state of `torch.autocast` in a thread."""
+
+    enabled: bool
+    """Whether it is on for any kind of device."""
+    kinds: tuple[str, ...]
+    """Which of `_AUTOCAST_KINDS` it is on for."""
+    cpu_dtype: torch.dtype
+    """The dtype to which it casts on the CPU."""
+    caches: bool
+    """Whether casts of weights are kept until the outermost `autocast` is left."""
+
+
+_AUTOCAST_KINDS = ("cpu", "cuda")
+
+
+def read_autocast_state() -> AutocastState:
+    """The present `AutocastState` of this thread."""
+    enabled = _C._is_any_autocast_enabled()
+    kinds = tuple([kind for kind in _AUTOCAST_KINDS if torch.is_autocast_enabled(kind)]) if enabled else ()
+    return AutocastState(enabled, kinds, torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
+
+
 class GlobalTorchState(NamedTuple):
     """The global state on which PyTorch's results depend, besides generators.
 
@@ -48,8 +71,8 @@ class GlobalTorchState(NamedTuple):
     """`torch.inference_mode`; of the thread. Tensors made in it can never be trained on."""
     grad: bool
     """`torch.set_grad_enabled`; of the thread."""
-    autocast: tuple[bool, torch.dtype, bool]
-    """`torch.autocast` on any device, the CPU's autocast dtype, whether casts are cached; of the thread."""
+    autocast: AutocastState
+    """`torch.autocast`; of the thread."""
     default_dtype: torch.dtype
     """`torch.set_default_dtype`; of the process."""
     threads: int
@@ -85,7 +108,7 @@ def read_global_torch_state() -> GlobalTorchState:
     return GlobalTorchState(
         torch.is_inference_mode_enabled(),
         torch.is_grad_enabled(),
-        (_C._is_any_autocast_enabled(), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
+        read_autocast_state(),
         torch.get_default_dtype(),
         torch.get_num_threads(),
         _C._len_torch_function_stack(),
@@ -137,7 +160,7 @@ def read_per_call_state() -> PerCallState:
 def select_per_call_state(state: GlobalTorchState) -> PerCallState:
     """The fields of a state that `read_per_call_state` would return."""
     return (
-        *(state.inference, state.grad, state.autocast[0], state.default_dtype, state.threads),
+        *(state.inference, state.grad, state.autocast.enabled, state.default_dtype, state.threads),
         *(state.function_modes, state.dispatch_modes, state.anomaly[0], state.deterministic[0]),
         *(state.saved_tensors_hooks, state.flush_denormal),
     )
@@ -174,18 +197,18 @@ def _set_inference(value: bool) -> None:
     _LEFT_INFERENCE_MODE.append(_C._InferenceMode(value))
 
 
-def _set_autocast(value: tuple[bool, torch.dtype, bool]) -> None:
-    """Leave every `autocast` that is entered, and clear its cache of cast weights."""
-    enabled, dtype, cache = value
-    assert not enabled, "autocast is never on between calls"
-    for kind in ("cpu", "cuda"):
-        torch.set_autocast_enabled(kind, False)
-    torch.set_autocast_dtype("cpu", dtype)
-    torch.set_autocast_cache_enabled(cache)
+def _set_autocast(value: AutocastState) -> None:
+    """Leave every `autocast` that is entered, but for one around the call, and clear its cache of cast weights."""
+    for kind in _AUTOCAST_KINDS:
+        torch.set_autocast_enabled(kind, kind in value.kinds)
+    torch.set_autocast_dtype("cpu", value.cpu_dtype)
+    torch.set_autocast_cache_enabled(value.caches)
     torch.autocast_increment_nesting()
     while torch.autocast_decrement_nesting() > 0:
         pass
     torch.clear_autocast_cache()
+    if value.enabled:
+        torch.autocast_increment_nesting()  # which whoever has entered it will decrement
 
 
 def _set_function_modes(value: int) -> None:
@@ -305,64 +328,87 @@ SETTINGS: Mapping[str, RestorableSetting] = {
 # -- the guard ---------------------------------------------------------------------------------------------------------------
 
 
+class ExpectedTorchState(NamedTuple):
+    """The state that a guard expects after calls of users' code."""
+
+    training: GlobalTorchState
+    """In training."""
+    evaluating: GlobalTorchState
+    """In validation: the same without gradients."""
+    quick: Mapping[bool, PerCallState]
+    """Whether in validation -> the expected `read_per_call_state`."""
+
+    @staticmethod
+    def of(training: GlobalTorchState) -> ExpectedTorchState:
+        """What is expected if this is expected in training."""
+        evaluating = training._replace(grad=False)
+        quick = {False: select_per_call_state(training), True: select_per_call_state(evaluating)}
+        return ExpectedTorchState(training, evaluating, quick)
+
+
 class TorchStateGuard(EnvironmentGuard):
     """Compares the state of the process after calls of users' code, restores it, and keeps a line for the user.
 
     There is one for each worker (or data process). One thread uses it at a time. At the next step that may be another thread,
-    which `establish` puts into the expected state.
+    which `establish` puts into the expected state. Workers that live in one process share one, and take turns inside layers.
     """
 
-    training: GlobalTorchState
-    """The state expected in training."""
-    evaluating: GlobalTorchState
-    """The state expected in validation: the same without gradients."""
     compare_everything: bool
     """Whether the whole state is compared after each call: in a plan's first step, and after a step that left something
     changed."""
-    _quick: dict[bool, PerCallState]
-    """Whether in validation -> the expected `read_per_call_state`."""
+    _expected: ExpectedTorchState
+    """What is expected where no contexts are accepted."""
     _threads: threading.local
-    """Of each thread: whether its OpenMP threads have been started (`has_team`)."""
+    """Of each thread: whether its OpenMP threads have been started (`has_team`); what is expected inside contexts that raypar
+    has entered in it (`accepted`), which are its own."""
 
     def __init__(self, threads: int, base: GlobalTorchState | None = None) -> None:
         """`threads`: the job's. `base`: the expected state; by default the present one, so make the guard before users' code is
         imported."""
         super().__init__()
-        off = (False, *DEFAULT_TORCH_STATE.autocast[1:])
-        self._expect((base or state_with_default_contexts())._replace(threads=threads, autocast=off))
+        off = DEFAULT_TORCH_STATE.autocast._replace(enabled=False, kinds=())
+        self._expected = ExpectedTorchState.of((base or state_with_default_contexts())._replace(threads=threads, autocast=off))
         self.compare_everything = False
         self._threads = threading.local()
         self.enter_thread()
 
     def accept(self) -> None:
         """Expect the present state from now on: raypar itself has changed it."""
-        self._expect(read_global_torch_state())
+        self._expected = ExpectedTorchState.of(read_global_torch_state())
         self.accept_environment()
 
-    def _expect(self, training: GlobalTorchState) -> None:
-        self.training, self.evaluating = training, training._replace(grad=False)
-        self._quick = {False: select_per_call_state(self.training), True: select_per_call_state(self.evaluating)}
+    def _expected_here(self) -> ExpectedTorchState:
+        """What is expected in this thread now."""
+        return getattr(self._threads, "accepted", None) or self._expected
+
+    def accepting_contexts(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the present state is expected, with the contexts that raypar itself has entered in this thread."""
+        return self._expecting(read_global_torch_state())
+
+    def accepting_autocast(self) -> contextlib.AbstractContextManager[None]:
+        """As `accepting_contexts`, for `torch.autocast` alone; costs less."""
+        return self._expecting(self._expected_here().training._replace(autocast=read_autocast_state()))
 
     @contextlib.contextmanager
-    def accepting_contexts(self) -> Iterator[None]:
-        """Context in which the present state is expected, with the contexts that raypar itself has entered."""
-        before = self.training
-        self._expect(read_global_torch_state())
+    def _expecting(self, training: GlobalTorchState) -> Iterator[None]:
+        before = getattr(self._threads, "accepted", None)
+        self._threads.accepted = ExpectedTorchState.of(training)
         try:
             yield
         finally:
-            self._expect(before)
+            self._threads.accepted = before
 
     def enter_thread(self) -> None:
         """Set this thread's number of threads, and start its OpenMP threads before users' code changes any setting.
 
         OpenMP threads keep the floating-point mode of the moment they start for ever; no call could restore it.
         """
-        threads = self.training.threads
+        expected = self._expected.training
+        threads = expected.threads
         torch.set_num_threads(threads)
         if threads > 1 and not getattr(self._threads, "has_team", False):
             self._threads.has_team = True
-            torch.set_flush_denormal(self.training.flush_denormal)
+            torch.set_flush_denormal(expected.flush_denormal)
             torch.zeros(threads * _PARALLEL_GRAIN, dtype=torch.int8, device="cpu").add_(1)
 
     def establish(self, since: str = "code that runs between steps (a thread of the job's own?)") -> None:
@@ -376,9 +422,10 @@ class TorchStateGuard(EnvironmentGuard):
 
         Raises `UserCodeError` for inference mode: what was made in it cannot be trained on.
         """
-        if not (compare_everything or self.compare_everything) and read_per_call_state() == self._quick[evaluating]:
+        expected = self._expected_here()
+        if not (compare_everything or self.compare_everything) and read_per_call_state() == expected.quick[evaluating]:
             return ()
-        left = self._restore(caller, read_global_torch_state(), self.evaluating if evaluating else self.training)
+        left = self._restore(caller, read_global_torch_state(), expected.evaluating if evaluating else expected.training)
         if self.compare_everything:
             self.check_environment(caller)
         return left
@@ -389,7 +436,7 @@ class TorchStateGuard(EnvironmentGuard):
         Raises `UserCodeError` for a change that `check` did not see: later calls have computed with it.
         """
         found = read_global_torch_state()
-        left = self._restore(callers, found, self.training)
+        left = self._restore(callers, found, self._expected.training)
         if left:
             calls = " and ".join(SETTINGS[name].changing_call.format(getattr(found, name)) for name in left)
             raise UserCodeError(

@@ -1,18 +1,17 @@
 """One layer's forward as one callable: seed the generators, run the layer, check what it did.
 
 Everything that can decide the bits of a layer's forward is an argument of `LayerCall`: the pass (which random numbers), the
-weights and the inputs. Two planned features will wrap the call; neither is implemented.
+weights and the inputs.
 
-- Recomputation keeps the arguments in place of the activations, and makes the same call once more in the backward pass. The
-  outputs have the same bits, because the call seeds the generators itself. Aliases of the inputs are arguments, made by the
-  caller, so that their hooks still see one gradient each. `torch.utils.checkpoint` must not stop early: it would do so by an
-  exception inside the layer, which the call takes for the layer's own.
-- Mixed precision enters `torch.autocast` around the call, for each call anew: autocast belongs to a thread, and a stage is run
-  by a generator that may go on in another one.
+- Recomputation (`worker/stage/recomputation.py`) makes the same call twice. The second one has the same bits, because the call
+  seeds the generators itself. Where the pass says so, what autograd saves goes to `SavedTensors`: these hooks are around the
+  user's forward alone, because they belong to a thread, and workers of one process that wait inside layers share one guard.
+- Mixed precision (`precision.py`) enters `torch.autocast` around the call, for each call anew: it belongs to a thread, and
+  a stage is run by a generator that may go on in another one. What recomputation repeats contains it.
 
-A wrapper has the type `LayerFunction`, takes the place of the call in `Stage.layers`, and enters contexts of its own (autocast,
-saved-tensor hooks) together with `TorchStateGuard.accepting_contexts`. Otherwise the check after the layer would undo them.
-`tests/parity/test_layer_call.py` wraps calls in both ways.
+A wrapper has the type `LayerFunction`, takes the place of the call in `Stage.layers`, and enters contexts of its own (autocast)
+together with `TorchStateGuard.accepting_contexts`. Otherwise the check after the layer would undo them.
+`tests/parity/test_layer_call.py` wraps calls.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from raypar.plan.seeds import seed_of
 from raypar.user_code import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_inputs import ALIGN_GRADIENT, make_input_alias
+from raypar.worker.stage.recomputation import SavedTensors
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.weights import LayerBuffer, LayerTensors
 
@@ -44,6 +44,8 @@ class PassContext(NamedTuple):
     """False in validation."""
     seeds: Mapping[str, int]
     """Layer name -> seed of the layer's random numbers in this pass (rule 3 of the numerics contract)."""
+    saved: SavedTensors | None = None
+    """Takes what autograd saves in the call; None: autograd keeps it."""
 
 
 # Both compute the seeds of all layers at once: between two layers this code would be out of the processor's cache.
@@ -94,7 +96,11 @@ class LayerCall:
         input_versions = [tensor._version for tensor in inputs]
         self._seed_generators(forward_pass.seeds[self.layer.name])
         try:
-            result = weights.module(*inputs)
+            if forward_pass.saved is None:
+                result = weights.module(*inputs)
+            else:
+                with forward_pass.saved.recording():
+                    result = weights.module(*inputs)
         except USER_CODE_ERRORS as error:
             raise self._error(forward_pass, inputs, input_versions, error) from error
         changed = self._guard.check(self.label, evaluating=not training)

@@ -10,21 +10,25 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from raypar.comm.buffer_pool import as_aligned
 from raypar.errors import RayparError
 from raypar.model.graph import Graph
-from raypar.model.split_linear_backward import Stash
+from raypar.model.split_linear_backward import DeferredWeightGradient, Stash
 from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy
+from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.user_code import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.backward_pass import run_backward_pass
 from raypar.worker.stage.deferred_weight_gradients import DeferredGradients, sum_deferred_gradients
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator, Ready
 from raypar.worker.stage.layer_backward_hooks import LayerBackwardHooks
 from raypar.worker.stage.layer_call import LayerFunction, training_pass_context, validation_pass_context
 from raypar.worker.stage.layer_inputs import LayerInputs
 from raypar.worker.stage.loss_call import LossCall
+from raypar.worker.stage.recomputation import SavedTensors, StageRecomputation
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_sharding import StageSharding
 from raypar.worker.stage.weights import ParameterUse, StageWeights
@@ -51,6 +55,11 @@ def fold_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
         if gradient is not None:
             total = gradient if total is None else total + gradient
     return total
+
+
+def _without_graph(value: Tensor) -> Tensor:
+    """The value, as a tensor that requires a gradient if the value does, and refers to no graph."""
+    return value.detach().requires_grad_() if value.requires_grad else value
 
 
 @dataclass
@@ -83,12 +92,18 @@ class _Microbatch:
 
     received: dict[str, list[Tensor]] = field(default_factory=dict)
     """Value from another stage -> one leaf for each layer here that reads it, in layer order."""
-    produced: dict[str, Tensor] = field(default_factory=dict)
-    """Outgoing value -> tensor with its graph."""
+    produced: dict[str, GradientEdge] = field(default_factory=dict)
+    """Outgoing value that has a graph -> where its gradient enters the graph."""
     loss: Tensor | None = None
     """The loss's sum with its graph, where the stage has the last layer."""
     stash: Stash = field(default_factory=list)
     """Weight gradients that split Linears have put off."""
+    kept_inputs: dict[str, Tensor] = field(default_factory=dict)
+    """Value -> tensor from which `recompute` will start; empty where nothing was dropped."""
+    dropped: list[SavedTensors] = field(default_factory=list)
+    """By recomputed layer, then the loss if it is recomputed: what `recompute` will make again."""
+    value_layouts: dict[str, LocalPartLayout] = field(default_factory=dict)
+    """Value between layers -> how it is cut over shards, for `recompute`."""
 
 
 @dataclass(eq=False)
@@ -125,6 +140,8 @@ class Stage:
     """Weight gradients that split Linears put off."""
     gradient_reuse_policy: GradientReusePolicy
     """Keeps the memory of the weight gradients of sharded Linears from step to step."""
+    recomputation: StageRecomputation
+    """The layers that `forward_keeping_inputs` keeps no activations of."""
 
     step: int = -1
     """The step under way, from 0; -1 before the first."""
@@ -187,6 +204,10 @@ class Stage:
         """How long layers have waited for other shards in this step."""
         return 0 if self.shard is None else self.shard.group.waited_ns
 
+    def stash_of(self, microbatch: int) -> Sequence[DeferredWeightGradient]:
+        """The weight gradients of a microbatch that are still to be computed."""
+        return tuple(self._live[microbatch].stash)
+
     def partial_uses(self) -> tuple[int, ...]:
         """Indices of uses whose gradient is only a part of a sum: of parameters that every shard has whole but that met parts
         of values."""
@@ -240,12 +261,76 @@ class Stage:
             inputs = layer.inputs.read(values, live.received)
             outputs = layer.call(forward_pass, self.weights.of_layer(position), inputs)
             values.update(zip(layer.outputs, outputs, strict=True))
-        live.produced = {name: values[name] for name in self.values.outgoing}
         if self.loss is not None:
-            total, count = self.loss(forward_pass, values)
-            self.losses[microbatch] = (total.detach(), count)
-            live.loss = total
-        return {name: as_aligned(value.detach()) for name, value in live.produced.items()}
+            self._keep_loss(live, microbatch, *self.loss(forward_pass, values))
+        return self._leave(live, values)
+
+    def _keep_loss(self, live: _Microbatch, microbatch: int, total: Tensor, count: Tensor | float) -> None:
+        self.losses[microbatch] = (total.detach(), count)
+        live.loss = total
+
+    def _leave(self, live: _Microbatch, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values that other stages read. Of their graph only the edges are kept, not the values themselves."""
+        outgoing = {name: values[name] for name in self.values.outgoing}
+        live.produced = {name: get_gradient_edge(value) for name, value in outgoing.items() if value.requires_grad}
+        return {name: as_aligned(value.detach()) for name, value in outgoing.items()}
+
+    def forward_keeping_inputs(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """As `forward`, but the activations of recomputed layers are dropped, each layer's when it is over.
+
+        `recompute` has to come before the backward pass.
+        """
+        self.gradient_reuse_policy.before_forward()
+        live = self._live[microbatch] = _Microbatch()
+        self.deferred.stash = live.stash
+        values: dict[str, Tensor] = {**received, **batch}
+        forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
+        for position, layer in enumerate(self.layers):
+            inputs = layer.inputs.read(values, live.received)
+            saved = self._new_saved_tensors(position) if position in self.recomputation.positions else None
+            outputs = layer.call(forward_pass._replace(saved=saved), self.weights.of_layer(position), inputs)
+            if saved is not None:
+                saved.drop()
+                live.dropped.append(saved)
+            values.update(zip(layer.outputs, outputs, strict=True))
+        if self.loss is not None:
+            saved = SavedTensors("the loss") if self.recomputation.loss else None
+            self._keep_loss(live, microbatch, *self.loss(forward_pass._replace(saved=saved), values))
+            if saved is not None:
+                saved.drop()
+                live.dropped.append(saved)
+        live.kept_inputs = {name: _without_graph(values[name]) for name in self.recomputation.reads}
+        if self.shard is not None:
+            live.value_layouts = dict(self.shard.group.value_layouts)
+        return self._leave(live, values)
+
+    def recompute(self, microbatch: int) -> None:
+        """Make the activations again that `forward_keeping_inputs` has dropped, by the same calls; statistics stay as they are.
+
+        Raises `UserCodeError` for a layer that does not compute the same again.
+        """
+        self.gradient_reuse_policy.before_forward()
+        live = self._live[microbatch]
+        self.deferred.stash = live.stash
+        if self.shard is not None:  # other microbatches have run since
+            self.shard.group.value_layouts = live.value_layouts
+        values, own_leaves = live.kept_inputs, dict[str, list[Tensor]]()
+        forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
+        dropped = iter(live.dropped)
+        for position in self.recomputation.positions:
+            layer, again = self.layers[position], self._new_saved_tensors(position)
+            inputs = layer.inputs.read(values, own_leaves)
+            outputs = layer.call(forward_pass._replace(saved=again), self.weights.of_layer(position), inputs)
+            next(dropped).refill(again)
+            values.update(zip(layer.outputs, outputs, strict=True))
+        if self.loss is not None and self.recomputation.loss:
+            again = SavedTensors("the loss")
+            self.loss(forward_pass._replace(saved=again), values)
+            next(dropped).refill(again)
+        live.kept_inputs, live.value_layouts = {}, {}
+
+    def _new_saved_tensors(self, position: int) -> SavedTensors:
+        return SavedTensors(f"layer {self.weights.layer_names[position]!r}")
 
     def evaluate(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """As `forward`, but in evaluation mode; keeps the losses only."""
@@ -304,19 +389,20 @@ class Stage:
         live.received.clear()
         live.produced.clear()
         live.loss = None
+        live.dropped.clear()
         self.gradients.record_finished_halves(block, halves)
         return returned
 
     def _roots(
         self, live: _Microbatch, gradients: Mapping[str, Sequence[Tensor | None]]
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The tensors at which the backward pass starts, and the gradient of each (None: 1, of the loss)."""
-        roots: list[Tensor] = []
+    ) -> tuple[list[Tensor | GradientEdge], list[Tensor | None]]:
+        """Where the backward pass starts, and the gradient of each (None: 1, of the loss)."""
+        roots: list[Tensor | GradientEdge] = []
         starts: list[Tensor | None] = []
-        for name, value in live.produced.items():
+        for name, edge in live.produced.items():
             gradient = fold_gradients(gradients.get(name, ()))
-            if gradient is not None and value.requires_grad:
-                roots.append(value)
+            if gradient is not None:
+                roots.append(edge)
                 starts.append(gradient)
         if live.loss is not None and live.loss.requires_grad:
             roots.append(live.loss)
@@ -324,13 +410,13 @@ class Stage:
         return roots, starts
 
     def _run_autograd(
-        self, microbatch: int, closes: int | None, roots: Sequence[Tensor], starts: Sequence[Tensor | None]
+        self, microbatch: int, closes: int | None, roots: Sequence[Tensor | GradientEdge], starts: Sequence[Tensor | None]
     ) -> None:
         """`closes`: the block that this pass closes, if finished gradients are to be handed over inside the pass."""
         self.hooks.begin(closes)
         try:
             if roots:
-                torch.autograd.backward(roots, starts)
+                run_backward_pass(roots, starts)
         except RayparError:
             raise
         except USER_CODE_ERRORS as error:
@@ -347,6 +433,8 @@ class Stage:
         returned: dict[str, tuple[Tensor | None, ...]] = {}
         for name, leaves in live.received.items():
             found = [None if leaf.grad is None else as_aligned(leaf.grad) for leaf in reversed(leaves)]
+            for leaf in leaves:
+                leaf.grad = None  # what a stash keeps may be a view of the leaf, which would keep the gradient
             returned[name] = (fold_gradients(found),) if counts[name] == 1 else tuple(found)
         for name, count in counts.items():
             returned.setdefault(name, (None,) * count)

@@ -41,5 +41,26 @@ class StageCoordinate:
             return error
         return UserCodeError(
             f"{code} raised {error_text(error)}\n  {self.describe(step, microbatch)}\n{traceback.format_exc()}",
-            cure="this is an error of the user's code; `raypar debug JOB` runs the same plan in one process under pdb",
+            cure=_cure_for_autocast(error)
+            or "this is an error of the user's code; `raypar debug JOB` runs the same plan in one process under pdb",
         )
+
+
+_ABOUT_BFLOAT16 = ("BFloat16", "bfloat16", "equal to src.dtype")
+"""What PyTorch says of operations that have no kernel for bfloat16, or whose operands must have one dtype."""
+
+
+def _cure_for_autocast(error: BaseException) -> str | None:
+    """What to do about an operation that does not compute in the dtype that autocast has chosen; None for other errors."""
+    text = str(error)
+    if "unsafe to autocast" in text:
+        return (
+            "leave the sigmoid out and use F.binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), "
+            "which autocast computes in float32"
+        )
+    if any(words in text for words in _ABOUT_BFLOAT16):
+        return (
+            "let the operation compute in float32, on x.float() inside `with torch.autocast(x.device.type, enabled=False):` "
+            "(bfloat16 comes from precision.compute of the job, or from an autocast of your own)"
+        )
+    return None

@@ -1,8 +1,9 @@
 """The tensors that a stage's layers compute with: parameters, one leaf for each use of one, and buffers.
 
 A stage gets its layers' tensors from `StageWeights.of_layer`, at every layer boundary. Today these tensors are
-whole parameters (or a shard's slices of them), which lie in the modules all the time. Weights that are cast for a layer,
-gathered from the replicas that own them, or fetched from host memory would be made in `of_layer`, too.
+whole parameters (or a shard's slices of them), which lie in the modules all the time. Weights that are gathered from the
+replicas that own them, or fetched from host memory, would be made in `of_layer`, too. Mixed precision makes none here: autocast
+casts them, for each operation as its lists say, and the leaves to whose `.grad` microbatches are added stay float32.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from raypar.schedule.instructions import (
     BackwardInput,
     BackwardWeight,
     Bundle,
+    CheckpointedForward,
     Compute,
     ExchangeTies,
     ExchangeVotes,
@@ -36,6 +37,7 @@ from raypar.schedule.instructions import (
     Instruction,
     OptimizerStep,
     Program,
+    Recompute,
     Recv,
     ReduceGradients,
     Role,
@@ -265,6 +267,15 @@ class Interpreter:
         outputs = self.stages[stage].forward(microbatch, _single(received), self._batch(stage, step, microbatch))
         self._hand_on(stage, microbatch, outputs)
 
+    def _forward_keeping_inputs(self, instruction: CheckpointedForward, step: int, received: Received) -> None:
+        stage, microbatch = instruction.stage, instruction.microbatch
+        batch = self._batch(stage, step, microbatch)
+        outputs = self.stages[stage].forward_keeping_inputs(microbatch, _single(received), batch)
+        self._hand_on(stage, microbatch, outputs)
+
+    def _recompute(self, instruction: Recompute, step: int, received: Received) -> None:
+        self.stages[instruction.stage].recompute(instruction.microbatch)
+
     def _evaluate(self, instruction: Forward, step: int, received: Received) -> None:
         """The forward of a validation pass."""
         stage, microbatch = instruction.stage, instruction.microbatch
@@ -323,6 +334,8 @@ InstructionRule = Callable[[Interpreter, Any, int, Received], Routine[None] | No
 
 TRAINING_RULES: dict[type[Instruction], InstructionRule] = {
     Forward: Interpreter._forward,
+    CheckpointedForward: Interpreter._forward_keeping_inputs,
+    Recompute: Interpreter._recompute,
     Backward: Interpreter._backward,
     BackwardInput: Interpreter._backward_input,
     BackwardWeight: Interpreter._backward_weight,

@@ -7,6 +7,7 @@ import inspect
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,8 +83,8 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
             group = groups[_group_of(spec, name)]
             group["params"].append(parameter)
             group["names"].append(name)
-    if isinstance(made, type) and issubclass(made, torch.optim.Optimizer):
-        without_dynamo(made)
+    for kind in _optimizer_classes(made):
+        without_dynamo(kind)
     try:
         optimizer = made([{k: v for k, v in g.items() if k != "names"} for g in groups if g["params"]], **spec.optimizer.args)
     except (TypeError, ValueError) as error:
@@ -117,6 +118,14 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
         made_group["raypar_names"] = group["names"]
         made_group["raypar_base_lr"] = float(made_group["lr"])
     return optimizer
+
+
+def _optimizer_classes(made: Any) -> list[type[torch.optim.Optimizer]]:
+    """The optimizer class that `made` is, or whose arguments it holds; else, as nobody knows, those of PyTorch."""
+    if isinstance(made, partial):
+        return _optimizer_classes(made.func)
+    among = [made] if isinstance(made, type) else list(vars(torch.optim).values())
+    return [kind for kind in among if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)]
 
 
 def check_optimizer_is_elementwise(spec: OptimizerSpec) -> None:

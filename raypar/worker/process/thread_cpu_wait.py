@@ -8,7 +8,7 @@ from pathlib import Path
 def thread_cpu_wait_s(thread: int) -> float:
     """Seconds since its start in which `thread` (native id, of this process) was runnable but had no processor.
 
-    0 where the kernel does not report it: then no deadline is extended.
+    0 where the kernel does not report it.
     """
     try:
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9

@@ -1,21 +1,14 @@
-"""Reads and checks a job file; the result is a `Job`, from which the plain values for the rest of raypar are made.
-
-No other module uses pydantic. This module imports neither torch nor ray, so that a wrong key is reported at once.
-"""
+"""A job as a `Job`: its keys and sections with their types, defaults and checks, and the plain values that are made of it."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -23,6 +16,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PlainValidator,
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
@@ -32,20 +26,18 @@ from pydantic import (
     model_validator,
 )
 
+from raypar.config.findings import AUTO, GIVEN, all_sections, config_error
+from raypar.config.plain_values import to_plain_values
 from raypar.errors import ConfigError, PlanError
-from raypar.keys_of_other_frameworks import advice_for
-from raypar.plan.parallel_plan import ParallelPlan
+from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
+from raypar.plan.recomputation import RecomputePolicy
 from raypar.run_folder_checks import MAX_STEPS
-from raypar.safe_yaml import parse_yaml
-from raypar.untrusted_files import read_limited_text, shorten
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
+from raypar.safe_yaml import dump_yaml
+from raypar.untrusted_files import shorten
+from raypar.user_frames import hide_own_frames
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Precision, Ref, ValidationSpec
 from raypar.worker.weights_source import InitialWeightsFile
 
-_AUTO, _GIVEN = "<auto>", "<given>"
-"""Pydantic's names of the branches of `plan` in error locations; removed before a message is shown."""
-
-JOB_BYTES = 1 << 20
-"""Size limit of a job file."""
 MAX_WORKERS, MAX_PARTS, MAX_SAMPLES = 2**16, 2**16, 2**24
 """Limits of numbers in a job file, because lists of that length are made: of workers; of microbatches, blocks or chunks of a
 step; of samples of a step."""
@@ -58,19 +50,30 @@ class _Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    @hide_own_frames
+    def __init__(self, **given: Any) -> None:
+        """A section made from Python: `PlanConfig(stages=2)`. Raises `ConfigError`."""
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            inside = next((path for path, section in all_sections(Job) if section is type(self)), ())
+            raise config_error(error.errors(), inside, Job, of_trainer=True) from None
 
-def _import_path(text: str) -> str:
-    """`text`, if it has the form `module:name`. Raises `ValueError`."""
-    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", text):
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # sections in a tree are validated without it
+
+
+def _function(value: Any) -> Any:
+    """`value`, if it is a callable or a text `module:name`. Raises `ValueError`."""
+    if not callable(value) and not (isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", value)):
         raise ValueError("module:name, for example torch.optim:AdamW")
-    return text
+    return value
 
 
 class FunctionConfig(_Section):
     """A function and its arguments: `{function: module:name, args: {...}}`, or just `module:name`."""
 
-    function: Annotated[str, AfterValidator(_import_path)]
-    """`module:name` of the function or class."""
+    function: Annotated[str | Callable[..., Any], PlainValidator(_function)]
+    """`module:name` of the function or class; from Python also the callable itself."""
     args: dict[str, Any] = {}
     """Keyword arguments."""
 
@@ -109,6 +112,11 @@ class ValidationConfig(DataConfig):
     samples: NonNegativeInt = 0
     """How many samples are used, from the first on; 0: all."""
 
+    def to_validation(self, data: DataConfig) -> ValidationSpec:
+        """The section as a `ValidationSpec`, for `JobSpec`. Its samples have the fields of `data`, unless it names them."""
+        names, first, target = self.names or data.names, self.input or data.input, self.target or data.target
+        return ValidationSpec(DataSpec(self.to_ref(), names, first, target, self.processes), self.every, self.samples)
+
 
 class OptimizerConfig(FunctionConfig):
     """The optimizer class, its arguments, and groups of parameters with other arguments."""
@@ -139,6 +147,15 @@ def _counts(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
+def _recompute_policy(value: Any) -> Any:
+    """`value`, if it is `none`, `full` or a list of patterns. Raises `ValueError`."""
+    if value in ("none", "full"):
+        return value
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(pattern, str) and pattern for pattern in value):
+        raise ValueError('none, full, or a list of patterns of layer names, for example ["block*"]')
+    return tuple(value)
+
+
 Counts = Annotated[Any, BeforeValidator(_counts)]
 """One count (int), or one per stage (tuple of int)."""
 
@@ -147,17 +164,18 @@ class PlanConfig(_Section):
     """Which workers hold which layers, and in which order they compute."""
 
     stages: Workers = 1
-    """Worker positions along the pipeline; each has `chunks` stages."""
+    """Pipeline parallel: worker positions along the pipeline; each has `chunks` stages."""
     replicas: Counts = 1
-    """Workers that hold the same stages and compute different microbatches; one number, or one per position."""
+    """Data parallel: workers that hold the same stages and compute different microbatches; one number, or one per position."""
     shards: Counts = 1
-    """Workers that share the layers of one replica; one number, or one per position."""
+    """Tensor parallel: workers over which the tensors of each layer of a replica are cut (not ZeRO or FSDP); one number, or one
+    per position."""
     schedule: str = "1f1b"
     """Name of the schedule."""
     chunks: Parts | None = None
     """Stages per worker; None: the schedule's default."""
     cuts: Annotated[tuple[PositiveInt, ...] | None, Field(strict=False)] = None
-    """First layer of stages 1, 2, ...; None: stages of nearly equal numbers of layers."""
+    """First layer of stages 1, 2, ...; None: by measured times, so that workers are equally busy."""
     schedule_file: str | None = None
     """A file with the schedule, in place of `schedule`."""
     warmup: Annotated[tuple[NonNegativeInt, ...] | None, Field(strict=False)] = None
@@ -166,6 +184,10 @@ class PlanConfig(_Section):
     """Pattern of layer names -> sharding style of such a layer. The first match counts; other layers get inferred styles."""
     sequence_parallel: bool = False
     """Whether values [batch, sequence, features] between sharded layers are cut along the sequence."""
+
+    recompute: Annotated[Any, BeforeValidator(_recompute_policy)] = "none"
+    """Layers whose activations are dropped after the forward and computed again for the backward: less memory, more time, the
+    same results. `none`, `full`, or a list of patterns of layer names."""
 
     @property
     def replicas_per_stage(self) -> tuple[int, ...]:
@@ -181,6 +203,20 @@ class PlanConfig(_Section):
     def workers(self) -> int:
         """Number of workers of the plan."""
         return sum(r * s for r, s in zip(self.replicas_per_stage, self.shards_per_stage, strict=True))
+
+    _whole: ParallelPlan | None = PrivateAttr(default=None)
+    """The plan itself, if it was given as a `ParallelPlan`."""
+
+    @property
+    def has_no_text(self) -> list[str]:
+        """What of the section no job file can say, in words."""
+        if self._whole is None or not self._whole.recompute or self.recompute == "full":
+            return []
+        return [f"plan.recompute has numbers of layers, {list(self._whole.recompute)}: a job file has patterns of their names"]
+
+    def describe(self) -> str:
+        """The plan's shape as text: `2 stages x 2 replicas`."""
+        return describe_mesh(self.replicas_per_stage, self.shards_per_stage)
 
     @model_validator(mode="after")
     def _fits(self) -> PlanConfig:
@@ -206,10 +242,44 @@ class PlanConfig(_Section):
             )
         return self
 
+    @classmethod
+    def of_plan(cls, plan: ParallelPlan, schedule: str, **more: Any) -> PlanConfig:
+        """The section for a whole plan, with `more` keys. Raises `PlanError` if `schedule` has the stages elsewhere."""
+        shapes = {stage.position: (stage.replicas, stage.shards) for stage in plan.stages}
+        replicas, shards = zip(*(shapes[position] for position in range(plan.positions)), strict=True)
+        made = cls(
+            stages=plan.positions,
+            replicas=replicas[0] if len(set(replicas)) == 1 else replicas,
+            shards=shards[0] if len(set(shards)) == 1 else shards,
+            schedule=schedule,
+            chunks=len(plan.stages) // plan.positions,
+            cuts=tuple(stage.first for stage in plan.stages[1:]),
+            recompute="full" if plan.recompute and len(plan.recompute) == plan.stages[-1].last else "none",
+            **more,
+        )
+        positions, theirs = ([stage.position for stage in one.stages] for one in (plan, made.to_plan(plan.stages[-1].last)))
+        if positions != theirs:
+            raise PlanError(
+                f"the plan has its stages on positions {positions}, and schedule {schedule} on {theirs}",
+                cure="give schedule= the name of the schedule that the plan is for",
+            )
+        made._whole = plan
+        return made
+
     def to_plan(self, layers: int) -> ParallelPlan:
-        """The plan for a model with `layers` layers. Raises `PlanError` if they do not fill the stages."""
+        """The plan for a model with `layers` layers; without cuts, stages have nearly equal numbers of layers.
+
+        Raises `PlanError` if the layers do not fill the stages.
+        """
         from raypar.schedule.registry import placement_of_schedule, resolve_chunks_per_worker
 
+        if self._whole is not None:
+            if self._whole.stages[-1].last != layers:
+                raise PlanError(
+                    f"the plan is for {self._whole.stages[-1].last} layers, and the model has {layers}",
+                    cure="make the plan for the model's layers, or give its section: plan={'stages': ...}",
+                )
+            return self._whole
         return ParallelPlan.of(
             self.replicas_per_stage,
             self.shards_per_stage,
@@ -305,28 +375,17 @@ class InitFromConfig(_Section):
     @model_validator(mode="before")
     @classmethod
     def _short(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and any(hasattr(part, "untyped_storage") for part in value.values()):
+            raise ConfigError(
+                f"init_from is a state_dict with {len(value)} entries: it must be a file or folder that workers can read",
+                cure="save it (safetensors.torch.save_file(state, FILE)) and give the path, or load it in the model function",
+            )
         return {"path": os.fspath(value)} if isinstance(value, (str, os.PathLike)) else value
 
     def to_source(self) -> InitialWeightsFile:
         """The section as a `InitialWeightsFile`, for `JobSpec`."""
         given = self.path, self.strip_prefix, self.add_prefix, tuple(self.rename.items())
         return InitialWeightsFile(*given, self.allow_missing, self.allow_unexpected)
-
-
-def parse_init_from(given: Any) -> InitialWeightsFile | None:
-    """`Trainer`'s argument `init_from` (a `InitialWeightsFile`, or the section's value) as a `InitialWeightsFile`. Raises
-    `ConfigError`."""
-    if given is None or isinstance(given, InitialWeightsFile):
-        return given
-    if isinstance(given, Mapping) and any(hasattr(value, "untyped_storage") for value in given.values()):
-        raise ConfigError(
-            f"init_from is a state_dict with {len(given)} entries: it must be a file or folder that workers can read",
-            cure="save it (safetensors.torch.save_file(state, FILE)) and give the path, or load it in the model function",
-        )
-    try:
-        return InitFromConfig.model_validate(given).to_source()
-    except ValidationError as error:
-        raise _config_error(error, ("init_from",)) from None
 
 
 class EarlyStoppingConfig(_Section):
@@ -352,11 +411,23 @@ class TrackerConfig(_Section):
         return {"tracker": value} if isinstance(value, str) else value
 
 
-class Job(_Section):
-    """A whole job file."""
+class PrecisionConfig(_Section):
+    """The dtypes in which a job computes, where they are others than its `dtype`."""
 
-    name: str
-    """Names the run and its folder."""
+    compute: Literal["bf16"] | None = None
+    """`bf16`: layers and the loss run under `torch.autocast` to bfloat16, parameters, their gradients and the optimizer stay
+    float32. None: everything is computed in `dtype`."""
+
+    def to_precision(self) -> Precision:
+        """The same for workers."""
+        return Precision(self.compute)
+
+
+class Job(_Section):
+    """A whole job: the keys of a job file, which are `Trainer`'s arguments too."""
+
+    name: str = "run"
+    """Names the run and its folder; a job file without it has the name of the file."""
     seed: int = 0
     """Seed of all random numbers of the job."""
     steps: Annotated[PositiveInt, Field(le=MAX_STEPS)]
@@ -373,7 +444,7 @@ class Job(_Section):
     """The loss function, or a function that makes it."""
     data: DataConfig
     """The training data."""
-    optimizer: OptimizerConfig
+    optimizer: OptimizerConfig = OptimizerConfig(function="torch.optim:AdamW")
     """The optimizer of every worker."""
     lr_schedule: FunctionConfig | None = None
     """The learning rate scheduler; None: a constant rate."""
@@ -382,8 +453,8 @@ class Job(_Section):
     validation: ValidationConfig | None = None
     """The validation data; None: no validation."""
     plan: Annotated[
-        Annotated[Literal["auto"], Tag(_AUTO)] | Annotated[PlanConfig, Tag(_GIVEN)],
-        Discriminator(lambda value: _AUTO if isinstance(value, str) else _GIVEN),
+        Annotated[Literal["auto"], Tag(AUTO)] | Annotated[PlanConfig, Tag(GIVEN)],
+        Discriminator(lambda value: AUTO if isinstance(value, str) else GIVEN),
     ] = PlanConfig()
     """The parallel plan; `auto`: the planner chooses it."""
     elastic: Annotated[ElasticConfig | None, BeforeValidator(_switch)] = None
@@ -396,6 +467,8 @@ class Job(_Section):
     """How gradients are summed: in an order that does not depend on the number of replicas and stages, or in a faster one."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the parameters."""
+    precision: PrecisionConfig | None = None
+    """The type in which layers and the loss compute; None: `dtype`."""
     init: Literal["model", "by-name"] = "model"
     """Initial values: those that the model function gives, or those of every module's `reset_parameters` under a seed made from
     the module's name."""
@@ -434,6 +507,11 @@ class Job(_Section):
     @model_validator(mode="after")
     def _fits(self) -> Job:
         self.to_spec().batching  # noqa: B018  raises PlanError when the microbatches do not fit the batch
+        if self.precision is not None and self.precision.compute is not None and self.dtype != "float32":
+            raise ConfigError(
+                f"precision.compute is {self.precision.compute}, but dtype is {self.dtype}, which autocast leaves as it is",
+                cure="set dtype: float32, or leave precision out",
+            )
         if self.early_stopping is not None and (self.validation is None or not self.validation.every):
             raise ConfigError(
                 "early_stopping needs validation losses",
@@ -460,13 +538,27 @@ class Job(_Section):
     @property
     def workers(self) -> int:
         """Number of workers of the plan; for `plan: auto` the number of processors of this machine."""
-        if isinstance(self.plan, PlanConfig):
-            return self.plan.workers
+        return self.plan.workers if isinstance(self.plan, PlanConfig) else self.usable_processors
+
+    @property
+    def usable_processors(self) -> int:
+        """Number of processors of this machine that this process may use."""
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    @property
+    def leaves_cuts_open(self) -> bool:
+        """Whether the job gives a plan, but not where its layers are cut into stages."""
+        return isinstance(self.plan, PlanConfig) and self.plan.cuts is None
 
     def to_plan(self, layers: int) -> ParallelPlan:
         """The plan for a model with `layers` layers. Raises `PlanError`."""
         return self._given_plan().to_plan(layers)
+
+    @property
+    def recompute(self) -> RecomputePolicy:
+        """Which layers the plan recomputes, as the job says it; `none` for `plan: auto`."""
+        found: RecomputePolicy = self.plan.recompute if isinstance(self.plan, PlanConfig) else "none"
+        return found
 
     def _given_plan(self) -> PlanConfig:
         """The section `plan`. Raises `PlanError` for `plan: auto`."""
@@ -478,7 +570,6 @@ class Job(_Section):
 
     def to_spec(self) -> JobSpec:
         """The part of the job that workers need, as a `JobSpec`: nothing about the cluster."""
-        validation = self.validation
         plan = self.plan if isinstance(self.plan, PlanConfig) else PlanConfig()
         return JobSpec(
             name=self.name,
@@ -493,8 +584,9 @@ class Job(_Section):
             optimizer=self.optimizer.to_optimizer(),
             lr_schedule=self.lr_schedule.to_ref() if self.lr_schedule is not None else None,
             clip_norm=self.clip_norm,
-            validation=ValidationSpec(validation.to_data(), validation.every, validation.samples) if validation else None,
+            validation=self.validation.to_validation(self.data) if self.validation is not None else None,
             dtype=self.dtype,
+            precision=self.precision.to_precision() if self.precision is not None else Precision(),
             init=self.init,
             deferred_init=self.deferred_init,
             init_from=self.init_from.to_source() if self.init_from is not None else None,
@@ -506,211 +598,20 @@ class Job(_Section):
             sequence_parallel=plan.sequence_parallel,
         )
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether `to_yaml` can write the job: its functions have names that workers can import."""
+        return not to_plain_values(self)[1]
+
     def to_yaml(self) -> str:
-        """The text of a job file that loads to this job, with all defaults written out."""
-        return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False, default_flow_style=None)
+        """The text of a job file that loads to this job, with all defaults written out; callables are written `module:name`.
 
-
-class _Arguments(Job):
-    """A job with those arguments of `Trainer` that a job file does not have; used to check them."""
-
-    most_workers: PositiveInt | None = None
-    local_nodes: PositiveInt = 1
-    stop_at_step: PositiveInt | None = None
-    address: str | None = None
-
-
-ARGUMENTS = {
-    "checkpoint.every": "checkpoint_every",
-    "checkpoint.keep": "keep",
-    "validation.every": "validate_every",
-    "validation.samples": "validation_samples",
-    "data.input": "data_input",
-    "data.target": "data_target",
-    "data.names": "data_names",
-    "data.processes": "data_processes",
-    "most_workers": "workers",
-}
-"""Key of a job file -> argument of `Trainer`, where they have different names."""
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------------
-
-
-def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """The checked job of a job file, after overrides `a.b=c` (values in YAML). Raises `ConfigError` or `PlanError`."""
-    path = Path(path)
-    cure = "give the path of a YAML file such as jobs/quickstart.yaml"
-    text = read_limited_text(path, follow=True, limit=JOB_BYTES, cure=cure, what="job file ")
-    return parse_job(text, overrides, source=str(path), name=path.stem)
-
-
-def parse_job(text: str, overrides: Sequence[str] = (), *, source: str = "job", name: str | None = None) -> Job:
-    """The checked job of a YAML text. `name`: the job's name if the text gives none; `source`: name of the text in messages."""
-    tree = parse_yaml(text, source)
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{source} holds a {type(tree).__name__}, not keys and values", cure=f"keys: {', '.join(_keys(Job))}")
-    for override in overrides:
-        _apply_override(tree, override)
-    if name is not None:
-        tree.setdefault("name", name)
-    try:
-        return Job.model_validate(tree)
-    except ValidationError as error:
-        raise _config_error(error, ()) from None
-
-
-def parse_plan_section(given: Mapping[str, Any]) -> PlanConfig:
-    """`Trainer`'s argument `plan`, a dict like the section of a job file, checked. Raises `ConfigError` or `PlanError`."""
-    try:
-        return PlanConfig.model_validate(dict(given))
-    except ValidationError as error:
-        raise _config_error(error, ("plan",)) from None
-
-
-def parse_elastic_section(given: bool | Mapping[str, Any] | ElasticConfig | None) -> ElasticConfig | None:
-    """`Trainer`'s argument `elastic`, checked: a dict like the section of a job file, or True for its defaults. Raises
-    `ConfigError`."""
-    if isinstance(given, bool) or given is None:
-        return ElasticConfig() if given else None
-    if not isinstance(given, (Mapping, ElasticConfig)):
-        raise ConfigError(f"elastic is {given!r}", cure='give True, or a dict such as {"min_workers": 2}')
-    try:
-        return given if isinstance(given, ElasticConfig) else ElasticConfig.model_validate(dict(given))
-    except ValidationError as error:
-        raise _config_error(error, ("elastic",)) from None
-
-
-def check_trainer_arguments(given: Mapping[str, Any]) -> None:
-    """Check `Trainer`'s arguments by the rules for the same keys of a job file. Raises `ConfigError` or `PlanError`.
-
-    `given`: argument name -> value, without the arguments that are functions.
-    """
-    key_of = {argument: key for key, argument in ARGUMENTS.items()}
-    function = {"function": "given:elsewhere"}
-    tree: dict[str, Any] = {key: dict(function) for key in ("model", "loss", "data", "optimizer", "validation")}
-    for argument, value in given.items():
-        section, _, key = key_of.get(argument, argument).rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[key] = value
-    try:
-        _Arguments.model_validate(tree)
-    except ValidationError as error:
-        raise _config_error(error, (), of_trainer=True) from None
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one key by `a.b=c`. A `module:name` entry or `plan: auto` becomes a mapping if a key inside it is set."""
-    path, equals, text = override.partition("=")
-    parts = path.strip().split(".")
-    if not equals or not all(parts):
-        raise ConfigError(f"override {override!r} is not key=value", cure="for example --set plan.stages=4")
-    value = parse_yaml(text, f"--set {override}")
-    here: Any = tree
-    for index, part in enumerate(parts[:-1]):
-        at = ".".join(parts[: index + 1])
-        if isinstance(here, list):
-            here = _item(here, part, at)
-            continue
-        inside = here.get(part)
-        if inside is None or (at == "plan" and inside == "auto"):
-            inside = here[part] = {}
-        elif isinstance(inside, str) and ":" in inside:
-            inside = here[part] = {"function": inside}
-        if not isinstance(inside, (dict, list)):
-            raise ConfigError(f"--set {override}: {at} is {inside!r} and has no keys", cure=f"set {at} itself")
-        here = inside
-    if isinstance(here, list):
-        _item(here, parts[-1], path)
-        here[int(parts[-1])] = value
-    else:
-        here[parts[-1]] = value
-
-
-def _item(items: list[Any], part: str, at: str) -> Any:
-    """The item of a list by its number as text. Raises `ConfigError`."""
-    if not part.isdigit() or int(part) >= len(items):
-        raise ConfigError(f"{at}: there are {len(items)} entries, numbered from 0", cure="give the number of one of them")
-    return items[int(part)]
-
-
-# -- explaining --------------------------------------------------------------------------------------------------------------
-
-
-def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a field's type names."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in typing.get_args(annotation):
-        yield from _sections(inner)
-
-
-def _keys(model: type[BaseModel]) -> list[str]:
-    """The keys of a section."""
-    return list(model.model_fields)
-
-
-def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The keys of a section and of all sections in it, such as `plan.stages`."""
-    for name, info in model.model_fields.items():
-        yield prefix + name
-        for inner in _sections(info.annotation):
-            yield from _all_keys(inner, f"{prefix}{name}.")
-
-
-def _section_at(path: Sequence[str | int]) -> type[BaseModel]:
-    """The section of a job file to which `path` leads."""
-    model: type[BaseModel] = Job
-    for part in path:
-        field = model.model_fields.get(part) if isinstance(part, str) else None
-        if field is not None:  # else an item of a list, or a key of values that have no section
-            model = next(_sections(field.annotation), model)
-    return model
-
-
-def _suggest_key(key: str, path: Sequence[str | int]) -> str | None:
-    """A suggestion for an unknown key: the full name of the same key in another section, else of the most similar one here."""
-    elsewhere = [k for k in _all_keys(Job) if k.rpartition(".")[2] == key]
-    if elsewhere:
-        return elsewhere[0]
-    found = difflib.get_close_matches(key, _keys(_section_at(path)), n=1, cutoff=0.6)
-    return ".".join(map(str, [*path, found[0]])) if found else None
-
-
-def _config_error(error: ValidationError, inside: tuple[str, ...], *, of_trainer: bool = False) -> ConfigError:
-    """One `ConfigError` for all findings of pydantic. `inside`: the section that was checked; `of_trainer`: whether the message
-    names arguments of `Trainer`, not keys of a job file."""
-    found = [_explain_finding({**one, "loc": (*inside, *one["loc"])}, of_trainer) for one in error.errors()]
-    return ConfigError("; ".join(what for what, _ in found[:5]), cure=found[0][1])
-
-
-_HALF_PRECISION = ("bfloat16", "float16", "bf16", "fp16", "half")
-
-
-def _explain_finding(error: Mapping[str, Any], of_trainer: bool = False) -> tuple[str, str]:
-    """(what, cure) of one finding of pydantic."""
-    path = [part for part in error["loc"] if part not in (_AUTO, _GIVEN)]
-    key = shorten(".".join(map(str, path))) or "the job file"
-    if error["type"] == "extra_forbidden":
-        advice = advice_for(str(path[-1]))
-        if advice is not None:
-            return f"unknown key {key}", advice
-        near = _suggest_key(str(path[-1]), path[:-1])
-        valid = ", ".join(_keys(_section_at(path[:-1])))
-        return f"unknown key {key}" + (f": did you mean {near}?" if near else ""), f"valid keys here: {valid}"
-    if error["type"] == "missing":
-        return f"{key} is missing", f"add {key} to the job file"
-    expected = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if error["type"].startswith(("model_", "dict_type")):
-        names = [at for at, part in enumerate(path) if isinstance(part, str)]  # an item of a list is told by the list's section
-        known = _section_at(path[: names[-1]]).model_fields.get(str(path[names[-1]])) if names else None
-        section = next(_sections(known.annotation), None) if known is not None else None if path else Job
-        expected = f"keys and values ({', '.join(_keys(section))})" if section else "keys and values"
-    if error["loc"] == ("plan", _AUTO):
-        expected = f"auto, or keys and values ({', '.join(_keys(PlanConfig))})"
-    got = error["input"]
-    if of_trainer:
-        key = ARGUMENTS.get(key, key)
-    cure = f"correct the argument {key} of Trainer" if of_trainer else f"correct {key} in the job file"
-    if error["loc"] == ("dtype",) and got in _HALF_PRECISION:
-        cure += "; for mixed precision leave it float32, and use torch.autocast in the forward of your layers"
-    return f"{key}: expected {expected}, got {shorten(repr(got))} ({type(got).__name__})", cure
+        Raises `ConfigError` that names every value that no text can stand for, such as a lambda or a data set object.
+        """
+        tree, unwritable = to_plain_values(self)
+        if unwritable:
+            raise ConfigError(
+                f"the job cannot be written as a job file: {'; '.join(unwritable)}",
+                cure="put functions and classes into a module that workers can import, and give what they need as args",
+            )
+        return dump_yaml(tree)

@@ -1,0 +1,155 @@
+"""Explains what pydantic finds wrong with a job: one `ConfigError` with the nearest right key, for job files and `Trainer`."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from raypar.errors import ConfigError
+from raypar.keys_of_other_frameworks import advice_for
+from raypar.untrusted_files import shorten
+
+AUTO, GIVEN = "<auto>", "<given>"
+"""Pydantic's names of the branches of `plan` in error locations; removed before a message is shown."""
+
+_COMMAND_LINE = {
+    "address": "--address",
+    "local_nodes": "--local-nodes",
+    "stop_at_step": "--stop-at-step",
+    "resume_from_checkpoint": "`raypar resume RUN`",
+}
+"""Arguments of `Trainer` -> what the command line has for them; no job file has them."""
+
+
+def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a field's type names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from sections_of(inner)
+
+
+def keys_of(model: type[BaseModel]) -> list[str]:
+    """The keys of a section."""
+    return list(model.model_fields)
+
+
+def all_sections(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
+    """(where it is, section) of all sections in a section."""
+    for name, info in model.model_fields.items():
+        for inner in sections_of(info.annotation):
+            yield (*above, name), inner
+            yield from all_sections(inner, (*above, name))
+
+
+def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The keys of a section and of all sections in it, such as `plan.stages`."""
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        for inner in sections_of(info.annotation):
+            yield from all_keys(inner, f"{prefix}{name}.")
+
+
+def config_error(
+    errors: Sequence[Any],
+    inside: tuple[str, ...],
+    job: type[BaseModel],
+    *,
+    of_trainer: bool = False,
+    more: Sequence[str] = (),
+) -> ConfigError:
+    """One `ConfigError` for all findings of pydantic, as `ValidationError.errors()` gives them. Unknown keys come first: others
+    may be missing because they are misspelt.
+
+    `inside`: the section of `job` that was checked; `of_trainer`: whether the cure speaks of `Trainer`'s arguments, not of a
+    job file; `more`: arguments that are no keys of a job.
+    """
+    findings = sorted(errors, key=lambda one: one["type"] != "extra_forbidden")
+    explain = _Explainer(job, of_trainer, tuple(more)).explain
+    found = [explain({**one, "loc": (*inside, *one["loc"])}) for one in findings]
+    return ConfigError("; ".join(what for what, _ in found[:5]), cure=found[0][1])
+
+
+_HALF_PRECISION = ("bfloat16", "float16", "bf16", "fp16", "half")
+
+
+@dataclass(frozen=True)
+class _Explainer:
+    """Explains findings about one model."""
+
+    job: type[BaseModel]
+    """The class of jobs."""
+    of_trainer: bool
+    """Whether the user gave `Trainer`'s arguments, not a job file."""
+    more: tuple[str, ...]
+    """Arguments that are no keys of a job."""
+
+    def section_at(self, path: Sequence[str | int]) -> type[BaseModel]:
+        """The section of a job to which `path` leads."""
+        model = self.job
+        for part in path:
+            field = model.model_fields.get(part) if isinstance(part, str) else None
+            if field is not None:  # else an item of a list, or a key of values that have no section
+                model = next(sections_of(field.annotation), model)
+        return model
+
+    def suggest_key(self, key: str, path: Sequence[str | int], here: Sequence[str]) -> str | None:
+        """A suggestion for an unknown key: the full name of the same key in another section, else of the most similar one
+        `here`, the keys where `path` leads."""
+        elsewhere = [k for k in all_keys(self.job) if k.rpartition(".")[2] == key]
+        if elsewhere:
+            return elsewhere[0]
+        found = difflib.get_close_matches(key, here, n=1, cutoff=0.6)
+        return ".".join(map(str, [*path, found[0]])) if found else None
+
+    def explain(self, error: Mapping[str, Any]) -> tuple[str, str]:
+        """(what, cure) of one finding of pydantic."""
+        path = [part for part in error["loc"] if part not in (AUTO, GIVEN)]
+        key = shorten(".".join(map(str, path))) or "the job file"
+        argument = self.of_trainer and len(path) == 1
+        if error["type"] == "extra_forbidden":
+            return self.explain_unknown_key(path, key, argument)
+        inside = "the job file" if not self.of_trainer else f"the argument {path[0]}"
+        inner = key.partition(".")[2] if self.of_trainer else key
+        if error["type"] == "missing":
+            return f"{key} is missing", f"give the argument {key}" if argument else f"add {inner} to {inside}"
+        expected = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        if error["type"].startswith(("model_", "dict_type")):
+            names = [at for at, part in enumerate(path) if isinstance(part, str)]  # an item of a list: the list's section
+            known = self.section_at(path[: names[-1]]).model_fields.get(str(path[names[-1]])) if names else None
+            section = next(sections_of(known.annotation), None) if known is not None else None if path else self.job
+            expected = f"keys and values ({', '.join(keys_of(section))})" if section else "keys and values"
+            if section is not None and "function" in section.model_fields:
+                expected = f"module:name, or {expected}"
+        if error["loc"] == ("plan", AUTO):
+            expected = f"auto, or keys and values ({', '.join(keys_of(self.section_at(path)))})"
+        got = error["input"]
+        cure = f"correct the argument {key}" if argument else f"correct {inner} in {inside}"
+        if self.of_trainer and "function" in self.section_at(path).model_fields:
+            cure += '; a function is "module:name", the function itself, or a pair (function, keyword arguments)'
+        if error["loc"] == ("dtype",) and got in _HALF_PRECISION:
+            cure += "; for mixed precision leave it float32, and set precision.compute to bf16"
+        if path[:1] == ["precision"]:
+            cure += "; its key compute may be bf16, and without precision everything is computed in `dtype`"
+        return f"{key}: expected {expected}, got {shorten(repr(got))} ({type(got).__name__})", cure
+
+    def explain_unknown_key(self, path: Sequence[str | int], key: str, argument: bool) -> tuple[str, str]:
+        """(what, cure) of a key that is none; `argument`: whether it is an argument of `Trainer`."""
+        what = f"unknown {'argument' if argument else 'key'} {key}"
+        advice = advice_for(str(path[-1]))
+        if not self.of_trainer and key in _COMMAND_LINE:
+            advice = f"it is no part of the job: the command line has {_COMMAND_LINE[key]}"
+        if advice is not None:
+            return what, advice
+        here = [*keys_of(self.section_at(path[:-1])), *(self.more if argument else ())]
+        near = self.suggest_key(str(path[-1]), path[:-1], here)
+        if argument and near is not None and "." in near:
+            section, _, inner = near.partition(".")
+            return f"{what}: did you mean {near}?", f'give it in the argument {section}: {section}={{"{inner}": ...}}'
+        valid = "arguments of Trainer" if argument else "valid keys here"
+        return what + (f": did you mean {near}?" if near else ""), f"{valid}: {', '.join(here)}"

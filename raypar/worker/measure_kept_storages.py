@@ -1,0 +1,115 @@
+"""Measures which storages a model's layers keep for the backward of one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from raypar.model.graph import Graph
+from raypar.planner.kept_storages import BATCH, KeptStorages, LayerStorages, ReadStorage
+from raypar.schedule.instructions import ACTIVATIONS
+from raypar.worker.stage.stage import Stage
+
+
+def run_forward(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A forward of microbatch 0 in a new step; returns the values that other stages read."""
+    stage.begin_step(0)
+    return stage.forward(0, received, fields)
+
+
+def random_gradients(outputs: Mapping[str, Tensor]) -> dict[str, list[Tensor | None]]:
+    """A gradient for each value that can have one, as `Stage.backward` takes them."""
+    return {name: [torch.randn_like(v) if v.is_floating_point() else None] for name, v in outputs.items()}
+
+
+class KeptStoragesMeasurement:
+    """Measures what a model's layers keep of one microbatch, one layer after the other, each as a stage of its own.
+
+    Values go from layer to layer as they are, so that a storage which two layers keep is known to be one.
+    """
+
+    def __init__(self, graph: Graph, batch: Mapping[str, Tensor]) -> None:
+        self._graph, self._batch = graph, batch
+        self._values: dict[str, Tensor] = {}
+        """Values that later layers read."""
+        self._numbers: dict[int, int] = {}
+        """Address of a storage that is alive, a value's or a field's -> its number."""
+        self._sizes: list[int] = []
+        """Number of a storage -> its bytes."""
+        self._layers: list[LayerStorages] = []
+        for field in batch.values():
+            self._number(field, self._numbers)
+
+    def inputs(self, stage: Stage) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(received values, fields of the batch) that the stage of the next layer reads."""
+        layer = self._graph.layers[len(self._layers)]
+        received = {name: self._values[name] for name in dict.fromkeys(layer.inputs) if name in self._values}
+        return received, {name: self._batch[name] for name in stage.batch_fields}
+
+    def measure(self, index: int, whole: Stage, split: Stage) -> dict[str, Tensor]:
+        """Measure the next layer, given as a stage and as one that splits its backward. Returns the layer's outputs."""
+        received, fields = self.inputs(whole)
+        known = dict(self._numbers)
+        parameters = {t.untyped_storage().data_ptr() for t in (*whole.parameters.values(), *whole.buffers.values())}
+        saved: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            saved.append(tensor.detach())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), whole.guard.accepting_contexts():
+            outputs = run_forward(whole, received, fields)
+        saved = [tensor for tensor in saved if tensor.untyped_storage().data_ptr() not in parameters]
+        self._layers.append(
+            LayerStorages(
+                tuple(dict.fromkeys(self._number(tensor, known) for tensor in saved)),
+                self._stash(split, received, fields, random_gradients(outputs)),
+                tuple(self._read(name, value) for name, value in (*received.items(), *fields.items())),
+            )
+        )
+        self._values.update(outputs)
+        self._values = {n: v for n, v in self._values.items() if max(self._graph.consumers(n), default=0) > index}
+        alive = {t.untyped_storage().data_ptr() for t in (*self._batch.values(), *self._values.values())}
+        for value in self._values.values():
+            self._number(value, known)
+        self._numbers = {address: number for address, number in known.items() if address in alive}
+        return outputs
+
+    def _stash(
+        self,
+        split: Stage,
+        received: Mapping[str, Tensor],
+        fields: Mapping[str, Tensor],
+        gradients: Mapping[str, Sequence[Tensor | None]],
+    ) -> tuple[int, ...]:
+        """Numbers of the storages that the input half of a backward pass keeps for the weight half."""
+        run_forward(split, received, fields)
+        split.backward_input(0, gradients)
+        known = dict(self._numbers)
+        kept = [tensor for deferred in split.stash_of(0) for tensor in (deferred.gradient, deferred.x, deferred.bias_operand)]
+        return tuple(dict.fromkeys(self._number(tensor, known) for tensor in kept))
+
+    def _number(self, tensor: Tensor, known: dict[int, int]) -> int:
+        """The number of a tensor's storage; a new one if `known` (by address, all of them alive) does not have it."""
+        storage = tensor.untyped_storage()
+        found = known.get(storage.data_ptr())
+        if found is None:
+            found = known[storage.data_ptr()] = len(self._sizes)
+            self._sizes.append(storage.nbytes())
+        return found
+
+    def _read(self, name: str, tensor: Tensor) -> ReadStorage:
+        producer = self._graph.producer(name)
+        has_gradient = producer is not None and (tensor.is_floating_point() or tensor.is_complex())
+        return ReadStorage(self._number(tensor, self._numbers), BATCH if producer is None else producer, has_gradient)
+
+    def activation_bytes(self, index: int) -> int:
+        """What a stage of this layer alone keeps."""
+        return self.result().bytes_of(index, index + 1)[ACTIVATIONS]
+
+    def result(self) -> KeptStorages:
+        """What the layers measured so far keep."""
+        samples = next(iter(self._batch.values())).shape[0]
+        return KeptStorages(samples, tuple(self._sizes), tuple(self._layers))

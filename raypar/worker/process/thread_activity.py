@@ -1,0 +1,86 @@
+"""Says in words what a thread is doing, from its stack: for people who wait for it.
+
+The thread itself tells nobody, so that this costs nothing as long as nobody asks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+WAITING_FOR_WORKERS = "waiting for other workers"
+"""The activity of a worker whose turn it is not."""
+
+ACTIVITIES: tuple[tuple[str, str, str], ...] = (
+    ("torch/__init__.py", "<module>", "loading PyTorch"),
+    ("ray/__init__.py", "<module>", "loading Ray"),
+    ("raypar/worker/job_spec.py", "resolve", "importing {self.target}"),
+    ("raypar/worker/worker_assignments.py", "_call_model", "calling the model function {spec.model.label}"),
+    ("raypar/worker/microbatch_loader.py", "make_dataset", "making the data set {spec.dataset.label}"),
+    ("raypar/worker/microbatch_loader.py", "read", "reading sample {index}"),
+    ("raypar/worker/microbatch_loader.py", "_wait", "waiting for its data processes to read {where}"),
+    ("raypar/worker/preflight.py", "check_layer_shapes", "checking the shapes of layer {layer.name}"),
+    ("raypar/model/tensor_parallel/meta_check.py", "check_shards_on_meta", "checking the layers on shards"),
+    ("raypar/worker/measure_profile.py", "_profile_layer", "measuring layer {index} (from 0)"),
+    ("raypar/worker/measure_profile.py", "profile_loopback", "measuring a connection between two workers"),
+    ("raypar/planner/plan_search.py", "search_plans", "comparing plans"),
+    ("raypar/actors/ray_connection.py", "start_ray_with_retries", "starting Ray on this machine"),
+    ("raypar/actors/ray_connection.py", "join_cluster", "joining the Ray cluster at {address}"),
+    ("raypar/actors/local_nodes.py", "start_local_nodes", "starting the nodes of the local Ray cluster"),
+    ("raypar/actors/ray_cleanup.py", "remove_local_ray_on_exit", "ending the local Ray cluster"),
+    ("raypar/actors/driver_client.py", "wait_for_driver_answer", "waiting for the driver's process"),
+    ("raypar/actors/driver_client.py", "remove_run_from_cluster", "removing the run from the cluster"),
+    ("raypar/worker/pretrained/weights_file.py", "read", "reading the weights {name}"),
+    ("raypar/worker/pretrained/weights_file.py", "fingerprint", "computing the fingerprint of the weights file"),
+    ("raypar/worker/state/checkpoint_snapshot.py", "restore_from_checkpoint", "loading the checkpoint"),
+    ("raypar/worker/state/checkpoint_snapshot.py", "take_snapshot", "copying its state for the checkpoint"),
+    ("raypar/worker/state/checkpoint_snapshot.py", "_wait", "writing its part of the checkpoint"),
+    ("raypar/worker/checkpoint/checkpoint_files.py", "verify_checkpoint", "checking the files of {checkpoint}"),
+    ("raypar/worker/checkpoint/checkpoint_files.py", "commit_checkpoint", "committing the checkpoint"),
+    ("raypar/worker/checkpoint/checkpoint_files.py", "checkpoint_weights_hash", "computing the hash of all weights"),
+    ("raypar/launch/generated_text.py", "generate_text_with_checkpoint", "generating the sample text"),
+    ("raypar/worker/warm_up.py", "warm_up_process", "warming up"),
+    ("raypar/comm/tcp/rendezvous.py", "connect", "connecting to the other workers"),
+    ("raypar/comm/nccl/connect.py", "connect_nccl", "setting up NCCL"),
+    ("raypar/comm/transport.py", "wait_named", WAITING_FOR_WORKERS),
+    ("raypar/worker/stage/layer_call.py", "__call__", "computing {self.label}"),
+    ("raypar/worker/stage/backward_pass.py", "run_backward_pass", "computing gradients"),
+    ("raypar/actors/run_recorder.py", "start_callbacks", "starting callbacks"),
+    ("raypar/actors/run_recorder.py", "_call", "running callbacks: {hook}"),
+)
+"""(file, function, what a thread is doing that is in it, with the function's variables in braces)."""
+
+COMPUTING = {"raypar/worker/stage/layer_call.py", "raypar/worker/stage/backward_pass.py"}
+"""Files of activities that are part of others: a layer is also computed while it is measured."""
+
+
+def describe_thread_activity(thread: int) -> str | None:
+    """What the thread with this `ident` is doing, such as `reading sample 17`; None if nothing of it has words.
+
+    What lies deepest in its stack counts: a sample is read in the middle of a step.
+    """
+    frame = sys._current_frames().get(thread)
+    return describe_stack(frame)
+
+
+def describe_stack(frame: FrameType | None) -> str | None:
+    """What a thread is doing whose innermost frame is this one."""
+    computing: str | None = None
+    while frame is not None:
+        code = frame.f_code
+        for file, function, words in ACTIVITIES:
+            if code.co_name == function and code.co_filename.replace(os.sep, "/").endswith(f"/{file}"):
+                if file not in COMPUTING:
+                    return _fill_in(words, frame)
+                computing = computing or _fill_in(words, frame)
+        frame = frame.f_back
+    return computing
+
+
+def _fill_in(words: str, frame: FrameType) -> str:
+    """The words with the function's variables; up to the first brace if one is not set yet."""
+    try:
+        return words.format(**frame.f_locals)
+    except (LookupError, AttributeError, TypeError, ValueError):
+        return words.partition("{")[0].rstrip(" (:")

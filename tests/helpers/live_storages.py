@@ -1,0 +1,145 @@
+"""What stages keep in memory while a plan runs: distinct storages alive, counted after every compute instruction.
+
+A dispatch mode sees every storage that is made inside a worker's compute instruction, by autograd too; weak references say
+which of them are alive. Stages get copies of what they receive and messages get copies of what they make, so that a storage
+which is alive is kept by the stage itself. Gradients of parameters and losses are known by where they are, and left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from raypar.schedule.instructions import Compute, compute_classes
+from raypar.worker.stage.stage import Stage
+from raypar.worker.step.interpreter import TRAINING_RULES, Interpreter
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a worker keeps after an instruction, in bytes."""
+
+    rank: int
+    after: str
+    """The instruction."""
+    total: int
+    stash: int
+    """The part of it that waits for weight gradients."""
+
+
+@dataclass
+class _Seen:
+    ref: StorageWeakRef
+    address: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class LiveStorages(TorchDispatchMode):
+    """The storages made by each worker's compute instructions, and what each instruction leaves alive."""
+
+    kept: list[Kept] = field(default_factory=list)
+    """One for each compute instruction, in the order in which they ran."""
+    _seen: dict[int, dict[int, _Seen]] = field(default_factory=dict)
+    """Rank -> identity of a storage -> the storage."""
+    _rank: int | None = None
+    """The worker whose instruction runs; None: nobody's storages are counted."""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if self._rank is not None:
+            self._note(made)
+        return made
+
+    def _note(self, made: Any) -> None:
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                ref = StorageWeakRef(storage)
+                self._seen.setdefault(self._rank, {})[ref.cdata] = _Seen(ref, storage.data_ptr(), storage.nbytes())
+
+    @contextmanager
+    def _counting_for(self, rank: int | None) -> Iterator[None]:
+        before, self._rank = self._rank, rank
+        try:
+            yield
+        finally:
+            self._rank = before
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Count inside the interpreter's compute rules from now on."""
+        for kind in compute_classes():
+            monkeypatch.setitem(TRAINING_RULES, kind, self._watched(TRAINING_RULES[kind]))
+        batch, route = Interpreter._batch, Interpreter._route
+
+        def private_batch(interpreter: Interpreter, *place: int) -> Mapping[str, Tensor]:
+            with self._counting_for(None):
+                found = batch(interpreter, *place)
+            return {name: value.clone() for name, value in found.items()}
+
+        def copied_route(interpreter: Interpreter, key: Any, maker: int, user: int, tensors: list[Tensor]) -> None:
+            with self._counting_for(None):
+                route(interpreter, key, maker, user, [tensor.clone() for tensor in tensors])
+
+        monkeypatch.setattr(Interpreter, "_batch", private_batch)
+        monkeypatch.setattr(Interpreter, "_route", copied_route)
+
+    def _watched(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        def run(interpreter: Interpreter, instruction: Compute, step: int, received: dict[str, list[Tensor]]) -> Any:
+            guard = next(iter(interpreter.stages.values())).guard
+            with self, guard.accepting_contexts(), self._counting_for(interpreter.rank):
+                copies = {name: [tensor.clone() for tensor in tensors] for name, tensors in received.items()}
+                received.clear()
+                result = rule(interpreter, instruction, step, copies)
+                del copies
+            self.kept.append(self._count(interpreter, instruction))
+            return result
+
+        return run
+
+    def _count(self, interpreter: Interpreter, instruction: Compute) -> Kept:
+        seen = self._seen.setdefault(interpreter.rank, {})
+        for key in [key for key, one in seen.items() if one.ref.expired()]:
+            del seen[key]
+        others = {a for stage in interpreter.stages.values() for a in _not_kept(stage)}
+        stashed = {
+            t.untyped_storage().data_ptr()
+            for stage in interpreter.stages.values()
+            for live in stage._live.values()
+            for deferred in live.stash
+            for t in (deferred.gradient, deferred.x, deferred.bias_operand)
+        }
+        alive = [one for one in seen.values() if one.address not in others]
+        return Kept(
+            interpreter.rank,
+            str(instruction),
+            sum(one.nbytes for one in alive),
+            sum(one.nbytes for one in alive if one.address in stashed),
+        )
+
+
+def _not_kept(stage: Stage) -> set[int]:
+    """Addresses of a stage's state, sums of gradients and losses."""
+    sums = stage.gradients
+    held: list[Any] = [
+        *stage.parameters.values(),
+        *stage.buffers.values(),
+        *(leaf.grad for leaf in sums.leaves),
+        sums._open,
+        sums._sums,
+        sums._deferred,
+        list(stage.losses.values()),
+    ]
+    return {t.untyped_storage().data_ptr() for t in tree_leaves(held) if isinstance(t, torch.Tensor)}

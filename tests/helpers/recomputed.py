@@ -1,0 +1,76 @@
+"""Layouts with recomputation, and their comparison with one process that recomputes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, product
+
+from helpers.parity import STEPS, Layout, differences, expected
+
+from raypar.plan import ParallelPlan
+from raypar.plan.recomputation import RecomputePolicy, resolve_recomputed_layers
+from raypar.schedule import registry
+from raypar.worker.run_in_one_process import OneProcessRun
+
+POLICIES: dict[str, Sequence[RecomputePolicy]] = {
+    "tangled": ("full", ("mix*", "skip1"), ("embed", "conv", "drop", "tail"), ("skip0", "frozen")),
+    "plain": ("full", ("0", "1", "4"), ("2", "7"), ("5",)),
+}
+"""Model -> what is recomputed: everything; inner layers; the first, the last and single ones between kept ones."""
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """A layout with what it recomputes."""
+
+    layout: Layout
+    policy: RecomputePolicy
+
+    def __str__(self) -> str:
+        return f"{self.layout} recompute {self.policy if isinstance(self.policy, str) else '+'.join(self.policy)}"
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The layout's plan with the recomputation."""
+        names = [layer.name for layer in self.layout.graph.layers]
+        return replace(self.layout.plan, recompute=resolve_recomputed_layers(self.policy, names))
+
+
+def recomputed_layouts() -> list[Recomputed]:
+    """Every schedule x stages x replicas, with every policy of the two models in turn; then uneven replicas and spares."""
+    found = []
+    counts, turns = cycle((1, 2, 3, 4, 5, 7, 8)), {model: cycle(policies) for model, policies in POLICIES.items()}
+    for schedule in registry.NAMES:
+        for stages, replicas in product(range(1, 5), range(1, 4)):
+            model = "tangled" if (stages + replicas) % 3 else "plain"
+            found.append(Recomputed(Layout(model, schedule, (replicas,) * stages, next(counts)), next(turns[model])))
+        found += [
+            Recomputed(Layout("tangled", schedule, uneven, 3 + next(counts) % 4), next(turns["tangled"]))
+            for uneven in ((1, 2), (2, 1, 3), (1, 2, 3, 1))
+        ]
+        found.append(Recomputed(Layout("tangled", schedule, (2, 2), 5, blocks=1), "full"))
+        found.append(Recomputed(Layout("plain", schedule, (1, 4, 1), 8, blocks=8), ("?",)))
+    return found
+
+
+def check_recomputed(cell: Recomputed, order_seed: int = 0) -> int:
+    """Run the layout in one process and compare loss, norm, gradients and parameters with the reference.
+
+    Returns how many recomputations the last step had.
+    """
+    layout = cell.layout
+    want = expected(layout.model, layout.microbatches, layout.blocks)
+    with OneProcessRun(layout.job, cell.plan, layout.schedule, seed=order_seed) as run:
+        for step in range(STEPS):
+            reports = run.step(step, trace=True)
+            assert {r.loss for r in reports} == {want.losses[step]}, f"{cell}, step {step}: loss"
+            assert {r.norm for r in reports} == {want.norms[step]}, f"{cell}, step {step}: norm"
+            found = run.gradients()
+            bad = [d for n, g in want.gradients[step].items() for d in differences(want, n, found[n], g)]
+            assert not bad, f"{cell}, step {step}: gradients of {bad}"
+        parameters = run.parameters()
+        assert parameters.keys() == want.parameters.keys()
+        bad = [d for n, p in want.parameters.items() for d in differences(want, n, parameters[n], p)]
+        assert not bad and not run.warnings, f"{cell}: {bad}, {run.warnings}"
+        return sum("R" in span.label for report in reports for span in report.spans)

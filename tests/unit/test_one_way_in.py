@@ -1,0 +1,471 @@
+"""A job file, `Trainer(...)` and `Trainer.from_yaml` are one way in: the same keys, types, defaults and errors."""
+
+import copy
+import inspect
+import random
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import raypar
+from raypar import trainer as trainer_module
+from raypar.config import RUN_ARGUMENTS, CheckpointConfig, Job, PlanConfig, load_job, parse_job
+from raypar.config.findings import sections_of
+from raypar.errors import ConfigError, RayparError
+from raypar.launch import train_job
+from raypar.launch.result import Result
+from raypar.safe_yaml import dump_yaml, parse_yaml
+from raypar.trainer import Trainer
+from raypar.trainer_arguments import FORMER_ARGUMENTS
+from raypar.worker.job_spec import contract_of_job
+
+ROOT = Path(__file__).parents[2]
+FULL: dict[str, Any] = {
+    "name": "full",
+    "steps": 3,
+    "batch_size": 8,
+    "microbatches": 4,
+    "model": {"function": "m:layers", "args": {"depth": 2, "dropout": None}},
+    "loss": "m:loss",
+    "data": {"function": "m:text", "names": ["ids", "labels"], "input": "ids", "target": "labels"},
+    "optimizer": {"function": "torch.optim:SGD", "args": {"lr": 3e-4}, "groups": [{"match": "*.bias", "lr": 1e-3}]},
+    "lr_schedule": {"function": "m:cosine", "args": {"warmup": 2}},
+    "validation": {"function": "m:text", "every": 2},
+    "plan": {"stages": 2, "replicas": [1, 2], "styles": {"*.up": "column"}},
+    "elastic": {"min_workers": 2},
+    "precision": {"compute": "bf16"},
+    "checkpoint": {"every": 2},
+    "init_from": {"path": "weights.safetensors", "rename": {"a": "b"}},
+    "early_stopping": {"patience": 2},
+    "callbacks": [{"function": "m:Log", "args": {}}],
+    "trackers": [{"tracker": "tensorboard"}],
+}
+"""A job with all of its sections."""
+VALUES: tuple[Any, ...] = (
+    "wrong",
+    "m:f",
+    "",
+    -1,
+    0,
+    1,
+    10**12,
+    0.5,
+    -0.5,
+    True,
+    False,
+    None,
+    [],
+    [1, 2],
+    ["a"],
+    {},
+    {"no_such": 1},
+)
+"""What every key is given in turn: each is wrong for most keys, and right for some."""
+
+
+def paths(model: Any = Job, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all keys in a job's tree; an item of a list has the number 0."""
+    found = []
+    for name, info in model.model_fields.items():
+        found.append((*above, name))
+        for inner in sections_of(info.annotation):
+            found += paths(inner, (*above, name, *((0,) if name in ("callbacks", "trackers") else ())))
+    return found
+
+
+PATHS = paths()
+
+
+def with_value(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """`FULL` with one key set."""
+    tree = copy.deepcopy(FULL)
+    if path[:2] == ("loss", path[-1]):
+        tree["loss"] = {"function": "m:loss"}
+    here: Any = tree
+    for part in path[:-1]:
+        here = here[part]
+    here[path[-1]] = value
+    return tree
+
+
+def outcome(make: Any) -> Any:
+    """The job, or the error, that a way in comes to."""
+    try:
+        return make()
+    except RayparError as error:
+        return error
+
+
+def as_from_python(error: RayparError) -> tuple[type, str, str]:
+    """A job file's error as it reads where the job was given to `Trainer`: only the words that name the key differ."""
+    what = re.sub(r"unknown key (\w+)(?![\w.])", r"unknown argument \1", error.what)
+    cure = re.sub(r"(correct|add) (\w+)\.([\w.]+) (in|to) the job file", r"\1 \3 \4 the argument \2", error.cure)
+    cure = re.sub(r"correct (\w+) in the job file", r"correct the argument \1", cure)
+    cure = re.sub(r"add (\w+) to the job file", r"give the argument \1", cure)
+    return type(error), what, cure
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
+def test_every_value_of_every_key_is_the_same_job_or_the_same_error_both_ways(path: tuple[Any, ...]):
+    compared = 0
+    for value in VALUES:
+        if isinstance(value, list) and path in (("data",), ("validation",), ("data", "function"), ("validation", "function")):
+            continue  # from Python a list is a data set
+        if path in (("elastic",), ("name",)) and value is None:
+            continue  # from Python it is the default, of `name` that of the former release; of a file it could mean either
+        tree = with_value(path, value)
+        text = dump_yaml(tree)
+        written, given = outcome(lambda text=text: parse_job(text)), outcome(lambda tree=tree: Trainer(**tree).job)
+        if isinstance(written, Job):
+            assert given == written, (path, value, str(given))
+        else:
+            assert isinstance(given, RayparError), (path, value, str(written))
+            words = '; a function is "module:name", the function itself, or a pair (function, keyword arguments)'
+            assert (type(given), given.what, given.cure.replace(words, "")) == as_from_python(written), (path, value)
+            compared += 1
+    assert compared > 0, "no value is wrong for this key: add one"
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
+def test_a_misspelt_key_is_the_same_error_both_ways(path: tuple[Any, ...]):
+    wrong = (*path[:-1], path[-1] + "q")
+    tree = with_value(wrong, 1)
+    written, given = outcome(lambda: parse_job(dump_yaml(tree))), outcome(lambda: Trainer(**tree).job)
+    assert isinstance(written, ConfigError) and isinstance(given, ConfigError)
+    assert f"unknown key {'.'.join(map(str, wrong))}: did you mean" in written.what
+    assert given.what == as_from_python(written)[1]
+    if len(path) > 1:
+        assert given.cure == written.cure
+    elif given.cure != written.cure:  # the list of arguments is longer, and what is inside a section is given there
+        assert given.cure.startswith(("arguments of Trainer: name, seed, steps", "give it in the argument"))
+
+
+@pytest.mark.parametrize("needed", ["model", "loss", "data", "steps", "batch_size", "microbatches"])
+def test_a_missing_or_misspelt_argument_is_no_type_error(needed: str):
+    tree = {key: value for key, value in FULL.items() if key != needed}
+    with pytest.raises(ConfigError) as found:
+        Trainer(**tree)
+    assert str(found.value) == f"{needed} is missing\n  cure: give the argument {needed}"
+    with pytest.raises(ConfigError, match=rf"unknown argument {needed}q: did you mean {needed}\?; {needed} is missing"):
+        Trainer(**tree, **{f"{needed}q": FULL[needed]})
+
+
+def test_an_argument_of_another_framework_gets_its_own_advice():
+    for name in ("failure_config", "num_workers", "datasets", "lr"):
+        with pytest.raises(ConfigError, match=f"^unknown argument {name}\n") as found:
+            Trainer(**FULL, **{name: object()})
+        assert "did you mean" not in str(found.value)
+
+
+def test_a_number_of_workers_without_a_plan_asks_the_planner_who_chooses_the_schedule_too():
+    assert given_ray_train(workers=4).plan == "auto" and given_ray_train(schedule="gpipe").plan.schedule == "gpipe"
+    with pytest.raises(ConfigError, match=r'schedule is \'gpipe\', but with plan="auto"'):
+        given_ray_train(workers=4, schedule="gpipe")
+
+
+def test_arguments_without_names_are_refused():
+    with pytest.raises(ConfigError, match="Trainer got 2 arguments without names"):
+        Trainer("m:layers", "m:loss")  # type: ignore[misc]
+
+
+def stripped(annotation: Any) -> set[Any]:
+    """The members of a type, without bounds and validators; a type variable's lists and tuples by their kind."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return stripped(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return {part for inner in typing.get_args(annotation) for part in stripped(inner)}
+    if typing.get_origin(annotation) is typing.Literal:
+        return {("literal", value) for value in typing.get_args(annotation)}
+    return {annotation}
+
+
+def test_the_signature_has_the_names_defaults_and_types_of_the_model():
+    """An editor completes `Trainer(` with exactly the keys of a job file, and the arguments that say how it is run."""
+    from raypar.callbacks import Callback
+
+    parameters = {name: found for name, found in inspect.signature(Trainer).parameters.items() if name != "self"}
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters.values())
+    assert list(parameters) and set(parameters) == {*Job.model_fields, *RUN_ARGUMENTS}
+    hints = typing.get_type_hints(Trainer.__init__, vars(trainer_module) | {"Callback": Callback})
+    for name, info in Job.model_fields.items():
+        default = parameters[name].default
+        assert (default is inspect.Parameter.empty) == info.is_required(), name
+        assert info.is_required() or (default == info.default and type(default) is type(info.default)), name
+        taken, wanted = stripped(hints[name]), stripped(info.annotation)
+        if name in ("callbacks", "trackers"):  # a sequence, whose items are as in the model
+            assert {typing.get_origin(one) for one in taken} == {typing.get_origin(typing.Sequence[Any])}
+            taken = {part for one in taken for item in typing.get_args(one) for part in stripped(item)}
+            wanted = {typing.get_args(one)[0] for one in wanted}
+        classes = [one for one in taken if isinstance(one, type) and not getattr(one, "_is_protocol", False)]
+        for one in wanted:
+            assert one in taken or (isinstance(one, type) and any(issubclass(one, c) for c in classes)), (name, one, taken)
+    from_yaml = inspect.signature(Trainer.from_yaml).parameters
+    assert set(from_yaml) == {"path", "overrides", *RUN_ARGUMENTS} - {
+        "schedule",
+        "scaling_config",
+        "run_config",
+        "checkpoint_config",
+    }
+
+
+def test_a_section_that_is_made_by_name_is_checked_when_it_is_made():
+    plan = PlanConfig(stages=2, replicas=[1, 2])
+    assert Trainer(**(FULL | {"plan": plan})).job == Trainer(**(FULL | {"plan": {"stages": 2, "replicas": [1, 2]}})).job
+    with pytest.raises(ConfigError, match=r"plan\.stages: expected a valid integer, got 'two' .*\n.*in the argument plan"):
+        PlanConfig(stages="two")
+    with pytest.raises(ConfigError, match=r"unknown key checkpoint\.evry: did you mean checkpoint\.every"):
+        CheckpointConfig(evry=2)
+    with pytest.raises(ConfigError, match="batch_size is missing") as found:
+        raypar.Job(steps=1)
+    assert found.traceback[-1].path == Path(__file__)
+
+
+def test_no_former_argument_is_left_in_the_signature():
+    assert not set(FORMER_ARGUMENTS) & set(inspect.signature(Trainer).parameters)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_job_file_its_keys_as_arguments_and_from_yaml_are_one_job(path: Path, tmp_path: Path):
+    tree = {"name": path.stem, **yaml.load(path.read_text(), Loader=yaml.SafeLoader), **parse_yaml(path.read_text(), "")}
+    written, given, read = load_job(path), Trainer(**tree), Trainer.from_yaml(path)
+    assert written == given.job == read.job
+    assert contract_of_job(written.to_spec()) == contract_of_job(given.spec) == contract_of_job(read.spec)
+    again = tmp_path / "again.yaml"
+    again.write_text(given.to_yaml())
+    assert Trainer.from_yaml(again).job == written
+
+
+def test_from_yaml_takes_overrides_and_says_what_is_wrong_as_the_command_line_does(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_yaml({key: value for key, value in FULL.items() if key != "name"}))
+    trainer = Trainer.from_yaml(path, ["plan=auto", "seed=7"], workers=3, address="auto", stop_at_step=2)
+    assert (trainer.job.name, trainer.job.seed, trainer.job.plan) == ("mine", 7, "auto")
+    assert (trainer.workers, trainer.address, trainer.stop_at_step) == (3, "auto", 2)
+    with pytest.raises(ConfigError, match=r"unknown key plan\.stagse: did you mean plan\.stages"):
+        Trainer.from_yaml(path, ["plan.stagse=2"])
+    with pytest.raises(
+        ConfigError, match=r"^stop_at_step: expected greater than 0, got 0 .*\n  cure: correct the argument stop"
+    ):
+        Trainer.from_yaml(path, stop_at_step=0)
+    with pytest.raises(ConfigError, match="the plan has 3 workers = 2 stages x 1/2 replicas, but workers is 2"):
+        Trainer.from_yaml(path, workers=2)
+
+
+# -- to_yaml -----------------------------------------------------------------------------------------------------------------
+
+TEXTS = (
+    "3e-4",
+    "on",
+    "null",
+    "2020-01-01",
+    "a: b",
+    "ünï\ncode",
+    "0o7",
+    "~",
+    "",
+    " x ",
+    "- a",
+    "#",
+    "1_000",
+    "yes",
+    "{",
+    "*b",
+    "=",
+    "\t",
+)
+NUMBERS = (0, -1, 10**20, 0.1, 1e-8, 3e300, float("inf"), 1.0, True, None)
+
+
+def random_value(chance: random.Random, depth: int = 0) -> Any:
+    """A value that a job file may hold as an argument of a function."""
+    kind = chance.choice(["text", "number", "list", "dict"] if depth < 3 else ["text", "number"])
+    if kind == "list":
+        return [random_value(chance, depth + 1) for _ in range(chance.randrange(4))]
+    if kind == "dict":
+        return {chance.choice(TEXTS): random_value(chance, depth + 1) for _ in range(chance.randrange(4))}
+    return chance.choice(TEXTS if kind == "text" else NUMBERS)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_job_written_out_is_read_as_the_same_job(seed: int):
+    chance = random.Random(seed)
+    kept = {
+        key: value for key, value in FULL.items() if key in ("steps", "batch_size", "microbatches") or chance.random() < 0.6
+    }
+    tree = {"model": "m:layers", "loss": "m:loss", "data": "m:text", **kept}
+    if "validation" not in tree:
+        tree.pop("early_stopping", None)
+    tree["model"] = {"function": "m:layers", "args": {chance.choice(TEXTS): random_value(chance) for _ in range(4)}}
+    tree["run_dir"] = chance.choice([text for text in TEXTS if text])
+    job = Trainer(**tree).job
+    assert parse_job(job.to_yaml()) == job
+
+
+def layers() -> list[Any]:
+    """A function that has a name."""
+    return []
+
+
+def test_functions_are_written_by_their_names():
+    trainer = Trainer(**{**FULL, "model": layers, "optimizer": (random.Random, {"x": 1}), "callbacks": []})
+    tree = yaml.safe_load(trainer.to_yaml())
+    assert tree["model"]["function"] == f"{__name__}:layers" and tree["optimizer"]["function"] == "random:Random"
+    assert parse_job(trainer.to_yaml()).model.to_ref().resolve() is layers
+
+
+def test_a_function_among_the_arguments_of_another_is_not_written_as_a_text():
+    trainer = Trainer(**{**FULL, "model": (layers, {"activation": random.Random}), "callbacks": []})
+    with pytest.raises(ConfigError, match=r"model\.args\.activation is <class 'random.Random'> \(type\)"):
+        trainer.to_yaml()
+    assert not trainer.job.is_writable
+
+
+def test_what_has_no_name_is_one_error_that_names_every_such_value():
+    class Log(raypar.Callback):
+        pass
+
+    def local() -> None:
+        pass
+
+    script = types.FunctionType(local.__code__, {}, "build")
+    script.__module__, script.__qualname__ = "__main__", "build"
+    given = {
+        "model": lambda: None,
+        "loss": script,
+        "data": [1, 2],
+        "callbacks": [Log()],
+        "lr_schedule": (local, {"of": object()}),
+    }
+    with pytest.raises(ConfigError) as found:
+        Trainer(**(FULL | given)).to_yaml()
+    what, cure = found.value.what, found.value.cure
+    assert what.startswith("the job cannot be written as a job file: model.function is ") and "into a module" in cure
+    assert "<lambda>, a function without a name that can be imported" in what
+    assert "loss.function is build of the script itself (__main__)" in what
+    assert "data.function is an object (list)" in what and "callbacks.0.function is an object (Log)" in what
+    assert "lr_schedule.function is" in what and "lr_schedule.args.of is <object object" in what
+
+
+class Log(raypar.Callback):
+    """A callback that a job file can name."""
+
+
+def made_folder(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[str], Any]:
+    """(the run folder that `fit` makes, what it tells the user before, the run's options), without a run."""
+    seen: dict[str, Any] = {}
+
+    def launch_run(spec: Any, choose: Any, options: Any, tell: Any) -> Result:
+        seen["folder"], seen["options"] = options.make_folder(None), options
+        return Result({}, str(seen["folder"].path), "done", 1)
+
+    told: list[str] = []
+    monkeypatch.setattr(train_job, "launch_run", launch_run)
+    monkeypatch.setattr(train_job, "plan_json", lambda chosen: "{}")
+    monkeypatch.setattr("raypar.console.event_printer.EventPrinter.__call__", lambda self, event: told.append(event["text"]))
+    trainer.fit()
+    return seen["folder"].path, told, seen["options"]
+
+
+def test_a_run_folder_has_the_job_file_of_a_job_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Job, "usable_processors", 8)
+    named = {"model": layers, "loss": "m:f", "data": "m:f", "steps": 1, "batch_size": 4, "microbatches": 2, "run_dir": tmp_path}
+    validation = {"function": "m:f", "every": 1}
+    trainer = Trainer(**named, trackers=["tensorboard"], early_stopping={"patience": 2}, validation=validation)
+    folder, told, options = made_folder(trainer, monkeypatch)
+    assert parse_job((folder / "job.yaml").read_text()).to_yaml() == trainer.to_yaml()
+    assert told == ["no plan is given: one worker; plan auto uses as many of the 8 processors as help"]
+    assert [type(one).__name__ for one in options.callbacks] == ["EarlyStopping", "TensorBoard"]
+    log = Log()
+    folder, told, options = made_folder(Trainer(**named, plan={"replicas": 2}, callbacks=[log, f"{__name__}:Log"]), monkeypatch)
+    assert not (folder / "job.yaml").exists() and told == [] and (folder / "plan.json").read_text() == "{}"
+    assert options.callbacks[0] is log and type(options.callbacks[1]) is Log
+
+
+# -- Ray Train's configs -----------------------------------------------------------------------------------------------------
+
+
+def given_ray_train(**given: Any) -> Job:
+    """The job of a small `Trainer` that is given these arguments too."""
+    return Trainer(model="m:f", loss="m:f", data="m:f", steps=1, batch_size=4, microbatches=2, **given).job
+
+
+def test_ray_trains_configs_say_what_they_say_there():
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+
+    assert given_ray_train(scaling_config=ScalingConfig()).plan == Job.model_fields["plan"].default
+    assert given_ray_train(scaling_config=ScalingConfig(num_workers=4)).plan == "auto"
+    assert given_ray_train(scaling_config=ScalingConfig(num_workers=4), plan={"replicas": 4}).workers == 4
+    job = given_ray_train(scaling_config=ScalingConfig(num_workers=(2, 6), use_gpu=True), plan={"replicas": 3})
+    assert (job.device, job.elastic.min_workers, job.elastic.max_workers, job.workers) == ("gpu", 2, 6, 3)
+    job = given_ray_train(run_config=RunConfig(name="there", failure_config=FailureConfig(max_failures=-1)))
+    assert job.name == "there" and job.elastic is not None
+    job = given_ray_train(
+        run_config=RunConfig(failure_config=FailureConfig(max_failures=-1)), elastic={"standbys": 1}, name="a"
+    )
+    assert job.elastic.standbys == 1 and job.name == "a"
+    both = {"checkpoint_config": CheckpointConfig(num_to_keep=3), "checkpoint": {"every": 5, "keep": 3}}
+    assert given_ray_train(**both).checkpoint.keep == 3
+    assert given_ray_train(run_config=RunConfig(), run_dir="mine").run_dir == "mine"
+
+
+def contradictions() -> list[tuple[dict[str, Any], str]]:
+    """Arguments of which one says something else than the other, or a field that says nothing here -> the error."""
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+
+    keep = CheckpointConfig(num_to_keep=3)
+    return [
+        ({"name": "a", "run_config": RunConfig(name="b")}, "name is 'a', and run_config.name is 'b'"),
+        (
+            {"run_dir": "a", "run_config": RunConfig(storage_path="/b")},
+            "run_dir is 'a', and run_config.storage_path is '/b'",
+        ),
+        (
+            {"checkpoint": {"keep": 2}, "checkpoint_config": keep},
+            "checkpoint.keep is 2, and checkpoint_config.num_to_keep is 3",
+        ),
+        (
+            {"run_config": RunConfig(checkpoint_config=keep), "checkpoint_config": CheckpointConfig(num_to_keep=4)},
+            "checkpoint.keep is 3, and checkpoint_config.num_to_keep is 4",
+        ),
+        (
+            {"elastic": False, "run_config": RunConfig(failure_config=FailureConfig(max_failures=-1))},
+            "elastic is False, and that of run_config.failure_config.max_failures=-1 is True",
+        ),
+        (
+            {"elastic": {"max_workers": 4}, "scaling_config": ScalingConfig(num_workers=(1, 2))},
+            "elastic.max_workers is 4, and the most of scaling_config.num_workers is 2",
+        ),
+        (
+            {"elastic": False, "scaling_config": ScalingConfig(num_workers=(1, 2))},
+            "elastic is False, and the least of scaling_config.num_workers is 1",
+        ),
+        ({"workers": 3, "scaling_config": ScalingConfig(num_workers=4)}, "workers is 3, and scaling_config.num_workers is 4"),
+        (
+            {"plan": {"replicas": 2}, "scaling_config": ScalingConfig(num_workers=4)},
+            "the plan has 2 workers = 1 stage x 2 replicas, and scaling_config.num_workers is 4",
+        ),
+        (
+            {"plan": {"stages": 4}, "scaling_config": ScalingConfig(num_workers=2)},
+            "the plan has 4 workers = 4 stages x 1 replica, and scaling_config.num_workers is 2",
+        ),
+        (
+            {"scaling_config": ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2})},
+            "scaling_config has resources_per_worker, which raypar does not use",
+        ),
+        ({"run_config": "here"}, "run_config is a str, not a ray.train.RunConfig"),
+        ({"run_config": RunConfig}, "run_config is RunConfig, not a ray.train.RunConfig"),
+        ({"scaling_config": RunConfig()}, "scaling_config is a RunConfig, not a ray.train.ScalingConfig"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(14))
+def test_what_contradicts_or_has_no_counterpart_is_one_error_that_names_both(number: int):
+    given, said = contradictions()[number]
+    with pytest.raises(ConfigError) as found:
+        given_ray_train(**given)
+    assert found.value.what == said and found.value.cure

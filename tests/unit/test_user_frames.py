@@ -1,0 +1,150 @@
+"""An error from Python is its two lines below the user's own frames; raypar's are kept where they can be looked at."""
+
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+import raypar
+from raypar.errors import ConfigError, Interrupted, RayparError, UserCodeError
+from raypar.launch.result import Result, raise_run_failure
+from raypar.user_frames import drop_own_frames_of_text, is_own_file, is_users_file
+
+PACKAGE = Path(raypar.__file__).parent
+ROOT = PACKAGE.parent
+
+TEXT = f"""layer 'up' raised ZeroDivisionError: division by zero
+  at stage 1, replica 0, step 3, microbatch 2
+Traceback (most recent call last):
+  File "{PACKAGE}/worker/stage/layer_call.py", line 90, in __call__
+    out = self.forward(*inputs)
+          ^^^^^^^^^^^^^^^^^^^^^
+  File "/elsewhere/_ray_pkg_1/raypar/worker/stage/stage.py", line 9, in forward
+    return layer(x)
+  [Previous line repeated 3 more times]
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1751, in _call_impl
+    return forward_call(*args, **kwargs)
+  File "/home/me/model.py", line 12, in forward
+    return x / 0
+           ~~^~~
+ZeroDivisionError: division by zero"""
+
+
+def test_raypars_frames_go_and_all_others_stay():
+    shown = drop_own_frames_of_text(TEXT)
+    assert "/raypar/" not in shown and "repeated" not in shown and "self.forward" not in shown
+    assert shown.splitlines()[:3] == TEXT.splitlines()[:3] and shown.splitlines()[-4:] == TEXT.splitlines()[-4:]
+    assert "module.py" in shown and drop_own_frames_of_text(shown) == shown
+
+
+def test_a_traceback_with_nothing_but_raypars_frames_goes_whole():
+    frame = f'  File "{PACKAGE}/cli.py", line 1, in f\n    f(1)\n'
+    text = f"data set raised TypeError: f() takes 1\nTraceback (most recent call last):\n{frame}TypeError: f()"
+    assert drop_own_frames_of_text(text) == "data set raised TypeError: f() takes 1\nTypeError: f()"
+
+
+def test_whose_a_file_is(tmp_path: Path):
+    assert is_own_file(str(PACKAGE / "trainer.py")) and is_own_file("/other/site-packages/raypar/worker/job_spec.py")
+    (tmp_path / "raypar").mkdir()
+    (tmp_path / "raypar/callbacks.py").write_text("")  # a user's, in a folder of that name
+    assert is_users_file(str(tmp_path / "raypar/callbacks.py")) and is_users_file(str(ROOT / "examples/gpt.py"))
+    assert not any(is_users_file(name) for name in (traceback.__file__, pytest.__file__, "<frozen importlib._bootstrap>"))
+    assert is_users_file("<stdin>") and is_users_file("/home/me/raypar/model.py")
+
+
+SCRIPT = """
+import raypar
+
+def build(**given):
+    return raypar.Trainer(loss="m:loss", data="m:data", batch_size=8, microbatches=4, **given)
+
+build(model="m:model", steps="many")
+"""
+
+
+def said(folder: Path, **environment: str) -> list[str]:
+    """The traceback that a user's script ends with."""
+    (folder / "script.py").write_text(SCRIPT)
+    found = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert found.returncode == 1, found.stdout + found.stderr
+    return found.stderr[found.stderr.index("Traceback") :].splitlines()
+
+
+def files(lines: list[str]) -> list[str]:
+    """Names of the files in a traceback."""
+    return [Path(line.split('"')[1]).name for line in lines if line.startswith('  File "')]
+
+
+def test_a_wrong_argument_is_two_lines_below_the_users_frames(tmp_path: Path):
+    lines = said(tmp_path)
+    assert files(lines) == ["script.py", "script.py"]
+    assert lines[-2:] == [
+        "raypar.errors.ConfigError: steps: expected a valid integer, got 'many' (str)",
+        "  cure: correct the argument steps",
+    ]
+    assert "trainer.py" in files(said(tmp_path, RAYPAR_TRACEBACK="whole"))
+
+
+@pytest.mark.parametrize(
+    "model, frames", [("users_models:model", ["users_models.py"]), ("users_broken:f", ["users_broken.py"] * 2)]
+)
+def test_of_what_the_users_code_raises_the_users_frames_are_shown(model: str, frames: list[str], tmp_path: Path, monkeypatch):
+    (tmp_path / "users_broken.py").write_text("def f():\n    import mine_is_missing\n\nf()\n")
+    (tmp_path / "users_models.py").write_text("def model():\n    return missing_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    parts = {"loss": "helpers.tiny_job:loss", "data": "helpers.tiny_job:data"}
+    trainer = raypar.Trainer(model=model, **parts, steps=2, batch_size=8, microbatches=4)
+    with pytest.raises(RayparError) as found:
+        trainer.fit(verbose=False)
+    lines = "".join(traceback.format_exception(found.value)).splitlines()
+    assert not [line for line in lines if str(PACKAGE) in line], "\n".join(lines)
+    assert sorted(files(lines)) == sorted([*frames, Path(__file__).name])
+    assert lines[-1].startswith("  cure: ")
+
+
+def test_a_failed_run_keeps_the_whole_text_in_its_folder(tmp_path: Path):
+    error = UserCodeError(f"worker 1 (stage 1, replica 0), step 3: {TEXT}", "look at forward")
+    with pytest.raises(UserCodeError) as found:
+        raise_run_failure(Result({}, str(tmp_path), "failed", 3, error=error))
+    assert "layer_call.py" not in str(found.value) and "model.py" in str(found.value)
+    assert found.value.cure == f"look at forward; raypar's own frames are in {tmp_path}/error.txt"
+    assert "layer_call.py" in (tmp_path / "error.txt").read_text()
+
+
+def test_an_interrupted_run_without_a_job_file_is_resumed_from_python(tmp_path: Path):
+    stopped = Result({}, str(tmp_path), "interrupted", 3, checkpoint_path=str(tmp_path / "checkpoints/step_00000003"))
+    with pytest.raises(Interrupted) as found:
+        raise_run_failure(stopped)
+    assert found.value.cure == f"give Trainer resume_from_checkpoint={str(tmp_path)!r}"
+    (tmp_path / "job.yaml").write_text("")
+    with pytest.raises(Interrupted) as found:
+        raise_run_failure(stopped)
+    assert found.value.cure == f"raypar resume {tmp_path}"
+
+
+def test_a_printed_result_does_not_hold_the_whole_history():
+    assert "history" not in repr(Result({"loss": 1.0}, "runs/x", "done", 3, history=[{"step": 1}]))
+
+
+def test_a_mistake_of_raypars_own_keeps_its_frames(tmp_path: Path):
+    with pytest.raises(RayparError) as found:
+        raise_run_failure(Result({}, str(tmp_path), "failed", 3, error=RayparError(f"the driver failed:\n{TEXT}")))
+    assert "layer_call.py" in str(found.value)
+
+
+def test_errors_are_still_errors_of_their_class_with_what_and_cure():
+    with pytest.raises(ConfigError) as found:
+        raypar.Trainer(steps="many")  # type: ignore[call-arg]
+    assert found.value.args == (found.value.what, found.value.cure)
+    assert found.traceback[-1].path == Path(__file__)

@@ -1,0 +1,210 @@
+"""What people are told while a run waits: when, in which words, and that nothing else is disturbed by it."""
+
+import ast
+import asyncio
+import io
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import raypar
+from raypar.actors import wait_reporter
+from raypar.actors.event_feed import EventFeed
+from raypar.actors.wait_reporter import WaitReporter
+from raypar.console.event_printer import EventPrinter
+from raypar.elastic.phases import Phase
+from raypar.elastic.step_times import StepTimes
+from raypar.elastic.wait_announcements import WaitAnnouncer, describe_waited_workers
+from raypar.launch.silence_watch import SilenceWatch
+from raypar.worker.process.thread_activity import ACTIVITIES, WAITING_FOR_WORKERS, describe_thread_activity
+
+PACKAGE = Path(raypar.__file__).parent
+
+
+def test_a_silence_is_broken_after_two_seconds_again_for_another_wait_and_every_half_minute():
+    announcer, told = WaitAnnouncer(), {}
+    for tenths in range(700):
+        now = tenths / 10
+        since, doing = (0.0, "loading PyTorch" if now < 5 else "reading sample 17") if now < 50 else (50.0, "idling")
+        if (line := announcer.line(doing, now, since)) is not None:
+            told[now] = line
+    assert told == {
+        2.0: "loading PyTorch, for 2 s so far",
+        7.0: "reading sample 17, for 7 s so far",
+        37.0: "reading sample 17, for 37 s so far",
+        52.0: "idling, for 2 s so far",
+    }
+
+
+def test_waits_that_change_all_the_time_get_a_line_every_five_seconds_and_unknown_ones_none():
+    announcer = WaitAnnouncer()
+    lines = [announcer.line(f"measuring layer {t}", t / 10, 0.0) for t in range(100)]
+    assert [t for t, line in enumerate(lines) if line] == [20, 70]
+    assert [WaitAnnouncer().line(None, t, 0.0) for t in range(100)] == [None] * 100
+    assert announcer.line("a step of a minute", 59.0, 1.0, patience_s=120.0) is None
+
+
+@pytest.mark.parametrize("activities, text", [
+    ({2: "loading PyTorch"}, "waiting for 1 of 4 workers (worker 2 is loading PyTorch)"),
+    ({0: "a", 2: "b", 3: "a"}, "waiting for 3 of 4 workers (workers 0, 3 are a; worker 2 is b)"),
+    ({0: "idle", 1: "reading sample 17", 2: "idle"}, "waiting for 1 of 4 workers (worker 1 is reading sample 17)"),
+    ({0: "idle", 1: "idle"}, "waiting for 2 of 4 workers (workers 0, 1 are idle)"),
+])  # fmt: skip
+def test_workers_that_only_wait_for_others_are_left_out(activities, text):
+    assert describe_waited_workers(activities, 4, "idle") == text
+    assert describe_waited_workers({7: "loading PyTorch"}, 1, "") == "waiting for 1 of 1 worker (worker 7 is loading PyTorch)"
+
+
+@pytest.mark.parametrize("file, function, words", [row for row in ACTIVITIES if row[0].startswith("raypar/")])
+def test_every_activity_is_that_of_a_function_there_is_with_the_variables_it_names(file, function, words):
+    found = [
+        node
+        for node in ast.walk(ast.parse((PACKAGE.parent / file).read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    ]
+    assert found
+    for name in [part.partition("}")[0].partition(".")[0] for part in words.split("{")[1:]]:
+        there = [
+            {n.id for n in ast.walk(one) if isinstance(n, ast.Name)} | {a.arg for a in [*one.args.args, *one.args.kwonlyargs]}
+            for one in found
+        ]
+        assert any(name in names for names in there), name
+
+
+def blocked(file: str, code: str, **more: object) -> tuple[threading.Thread, threading.Event]:
+    """A thread that waits inside of `code`, which is said to be in that file; and what ends the wait."""
+    over, inside = threading.Event(), threading.Event()
+    space = {"wait": lambda: (inside.set(), over.wait(20)), **more}
+    exec(compile(code, str(PACKAGE.parent / file), "exec"), space)
+    thread = threading.Thread(target=space["run"], daemon=True)
+    thread.start()
+    assert inside.wait(20)
+    return thread, over
+
+
+READ = "def read():\n    index = 17\n    wait()\ndef _wait():\n    read()\nrun = _wait"
+
+
+@pytest.mark.parametrize("file, code, words", [
+    ("raypar/worker/microbatch_loader.py", READ, "reading sample 17"),
+    ("raypar/worker/microbatch_loader.py", READ.replace("    index = 17\n", ""), "reading sample"),
+    ("raypar/comm/transport.py", "def wait_named(): wait()\nrun = wait_named", WAITING_FOR_WORKERS),
+    ("somewhere/else.py", READ, None),
+    ("raypar/worker/stage/backward_pass.py", "def run_backward_pass(): wait()\nrun = run_backward_pass", "computing gradients"),
+])  # fmt: skip
+def test_the_deepest_frame_that_has_words_says_what_a_thread_is_doing(file, code, words):
+    thread, over = blocked(file, code)
+    assert describe_thread_activity(thread.ident) == words
+    over.set()
+    thread.join(20)
+    assert describe_thread_activity(thread.ident) is None
+
+
+def test_what_is_computed_for_something_else_is_that():
+    """A layer is measured by its backward pass too."""
+    space = {}
+    outer = "def _profile_layer(inner):\n    index = 3\n    inner()"
+    exec(compile(outer, str(PACKAGE / "worker/measure_profile.py"), "exec"), space)
+    inner = "def run_backward_pass(): wait()\nrun = lambda: outer(run_backward_pass)"
+    thread, over = blocked("raypar/worker/stage/backward_pass.py", inner, outer=space["_profile_layer"])
+    assert describe_thread_activity(thread.ident) == "measuring layer 3 (from 0)"
+    over.set()
+    thread.join(20)
+
+
+def test_a_command_says_what_it_is_doing_unless_it_or_the_driver_has_told_something(monkeypatch):
+    monkeypatch.setattr("raypar.launch.silence_watch.LOOK_S", 0.02)
+    told = []
+    watch = SilenceWatch(told.append, patience_s=0.2)
+    read = {"sleep": time.sleep, "watch": watch}
+    code = "def read(times, act):\n    index = 17\n    for _ in range(times):\n        sleep(0.05)\n        act()"
+    exec(compile(code, str(PACKAGE / "worker/microbatch_loader.py"), "exec"), read)
+    with watch.watching():
+        read["read"](10, watch.heard)
+        read["read"](10, lambda: watch({"kind": "step"}))
+        assert {event["kind"] for event in told} == {"step"}
+        read["read"](12, lambda: None)
+    assert told[10:] == [{"kind": "waiting_for", "text": "reading sample 17, for 0 s so far"}]
+    read["read"](10, lambda: None)
+    assert len(told) == 11  # over
+
+
+def test_what_is_waited_for_is_a_line_for_people_and_none_in_json():
+    event = {"kind": "waiting_for", "text": "loading PyTorch, for 3 s so far"}
+    for as_json, expected in ((False, "      loading PyTorch, for 3 s so far\n"), (True, "")):
+        out = io.StringIO()
+        EventPrinter(steps=4, as_json=as_json, out=out)(event)
+        assert out.getvalue() == expected
+    out = io.StringIO()
+    console = EventPrinter(steps=4, as_json=True, out=out)
+    console({"kind": "note", "text": "x"})
+    console(event)
+    assert [json.loads(line)["kind"] for line in out.getvalue().splitlines()] == ["note"]
+
+
+class Worker:
+    """Answers what it is doing, or not at all."""
+
+    def __init__(self, doing: str | None) -> None:
+        self.doing, self.activity = doing, SimpleNamespace(remote=lambda: SimpleNamespace(future=self.answer))
+
+    def answer(self):
+        import concurrent.futures
+
+        found = concurrent.futures.Future()
+        if self.doing is not None:
+            found.set_result(self.doing)
+        return found
+
+
+def reported(monkeypatch, unanswered: set[int], hellos: set[int], tells: bool = False, step_s: float = 0.0) -> list[str]:
+    """What a driver of four workers tells within 0.6 s, if 0.1 s is a silence."""
+    monkeypatch.setattr(wait_reporter, "LOOK_S", 0.02)
+    monkeypatch.setattr(wait_reporter, "ANSWER_S", 0.05)
+    monkeypatch.setattr(wait_reporter, "SILENCE_S", 0.1)
+    doing = ["reading sample 17", WAITING_FOR_WORKERS, None, WAITING_FOR_WORKERS]
+    steps = StepTimes()
+    if step_s:
+        steps.add(step_s, 4)
+
+    async def run() -> list[str]:
+        plan = SimpleNamespace(world=4)
+        feed = EventFeed()
+        parts = SimpleNamespace(
+            machine=SimpleNamespace(
+                phase=Phase.RUNNING, step_times=steps, membership=SimpleNamespace(members=(0, 1, 2, 3), plan=plan)
+            ),
+            feed=feed,
+            calls=SimpleNamespace(unanswered=unanswered),
+            pool=SimpleNamespace(workers={n: Worker(each) for n, each in enumerate(doing)}),
+            registry=SimpleNamespace(hellos=dict.fromkeys(hellos)),
+        )
+        watching = asyncio.ensure_future(WaitReporter(parts).watch())
+        for _ in range(20):
+            await asyncio.sleep(0.03)
+            if tells:
+                feed.tell("step")
+        parts.machine.phase = Phase.OVER
+        await asyncio.wait_for(watching, 5)
+        return [event["text"] for event in (await feed.after(0, 0, 0.0))[0] if event["kind"] == "waiting_for"]
+
+    return asyncio.run(run())
+
+
+def test_a_driver_names_the_workers_that_it_waits_for(monkeypatch):
+    (line,) = reported(monkeypatch, {0, 1}, {0, 1, 2, 3})
+    assert line.startswith("waiting for 1 of 4 workers (worker 0 is reading sample 17), for 0 s")
+    (line,) = reported(monkeypatch, set(), {0, 1, 3})
+    assert line.startswith("waiting for 1 of 4 workers (worker 2 is starting up), for 0 s")
+    (line,) = reported(monkeypatch, {2}, {0, 1, 2, 3})
+    assert line.startswith("waiting for 1 of 4 workers (worker 2 is not answering), for 0 s")
+
+
+def test_a_driver_that_waits_for_nobody_or_tells_enough_or_has_long_steps_says_nothing(monkeypatch):
+    assert reported(monkeypatch, set(), {0, 1, 2, 3}) == []
+    assert reported(monkeypatch, {0, 1}, {0, 1, 2, 3}, tells=True) == []
+    assert reported(monkeypatch, {0, 1}, {0, 1, 2, 3}, step_s=1.0) == []
