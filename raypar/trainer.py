@@ -25,15 +25,15 @@ from raypar.launch.result_neutral_options import EventHandler
 from raypar.launch.submitted_job import choose_lasting_run_dir
 from raypar.launch.train_job import train_job_in_new_folder
 from raypar.plan import ParallelPlan
+from raypar.traceback_filter import without_raypar_frames
 from raypar.trainer_arguments import (
     Arguments,
     FunctionArgument,
     SampleSource,
     check_workers,
-    explain_wrong_arguments,
-    job_of_arguments,
+    job_from_trainer_arguments,
+    with_checked_argument_names,
 )
-from raypar.user_frames import hide_own_frames
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec
 from raypar.worker.weights_source import InitialWeightsFile
 
@@ -90,8 +90,8 @@ class Trainer:
     resume_from_checkpoint: Any
     """The checkpoint to resume from, as given; None: a new run."""
 
-    @hide_own_frames
-    @explain_wrong_arguments
+    @without_raypar_frames
+    @with_checked_argument_names
     def __init__(
         self,
         *,
@@ -138,13 +138,13 @@ class Trainer:
         checkpoint_config: Any = None,
     ) -> None:
         given = dict(locals())  # the arguments by name: there is no other local yet
-        self.job, how = job_of_arguments({name: value for name, value in given.items() if name != "self"})
+        self.job, how = job_from_trainer_arguments({name: value for name, value in given.items() if name != "self"})
         self.workers, self.address, self.local_nodes = how.get("workers"), address, local_nodes
         self.stop_at_step, self.resume_from_checkpoint = stop_at_step, resume_from_checkpoint
         choose_lasting_run_dir(self.job.run_dir)  # refuses a URI
 
     @classmethod
-    @hide_own_frames
+    @without_raypar_frames
     def from_yaml(
         cls,
         path: str | os.PathLike[str],
@@ -175,12 +175,12 @@ class Trainer:
         """The part of the job that decides its results."""
         return self.job.to_spec()
 
-    @hide_own_frames
+    @without_raypar_frames
     def to_yaml(self) -> str:
         """The text of a job file with this job. Raises `ConfigError` that names what no text can stand for."""
         return self.job.to_yaml()
 
-    @hide_own_frames
+    @without_raypar_frames
     def fit(self, *, verbose: bool = True) -> Result:
         """Train to the end. Raises the error of a failed run, and `RayparError` if nothing could be started."""
         from raypar.console.event_printer import EventPrinter

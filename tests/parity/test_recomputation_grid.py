@@ -1,7 +1,7 @@
 """Recomputation changes no bit: every layout has losses, gradients and parameters of one process that recomputes nothing."""
 
 import pytest
-from helpers.recomputed import check_recomputed, recomputed_layouts
+from helpers.recomputed_layouts import check_recomputed, recomputed_layouts
 from helpers.shard_grid import check, recomputing_cells
 
 CELLS = recomputed_layouts()

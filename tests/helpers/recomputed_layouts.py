@@ -21,7 +21,7 @@ POLICIES: dict[str, Sequence[RecomputePolicy]] = {
 
 
 @dataclass(frozen=True)
-class Recomputed:
+class RecomputedLayout:
     """A layout with what it recomputes."""
 
     layout: Layout
@@ -37,24 +37,24 @@ class Recomputed:
         return replace(self.layout.plan, recompute=resolve_recomputed_layers(self.policy, names))
 
 
-def recomputed_layouts() -> list[Recomputed]:
+def recomputed_layouts() -> list[RecomputedLayout]:
     """Every schedule x stages x replicas, with every policy of the two models in turn; then uneven replicas and spares."""
     found = []
     counts, turns = cycle((1, 2, 3, 4, 5, 7, 8)), {model: cycle(policies) for model, policies in POLICIES.items()}
     for schedule in registry.NAMES:
         for stages, replicas in product(range(1, 5), range(1, 4)):
             model = "tangled" if (stages + replicas) % 3 else "plain"
-            found.append(Recomputed(Layout(model, schedule, (replicas,) * stages, next(counts)), next(turns[model])))
+            found.append(RecomputedLayout(Layout(model, schedule, (replicas,) * stages, next(counts)), next(turns[model])))
         found += [
-            Recomputed(Layout("tangled", schedule, uneven, 3 + next(counts) % 4), next(turns["tangled"]))
+            RecomputedLayout(Layout("tangled", schedule, uneven, 3 + next(counts) % 4), next(turns["tangled"]))
             for uneven in ((1, 2), (2, 1, 3), (1, 2, 3, 1))
         ]
-        found.append(Recomputed(Layout("tangled", schedule, (2, 2), 5, blocks=1), "full"))
-        found.append(Recomputed(Layout("plain", schedule, (1, 4, 1), 8, blocks=8), ("?",)))
+        found.append(RecomputedLayout(Layout("tangled", schedule, (2, 2), 5, blocks=1), "full"))
+        found.append(RecomputedLayout(Layout("plain", schedule, (1, 4, 1), 8, blocks=8), ("?",)))
     return found
 
 
-def check_recomputed(cell: Recomputed, order_seed: int = 0) -> int:
+def check_recomputed(cell: RecomputedLayout, order_seed: int = 0) -> int:
     """Run the layout in one process and compare loss, norm, gradients and parameters with the reference.
 
     Returns how many recomputations the last step had.
