@@ -137,7 +137,7 @@ class _Explainer:
         if error["loc"] == ("dtype",) and got in _HALF_PRECISION:
             cure += "; for mixed precision leave it float32, and set precision.compute to bf16"
         if path[:1] == ["precision"]:
-            cure += "; its key compute may be bf16, and without precision everything is computed in `dtype`"
+            cure += '; for mixed precision it is {"compute": "bf16"}, and without it everything is computed in `dtype`'
         return f"{key}: expected {expected}, got {shorten(repr(got))} ({type(got).__name__})", cure
 
     def explain_unknown_key(self, path: Sequence[str | int], key: str, argument: bool) -> tuple[str, str]:

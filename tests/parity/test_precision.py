@@ -309,7 +309,7 @@ def stage_of(middle: Callable[[], nn.Module], **changes: object) -> tuple[Stage,
     return stage, {"x": torch.randn(3, S, generator=generator), "y": torch.rand(3, generator=generator)}
 
 
-def test_without_a_precision_calls_are_not_wrapped():
+def test_without_mixed_precision_calls_are_not_wrapped():
     stage, _ = stage_of(Again, precision=Precision())
     assert all(isinstance(layer.call, LayerCall) for layer in stage.layers)
 

@@ -191,7 +191,7 @@ def test_a_recomputed_layer_that_computes_something_else_the_second_time_is_refu
     assert "layer '1'" in error.value.what and "plan.recompute" in error.value.cure
 
 
-def test_so_is_the_last_layer_whose_output_only_the_loss_reads():
+def test_a_last_layer_that_computes_something_else_the_second_time_is_refused_too():
     class Last(Alternating):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)[..., :1]

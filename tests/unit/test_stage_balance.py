@@ -278,7 +278,7 @@ def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_searched():
         balance_stages(profile(*[1.0] * 6), even, lambda routing: made[:1], Microbatches(4))
 
 
-def test_the_planner_cuts_its_fastest_candidates_so_too():
+def test_the_planner_balances_its_fastest_candidates_too():
     gpt = profile(0.2, *[5.0] * 8, 1.2, link=LinkProfile(0.1, 100.0))
     heavy = replace(gpt, layers=tuple(replace(x, parameter_bytes=100_000) for x in gpt.layers))
     cut = Microbatches(8)

@@ -40,13 +40,13 @@ def test_raypars_frames_go_and_all_others_stay():
     assert "module.py" in shown and filter_traceback_text(shown) == shown
 
 
-def test_a_traceback_with_nothing_but_raypars_frames_goes_whole():
+def test_a_traceback_of_raypars_frames_alone_is_removed_with_its_header():
     frame = f'  File "{PACKAGE}/cli.py", line 1, in f\n    f(1)\n'
     text = f"data set raised TypeError: f() takes 1\nTraceback (most recent call last):\n{frame}TypeError: f()"
     assert filter_traceback_text(text) == "data set raised TypeError: f() takes 1\nTypeError: f()"
 
 
-def test_whose_a_file_is(tmp_path: Path):
+def test_which_files_are_raypars_and_which_the_users(tmp_path: Path):
     assert is_raypar_file(str(PACKAGE / "trainer.py")) and is_raypar_file("/other/site-packages/raypar/worker/job_spec.py")
     (tmp_path / "raypar").mkdir()
     (tmp_path / "raypar/callbacks.py").write_text("")  # a user's, in a folder of that name

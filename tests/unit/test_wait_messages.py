@@ -104,7 +104,7 @@ def test_the_deepest_frame_that_has_words_says_what_a_thread_is_doing(file, code
     assert describe_thread_activity(thread.ident) is None
 
 
-def test_what_is_computed_for_something_else_is_that():
+def test_computation_inside_a_measurement_is_described_as_the_measurement():
     """A layer is measured by its backward pass too."""
     space = {}
     outer = "def _profile_layer(inner):\n    index = 3\n    inner()"
