@@ -146,7 +146,7 @@ def _user_stacklevel() -> int:
 
 
 def job_from_trainer_arguments(given: Arguments) -> tuple[Job, dict[str, Any]]:
-    """The job that `Trainer`'s arguments describe, and those of them that say how it is run, by name (`RUN_ARGUMENTS`).
+    """(the job that `Trainer`'s arguments describe, the arguments that say how it is run, by name: `RUN_ARGUMENTS`).
 
     Raises `ConfigError` or `PlanError`.
     """

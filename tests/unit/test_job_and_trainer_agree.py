@@ -1,4 +1,4 @@
-"""A job file, `Trainer(...)` and `Trainer.from_yaml` are one way in: the same keys, types, defaults and errors."""
+"""Job files, `Trainer(...)` and `Trainer.from_yaml` agree: the same keys, types, defaults and errors."""
 
 import copy
 import inspect

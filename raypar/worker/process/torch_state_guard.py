@@ -48,8 +48,8 @@ class AutocastState(NamedTuple):
     caches: bool
     """Whether casts of weights are kept until the outermost `autocast` is left."""
     depth: int
-    """How many are entered. The end of a backward pass switches off what was entered in it, and does not count it down; then no
-    `autocast` is the outermost any more, and casts are kept for ever, of weights that have changed since."""
+    """Number of nested `autocast` contexts. One that is entered in a backward pass and not left is switched off when the pass
+    ends, but still counted. Then no `autocast` is the outermost one any more, and cached casts outlive their weights."""
 
 
 _AUTOCAST_KINDS = ("cpu", "cuda")
@@ -208,7 +208,7 @@ def _set_inference(value: bool) -> None:
 
 
 def _set_autocast(value: AutocastState) -> None:
-    """Enter or leave `autocast` as it was, and clear its cache of cast weights."""
+    """Restore the state of `autocast`, and clear its cache of cast weights."""
     for kind in _AUTOCAST_KINDS:
         torch.set_autocast_enabled(kind, kind in value.kinds)
     torch.set_autocast_dtype("cpu", value.cpu_dtype)
@@ -349,7 +349,7 @@ class ExpectedTorchState(NamedTuple):
 
     @staticmethod
     def of(training: GlobalTorchState) -> ExpectedTorchState:
-        """What is expected if this is expected in training."""
+        """The expected states, made from the one in training."""
         evaluating = training._replace(grad=False)
         quick = {False: select_per_call_state(training), True: select_per_call_state(evaluating)}
         return ExpectedTorchState(training, evaluating, quick)
