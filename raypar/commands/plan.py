@@ -390,11 +390,12 @@ def plan_as_text(found: dict[str, Any]) -> str:
 
 def recomputation_lines(found: dict[str, Any]) -> list[str]:
     """The line that says what is recomputed; none without recomputation. `found`: from `plan_as_dict`."""
+    from raypar.schedule.recomputation import describe_stages_not_worth_recomputing
+
     if not found["recomputed"]:
         return []
-    kept = ", ".join(map(str, found["stages_that_keep_activations"]))
-    but = f"; not on stage {kept}, where each backward follows its forward at once: nothing is gained" if kept else ""
-    return [f"recomputed in the backward pass: {found['recomputed']}{but}"]
+    kept = describe_stages_not_worth_recomputing(found["stages_that_keep_activations"])
+    return [f"plan.recompute names {found['recomputed']}{f'; {kept}' if kept else ''}"]
 
 
 def memory_sheet_lines(found: dict[str, Any]) -> list[str]:

@@ -150,16 +150,14 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
 
 def describe_recomputation(plan: ParallelPlan, schedule: Schedule) -> str:
     """What a plan recomputes under a schedule, as text to append to its description; empty if it recomputes nothing."""
-    from raypar.schedule.recomputation import stages_not_worth_recomputing
+    from raypar.schedule.recomputation import describe_stages_not_worth_recomputing, stages_not_worth_recomputing
 
     if not plan.recompute:
         return ""
-    text = f", recomputing {len(plan.recompute)} of {plan.stages[-1].last} layers"
     kept = stages_not_worth_recomputing(schedule, plan)
-    if kept:
-        named = f"stage{'s' * (len(kept) > 1)} {', '.join(map(str, kept))}"
-        text += f" (not on {named}, where each backward follows its forward at once: nothing would be gained)"
-    return text
+    recomputed = len(plan.recompute) - sum(len(plan.recomputed_layers(stage)) for stage in kept)
+    text = f", recomputing {recomputed} of {plan.stages[-1].last} layers"
+    return f"{text} ({describe_stages_not_worth_recomputing(kept)})" if kept else text
 
 
 def plan_json(chosen: ChosenPlan) -> str:

@@ -61,6 +61,15 @@ def stages_not_worth_recomputing(schedule: Schedule, plan: ParallelPlan) -> tupl
     return tuple(s for s in range(len(plan.stages)) if plan.recomputed_layers(s) and s not in recomputed)
 
 
+def describe_stages_not_worth_recomputing(stages: Sequence[int]) -> str:
+    """Why these stages keep their activations, as text; empty for no stage."""
+    if not stages:
+        return ""
+    keep = "stage {} keeps its" if len(stages) == 1 else "stages {} keep their"
+    named = keep.format(", ".join(map(str, stages)))
+    return f"{named} activations: each backward follows its forward at once, so nothing would be gained"
+
+
 def _insert(order: Order, stages: set[int]) -> Order:
     """One worker's order with recomputation on these stages."""
     found: list[Compute] = []
