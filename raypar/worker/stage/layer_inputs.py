@@ -62,15 +62,18 @@ class LayerInputs:
     hooks: Hooks
     """Hooks of the aliases of values that layers of the same stage have written."""
     _reads: tuple[tuple[str, str], ...]
-    """(value, its source: "here" for a layer of this stage, "elsewhere" for another stage, "batch"), each value once."""
+    """(value, its source), each value once: "here" for a layer of this stage, "elsewhere" for another stage, "constant" for a
+    field of the batch, or another stage's value that carries no gradient."""
     _order: tuple[int, ...] | None
     """Index in `_reads` of each of the layer's arguments; None if the arguments are `_reads` as they are."""
 
-    def __init__(self, layer: Layer, *, written_here: Collection[str], batch_fields: Collection[str], hooks: Hooks) -> None:
+    def __init__(self, layer: Layer, *, written_here: Collection[str], with_gradients: Collection[str], hooks: Hooks) -> None:
+        """`written_here`: values that earlier layers of the stage write; `with_gradients`: of the whole model
+        (`layer_skeletons.values_with_gradients`)."""
         names = tuple(dict.fromkeys(layer.inputs))
         self.layer, self.hooks = layer, hooks
         self._reads = tuple(
-            (name, "here" if name in written_here else "batch" if name in batch_fields else "elsewhere") for name in names
+            (name, "here" if name in written_here else "elsewhere" if name in with_gradients else "constant") for name in names
         )
         self._order = tuple(names.index(name) for name in layer.inputs) if names != layer.inputs else None
 
@@ -78,7 +81,8 @@ class LayerInputs:
         """The layer's arguments in training: an alias of each value that carries a gradient.
 
         A floating point value from another stage gets a leaf of this layer's own, which is appended to `received[value]`: its
-        `.grad` is the gradient to send back.
+        `.grad` is the gradient to send back. It gets none where it would have no graph in one process either (behind frozen
+        layers): kernels, reentrant checkpoints and users' code ask whether an input requires a gradient.
         """
         found: list[Tensor] = []
         for name, source in self._reads:
