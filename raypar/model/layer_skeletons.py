@@ -165,19 +165,6 @@ def frozen_parameters(graph: Graph) -> frozenset[str]:
     )
 
 
-def values_with_gradients(graph: Graph) -> frozenset[str]:
-    """Names of the values between layers that may carry a gradient: those of a layer that trains a parameter of its own, or
-    reads such a value. What lies behind frozen layers alone has none, wherever the model is cut."""
-    kept = vars(graph)  # beside the fields; asked for once a layer while a model is profiled
-    if "_values_with_gradients" not in kept:
-        found: set[str] = set()
-        for layer in graph.layers:
-            if found.intersection(layer.inputs) or any(p.requires_grad for p in shared_skeleton(layer).parameters()):
-                found.update(layer.outputs)
-        kept["_values_with_gradients"] = frozenset(found)
-    return cast(frozenset[str], kept["_values_with_gradients"])
-
-
 def buffer_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict[str, torch.Size]:
     """Qualified buffer name -> shape, for layers [first, last), in layer order; non-persistent buffers too.
 

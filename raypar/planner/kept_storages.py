@@ -23,7 +23,7 @@ class ReadStorage:
     producer: int
     """Index of the layer that writes it, or `BATCH`."""
     has_gradient: bool
-    """Whether it holds floating point values of another layer, which a stage that receives them keeps."""
+    """Whether it holds values that require a gradient, which a stage that receives them keeps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from raypar.model.graph import Graph
-from raypar.model.layer_skeletons import values_with_gradients
 from raypar.planner.kept_storages import BATCH, KeptStorages, LayerStorages, ReadStorage
 from raypar.schedule.instructions import ACTIVATIONS
 from raypar.worker.stage.stage import Stage
@@ -103,8 +102,7 @@ class KeptStoragesMeasurement:
 
     def _read(self, name: str, tensor: Tensor) -> ReadStorage:
         producer = self._graph.producer(name)
-        has_gradient = name in values_with_gradients(self._graph) and (tensor.is_floating_point() or tensor.is_complex())
-        return ReadStorage(self._number(tensor, self._numbers), BATCH if producer is None else producer, has_gradient)
+        return ReadStorage(self._number(tensor, self._numbers), BATCH if producer is None else producer, tensor.requires_grad)
 
     def activation_bytes(self, index: int) -> int:
         """What a stage of this layer alone keeps."""

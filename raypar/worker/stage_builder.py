@@ -18,7 +18,6 @@ from raypar.comm.communicator_key import SHARD_CHANNELS
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Transport
 from raypar.model.graph import Graph, Layer
-from raypar.model.layer_skeletons import values_with_gradients
 from raypar.model.materialise import materialise
 from raypar.model.split_linear_backward import defer_weight_gradients
 from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy
@@ -175,10 +174,10 @@ def build_stage_layers(
 ) -> list[StageLayer]:
     """The layers in order, each with how it reads its inputs and is called."""
     written: set[str] = set()
-    with_gradients = values_with_gradients(graph)
+    fields = set(graph.batch_fields)
     made = []
     for layer, of_layer in zip(layers, hooks.of_layer, strict=True):
-        inputs = LayerInputs(layer, written_here=frozenset(written), with_gradients=with_gradients, hooks=of_layer)
+        inputs = LayerInputs(layer, written_here=frozenset(written), batch_fields=fields, hooks=of_layer)
         call = LayerCall(layer, coordinate=coordinate, seed_generators=seed_generators, guard=guard)
         made.append(StageLayer(inputs, precision.wrap_layer(call), layer.outputs))
         written |= set(layer.outputs)

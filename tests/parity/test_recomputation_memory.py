@@ -66,9 +66,7 @@ def test_so_it_is_in_bfloat16_where_casts_of_weights_are_kept(schedule, policy, 
     check_sheet(replace(job, precision=Precision("bf16")), graph, schedule, policy, monkeypatch)
 
 
-def check_sheet(
-    job: JobSpec, graph: Graph, schedule: str, policy: RecomputePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_sheet(job: JobSpec, graph: Graph, schedule: str, policy: RecomputePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = ParallelPlan.mesh(
         pp=2,
         layers=len(graph.layers),

@@ -62,34 +62,31 @@ class LayerInputs:
     hooks: Hooks
     """Hooks of the aliases of values that layers of the same stage have written."""
     _reads: tuple[tuple[str, str], ...]
-    """(value, its source), each value once: "here" for a layer of this stage, "elsewhere" for another stage, "constant" for a
-    field of the batch, or another stage's value that carries no gradient."""
+    """(value, its source: "here" for a layer of this stage, "elsewhere" for another stage, "batch"), each value once."""
     _order: tuple[int, ...] | None
     """Index in `_reads` of each of the layer's arguments; None if the arguments are `_reads` as they are."""
 
-    def __init__(self, layer: Layer, *, written_here: Collection[str], with_gradients: Collection[str], hooks: Hooks) -> None:
-        """`written_here`: values that earlier layers of the stage write; `with_gradients`: of the whole model
-        (`layer_skeletons.values_with_gradients`)."""
+    def __init__(self, layer: Layer, *, written_here: Collection[str], batch_fields: Collection[str], hooks: Hooks) -> None:
         names = tuple(dict.fromkeys(layer.inputs))
         self.layer, self.hooks = layer, hooks
         self._reads = tuple(
-            (name, "here" if name in written_here else "elsewhere" if name in with_gradients else "constant") for name in names
+            (name, "here" if name in written_here else "batch" if name in batch_fields else "elsewhere") for name in names
         )
         self._order = tuple(names.index(name) for name in layer.inputs) if names != layer.inputs else None
 
     def read(self, values: Mapping[str, Tensor], received: dict[str, list[Tensor]]) -> list[Tensor]:
         """The layer's arguments in training: an alias of each value that carries a gradient.
 
-        A floating point value from another stage gets a leaf of this layer's own, which is appended to `received[value]`: its
-        `.grad` is the gradient to send back. It gets none where it would have no graph in one process either (behind frozen
-        layers): kernels, reentrant checkpoints and users' code ask whether an input requires a gradient.
+        A value from another stage that requires a gradient there gets a leaf of this layer's own, which is appended to
+        `received[value]`: its `.grad` is the gradient to send back. Others require none here either: kernels, reentrant
+        checkpoints and users' code ask whether an input does.
         """
         found: list[Tensor] = []
         for name, source in self._reads:
             value = values[name] if name in values else require_value(values, name, f"layer {self.layer.name!r}")
             if source == "here":
                 value = make_input_alias(value, self.hooks) if value.requires_grad else as_aligned(value)
-            elif source == "elsewhere" and (value.is_floating_point() or value.is_complex()):
+            elif source == "elsewhere" and value.requires_grad:
                 value = value.detach().requires_grad_()
                 received.setdefault(name, []).append(value)
                 value = value.view_as(value)  # of a leaf itself autocast would keep one cast for several readers

@@ -273,7 +273,7 @@ class Stage:
         """The values that other stages read. Of their graph only the edges are kept, not the values themselves."""
         outgoing = {name: values[name] for name in self.values.outgoing}
         live.produced = {name: get_gradient_edge(value) for name, value in outgoing.items() if value.requires_grad}
-        return {name: as_aligned(value.detach()) for name, value in outgoing.items()}
+        return {name: as_aligned(value.detach()).requires_grad_(value.requires_grad) for name, value in outgoing.items()}
 
     def forward_keeping_inputs(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """As `forward`, but the activations of recomputed layers are dropped, each layer's when it is over.
