@@ -94,7 +94,8 @@ def deliver_message(send: PostedMessage, recv: PostedMessage) -> None:
     source = send.tensor
     assert source is not None
     if recv.tensor is None:
-        recv.tensor = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+        needs = source.requires_grad and send.channel == 0
+        recv.tensor = torch.empty(source.shape, dtype=source.dtype, device=source.device, requires_grad=needs)
     elif recv.tensor.dtype != source.dtype or recv.tensor.shape != source.shape:
         recv.fail(tensor_mismatch_error(recv, source.dtype, source.shape))
         send.complete()

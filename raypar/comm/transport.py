@@ -69,10 +69,16 @@ class Transport(Protocol):
         """Whether `rank` is on this machine and its memory can be read in place (`comm.shared_memory`)."""
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
-        """Post a send of a contiguous tensor; messages of one (source, destination) pair match by tag, tags may overtake."""
+        """Post a send of a contiguous tensor; messages of one (source, destination) pair match by tag, tags may overtake.
+
+        A message says whether its tensor requires a gradient.
+        """
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> Handle:
-        """Post the matching receive, into `out`, or into a fresh 64-byte aligned tensor when `out` is None."""
+        """Post the matching receive, into `out`, or into a fresh 64-byte aligned tensor when `out` is None.
+
+        The fresh tensor requires a gradient if the one that was sent does.
+        """
 
     def batch(self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor | None, int, int]]) -> Handle:
         """Post sends (tensor, to, tag) and receives (out, source, tag) as one group that cannot deadlock with itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers {args.workers}", cure="give 1 worker or more")
-    if args.memory is not None and not args.memory > 0:
+    if args.memory is not None and not 0 < args.memory < math.inf:
         raise ConfigError(f"--memory {args.memory:g}", cure="give what a worker has, in MiB")
     job = load_job(args.job, args.overrides)
     make_importable(job.source_dir)

@@ -183,7 +183,8 @@ class CastMarkingStash(list[DeferredWeightGradient]):
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: nn.Linear, stash: Stash) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # As F.linear: a weight that no input gradient needs is not kept. Under autocast it would be a cast of its own.
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.linear, ctx.stash = linear, stash
         ctx.set_materialize_grads(False)
         return linear_forward(x, weight, bias)
@@ -200,7 +201,10 @@ class _SplitLinear(torch.autograd.Function):
         if accumulates_weight_gradient(ctx):
             ctx.stash.append(DeferredWeightGradient(ctx.linear, rows, flat.detach(), summed))
         else:
-            own = weight_gradient(rows, flat, weight), bias_gradient(summed) if ctx.needs_input_grad[2] else None
+            own = (
+                weight_gradient(rows, flat, ctx.linear.weight),  # which is asked for its strides
+                bias_gradient(summed) if ctx.needs_input_grad[2] else None,
+            )
         if not ctx.needs_input_grad[0]:
             return None, *own, None, None
         dx = input_gradient(rows, weight, flat)

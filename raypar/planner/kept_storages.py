@@ -23,7 +23,7 @@ class ReadStorage:
     producer: int
     """Index of the layer that writes it, or `BATCH`."""
     has_gradient: bool
-    """Whether it is a floating point value of another layer; a stage that receives such a value keeps it until the backward."""
+    """Whether it is of a value that requires a gradient; a stage that receives such a value keeps it until the backward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,8 +102,7 @@ class KeptStoragesMeasurement:
 
     def _read(self, name: str, tensor: Tensor) -> ReadStorage:
         producer = self._graph.producer(name)
-        has_gradient = producer is not None and (tensor.is_floating_point() or tensor.is_complex())
-        return ReadStorage(self._number(tensor, self._numbers), BATCH if producer is None else producer, has_gradient)
+        return ReadStorage(self._number(tensor, self._numbers), BATCH if producer is None else producer, tensor.requires_grad)
 
     def activation_bytes(self, index: int) -> int:
         """Bytes of activations that a stage of this layer alone keeps."""

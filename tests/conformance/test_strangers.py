@@ -603,6 +603,7 @@ def test_memory_that_a_peer_offers_is_opened_only_if_it_is_what_was_expected():
     [
         (3, 0, 1, 0, 7, 4),
         (0, len(message_header.SENDABLE_DTYPES), 1, 0, 7, 4),
+        (0, message_header.REQUIRES_GRAD | message_header.DTYPE_CODES[torch.int64], 1, 0, 7, 4),
         (0, 0, 17, 0, 7, 4),
         (0, 0, 1, 0, 7, 4, 4),
         (0, 0, 1, 0, 7, 1 << 62),
@@ -619,7 +620,7 @@ def test_an_announcement_over_nccl_is_checked_before_there_is_room_for_its_messa
 
 def test_an_announcement_over_nccl_says_what_was_sent():
     frame = tagged_messages.pack_announcement(tagged_messages.ON_HOST, torch.zeros(2, 3, dtype=torch.int32), 9)
-    assert tagged_messages.unpack_announcement(bytes(frame)) == (tagged_messages.ON_HOST, torch.int32, (2, 3), 0, 9)
+    assert tagged_messages.unpack_announcement(bytes(frame)) == (tagged_messages.ON_HOST, torch.int32, (2, 3), 0, 9, False)
     for text in (b"", b"[1]", b'{"a communicator": "many"}', b'{"a communicator": true}', b"\xff"):
         with pytest.raises(CommError, match="a goodbye is damaged"):
             tagged_messages.unpack_goodbye(text)

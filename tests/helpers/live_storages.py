@@ -91,7 +91,7 @@ class LiveStorages(TorchDispatchMode):
 
         def copied_route(interpreter: Interpreter, key: Any, maker: int, user: int, tensors: list[Tensor]) -> None:
             with self._counting_for(None):
-                route(interpreter, key, maker, user, [tensor.clone() for tensor in tensors])
+                route(interpreter, key, maker, user, [_copy(tensor) for tensor in tensors])
 
         monkeypatch.setattr(Interpreter, "_batch", private_batch)
         monkeypatch.setattr(Interpreter, "_route", copied_route)
@@ -100,7 +100,7 @@ class LiveStorages(TorchDispatchMode):
         def run(interpreter: Interpreter, instruction: Compute, step: int, received: dict[str, list[Tensor]]) -> Any:
             guard = next(iter(interpreter.stages.values())).guard
             with self, guard.accepting_contexts(), self._counting_for(interpreter.rank):
-                copies = {name: [tensor.clone() for tensor in tensors] for name, tensors in received.items()}
+                copies = {name: [_copy(tensor) for tensor in tensors] for name, tensors in received.items()}
                 received.clear()
                 result = rule(interpreter, instruction, step, copies)
                 del copies
@@ -128,6 +128,13 @@ class LiveStorages(TorchDispatchMode):
             sum(one.nbytes for one in alive),
             sum(one.nbytes for one in alive if one.address in stashed),
         )
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """The same numbers in memory of their own, as a message brings them."""
+    with torch.no_grad():  # no detach(): the mode would count the storage that is copied
+        copied = tensor.clone()
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 def _not_kept(stage: Stage) -> set[int]:

@@ -77,6 +77,29 @@ def dtypes_and_shapes(t: Transport) -> Routine[None]:
     assert t.ledger.sent["send"] == t.ledger.received["recv"]
 
 
+def messages_say_whether_their_tensor_requires_a_gradient(t: Transport) -> Routine[None]:
+    """Into a fresh tensor, received early or late, of every kind of number that can; a given tensor stays as it is."""
+    right, left = (t.rank + 1) % t.size, (t.rank - 1) % t.size
+    cases = [(dtype, needs) for dtype in DTYPES for needs in {False, dtype.is_floating_point or dtype.is_complex}]
+
+    def post(tag: int) -> Any:
+        dtype, needs = cases[tag // 2]
+        return t.send(torch.ones(3, dtype=dtype, requires_grad=needs), to=right, tag=tag)
+
+    sends = [post(2 * place) for place in range(len(cases))]
+    for place, (dtype, needs) in enumerate(cases):
+        out = torch.zeros(3, dtype=dtype)
+        handles = [t.recv(None, source=left, tag=2 * place), t.recv(out, source=left, tag=2 * place + 1)]
+        sends.append(post(2 * place + 1))
+        for handle in handles:
+            yield RoutineWait(handle, f"a message of {dtype}")
+        fresh = handles[0].tensor()
+        assert (fresh.requires_grad, fresh.is_leaf, out.requires_grad) == (needs, True, False), dtype
+        assert torch.equal(fresh, out)
+    for handle in sends:
+        yield RoutineWait(handle, "send")
+
+
 def tags_overtake(t: Transport) -> Routine[None]:
     """Messages match by tag, whatever the order of posting on both ends; equal tags match in order."""
     right, left = (t.rank + 1) % t.size, (t.rank - 1) % t.size
@@ -345,6 +368,7 @@ CASES: dict[str, Callable[[Transport], Routine[None]]] = {
     case.__name__: case
     for case in (
         dtypes_and_shapes,
+        messages_say_whether_their_tensor_requires_a_gradient,
         tags_overtake,
         unexpected_then_posted,
         big_both_ways,

@@ -314,6 +314,8 @@ def test_a_run_dir_that_cannot_be_made(tmp_path: Path):
         ("data.num_workers=1", "data.processes"),
         ("gradient-accumulation-steps=4", "microbatches"),
         ("bf16=true", "precision.compute"),
+        ("gradient_checkpointing=true", "plan.recompute"),
+        ("plan.activation_checkpointing=full", "plan.recompute"),
     ],
 )
 def test_a_name_of_another_framework_gets_advice_of_its_own(setting, cure):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
+from raypar.cli import main
 from raypar.commands.plan import (
     group_similar_layers,
     plan_as_dict,
@@ -122,3 +123,9 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does():
 def test_memory_needs_a_profile():
     with pytest.raises(ConfigError, match="memory cannot be predicted without a profile"):
         refuse_no_profile(False, None, 100.0)
+
+
+@pytest.mark.parametrize("mib", ["0", "-1", "nan", "inf"])
+def test_memory_that_no_worker_has_is_refused_before_the_job_is_read(mib, capfd):
+    assert main(["plan", "no-such-job.yaml", f"--memory={mib}"]) == 2
+    assert capfd.readouterr().err.splitlines()[-2:] == [f"error: --memory {mib}", "  cure: give what a worker has, in MiB"]

@@ -130,6 +130,8 @@ class NcclHandle(PolledHandle):
         """Tensors that the device may still read or write, held until it no longer does."""
         self.out = out
         """The received tensor; None for other operations, and until a receive without one has got its message."""
+        self.requires_grad = False
+        """Whether the message says that its tensor requires a gradient, which a fresh `out` then does too."""
         self.writable_event: StreamEvent | None = None
         """Of a posted receive: the point in the caller's stream after which its memory may be written."""
         self.stream_name = ""
@@ -168,6 +170,8 @@ class NcclHandle(PolledHandle):
             return []
         if self.owner.device.owns(self.out):
             self.owner.device.record_stream(self.out)
+        if self.requires_grad:
+            self.out.requires_grad_()
         return [self.out]
 
     def release_if_done(self) -> bool:

@@ -26,7 +26,7 @@ from raypar.comm.nccl.communicator_stream import CommunicatorStream
 from raypar.comm.nccl.handle import NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
 from raypar.comm.phased_operation import OperationPhase, PhasedOperation, Phases, take_oldest
-from raypar.comm.tcp.message_header import DTYPE_CODES, SENDABLE_DTYPES, announced_tensor_bytes
+from raypar.comm.tcp.message_header import announced_tensor_bytes, dtype_code, dtype_of_code
 from raypar.comm.tcp.transport import TcpTransport
 from raypar.errors import CommError
 
@@ -120,22 +120,22 @@ class Mailbox:
         self._posted.clear()
         self._arrived.clear()
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> NcclHandle:
-        """See `Transport.send`."""
+    def send(self, tensor: Tensor, to: int, tag: int, requires_grad: bool = False) -> NcclHandle:
+        """See `Transport.send`. `tensor` has no history; `requires_grad`: whether the sender's own requires a gradient."""
         handle = NcclHandle(self._owner, f"send tag {tag}", (to,), (tensor,))
         self._owner.ledger.count("send", sent=tensor.nbytes)
         if to == self._owner.rank:
-            self._send_to_self(tensor, tag)
+            self._send_to_self(tensor, tag, requires_grad)
             handle.mark_launched(self._owner.device.record_event())
             return handle
         if not self._owner.device.owns(tensor):
-            frame = pack_announcement(ON_HOST, tensor, tag)
+            frame = pack_announcement(ON_HOST, tensor, tag, requires_grad)
             with self._owner.hold_lock(self._announcing[to]):
                 if self._owner.track(handle):
                     handle.via_control_transport = True
                     handle.mark_launched(HostMessageEvent(self._announce(to, frame, tensor, handle)))
             return handle
-        frame = pack_announcement(ON_DEVICE, tensor, tag)
+        frame = pack_announcement(ON_DEVICE, tensor, tag, requires_grad)
         stream = self._owner.stream_of(CommunicatorKey((self._owner.rank, to), "message"))
         with self._owner.hold_lock(self._announcing[to]), self._owner.hold_lock(stream.lock):
             handle.assign_sequence_number(stream)
@@ -144,10 +144,11 @@ class Mailbox:
                 self._announce(to, frame)
         return handle
 
-    def _send_to_self(self, tensor: Tensor, tag: int) -> None:
+    def _send_to_self(self, tensor: Tensor, tag: int, requires_grad: bool) -> None:
         with torch.no_grad():
             copy = tensor.clone()
         arrived = NcclHandle(self._owner, f"message tag {tag}", (self._owner.rank,), (copy,), out=copy)
+        arrived.requires_grad = requires_grad
         arrived.mark_launched(self._owner.device.record_event())
         with self._matching:
             handle = take_oldest(self._posted, (self._owner.rank, tag))
@@ -181,6 +182,7 @@ class Mailbox:
         if handle.out is None:
             handle.out = came
             handle.kept = (came,)
+            handle.requires_grad = arrived.requires_grad
         elif not self._fits(handle, came.dtype, came.shape, self._owner.device.owns(came)):
             self._owner.wake()
             return
@@ -209,7 +211,7 @@ class Mailbox:
         frame = torch.empty(ANNOUNCEMENT.size, dtype=torch.uint8)
         while True:
             yield OperationPhase((), [(frame, peer, 0)])
-            kind, dtype, shape, more, tag = unpack_announcement(bytes(frame.numpy()))
+            kind, dtype, shape, more, tag, requires_grad = unpack_announcement(bytes(frame.numpy()))
             if kind == GOODBYE:
                 text = torch.empty(more, dtype=torch.uint8)
                 yield OperationPhase((), [(text, peer, 1)])
@@ -222,9 +224,9 @@ class Mailbox:
                 else:
                     into = self._owner.control.pool.empty(shape, dtype)
                 yield OperationPhase((), [(into, peer, 1)])
-                self._arrived_on_host(handle, wanted, peer, tag, into)
+                self._arrived_on_host(handle, wanted, peer, tag, into, requires_grad)
             else:
-                self._launch_announced(peer, tag, dtype, shape)
+                self._launch_announced(peer, tag, dtype, shape, requires_grad)
 
     def _take_posted(
         self, source: int, tag: int, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool
@@ -239,7 +241,7 @@ class Mailbox:
         self._owner.wake()
         return None, False
 
-    def _launch_announced(self, source: int, tag: int, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    def _launch_announced(self, source: int, tag: int, dtype: torch.dtype, shape: Sequence[int], requires_grad: bool) -> None:
         """Launch the receive of the next message in the communicator from `source`. Runs in the thread that read it."""
         stream = self._owner.stream_of(CommunicatorKey((source, self._owner.rank), "message"))
         self._owner.device.bind()
@@ -255,19 +257,23 @@ class Mailbox:
             if handle.out is None:
                 handle.out = self._owner.device.empty(shape, dtype, stream.device_stream)
                 handle.kept = (handle.out,)
+                handle.requires_grad = requires_grad
             (into,) = handle.kept
             self._owner.launch(stream, handle, lambda: stream.send_or_receive(into), after_current=False)
         if posted:
             self._owner.ledger.count("recv", received=into.nbytes)
         self._owner.wake()
 
-    def _arrived_on_host(self, handle: NcclHandle | None, wanted: bool, source: int, tag: int, tensor: Tensor) -> None:
+    def _arrived_on_host(
+        self, handle: NcclHandle | None, wanted: bool, source: int, tag: int, tensor: Tensor, requires_grad: bool
+    ) -> None:
         """A whole message in host memory has arrived in `tensor`: the posted receive's own one, if that has one."""
         if not wanted:
             return
         with self._matching:
             if handle is None:
                 arrived = NcclHandle(self._owner, f"message tag {tag}", (source,), (tensor,), out=tensor)
+                arrived.requires_grad = requires_grad
                 arrived.mark_launched(ARRIVED)
                 posted = take_oldest(self._posted, (source, tag))
                 if posted is None:
@@ -278,6 +284,7 @@ class Mailbox:
         self._owner.ledger.count("recv", received=tensor.nbytes)
         if handle.out is None:
             handle.out = tensor
+            handle.requires_grad = requires_grad
         handle.mark_launched(ARRIVED)
         self._owner.wake()
 
@@ -333,9 +340,9 @@ class Mailbox:
         return True
 
 
-def pack_announcement(kind: int, tensor: Tensor, tag: int) -> bytearray:
+def pack_announcement(kind: int, tensor: Tensor, tag: int, requires_grad: bool = False) -> bytearray:
     """The announcement of one message. Raises `CommError` for a dtype, shape or tag that cannot travel."""
-    code, dims = DTYPE_CODES.get(tensor.dtype), tensor.dim()
+    code, dims = dtype_code(tensor.dtype, requires_grad), tensor.dim()
     if code is None or dims > MAX_ANNOUNCED_DIMS or not 0 <= tag < 1 << 64:
         raise CommError(
             f"cannot send {tensor.dtype} with {dims} dims and tag {tag}",
@@ -344,21 +351,20 @@ def pack_announcement(kind: int, tensor: Tensor, tag: int) -> bytearray:
     return bytearray(ANNOUNCEMENT.pack(kind, code, dims, 0, tag, *tensor.shape, *[0] * (MAX_ANNOUNCED_DIMS - dims)))
 
 
-def unpack_announcement(frame: bytes) -> tuple[int, torch.dtype, tuple[int, ...], int, int]:
-    """(kind, dtype, shape, bytes of a goodbye, tag) of a frame. Raises `CommError` for a damaged one."""
+def unpack_announcement(frame: bytes) -> tuple[int, torch.dtype, tuple[int, ...], int, int, bool]:
+    """(kind, dtype, shape, bytes of a goodbye, tag, whether the tensor requires a gradient) of a frame.
+
+    Raises `CommError` for a damaged one.
+    """
     kind, code, dims, more, tag, *shape = ANNOUNCEMENT.unpack(frame)
-    if (
-        kind > GOODBYE
-        or code >= len(SENDABLE_DTYPES)
-        or dims > MAX_ANNOUNCED_DIMS
-        or any(shape[dims:])
-        or more > MAX_GOODBYE_BYTES
-    ):
+    found = dtype_of_code(code)
+    if kind > GOODBYE or found is None or dims > MAX_ANNOUNCED_DIMS or any(shape[dims:]) or more > MAX_GOODBYE_BYTES:
         raise CommError(
             f"an announcement is damaged (kind {kind}, dtype code {code}, {dims} dims, {more} bytes)", cure="abort the group"
         )
-    announced_tensor_bytes(shape[:dims], SENDABLE_DTYPES[code])
-    return kind, SENDABLE_DTYPES[code], tuple(shape[:dims]), more, tag
+    dtype, requires_grad = found
+    announced_tensor_bytes(shape[:dims], dtype)
+    return kind, dtype, tuple(shape[:dims]), more, tag, requires_grad
 
 
 def unpack_goodbye(text: bytes) -> dict[str, int]:

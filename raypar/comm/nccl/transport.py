@@ -72,7 +72,7 @@ class NcclTransport(PendingOperations):
     def send(self, tensor: Tensor, *, to: int, tag: int) -> NcclHandle:
         """See `Transport.send`."""
         self.check_alive()
-        return self.mailbox.send(self.check_and_detach(tensor, to), to, tag)
+        return self.mailbox.send(self.check_and_detach(tensor, to), to, tag, tensor.requires_grad)
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> NcclHandle:
         """See `Transport.recv`."""
@@ -85,7 +85,7 @@ class NcclTransport(PendingOperations):
         """See `Transport.batch`: messages of different pairs have communicators of their own, and never wait for each other."""
         self.check_alive()
         outs = [(out, self._out(out, source), source, tag) for out, source, tag in recvs]
-        tensors = [(self.check_and_detach(tensor, to), to, tag) for tensor, to, tag in sends]
+        tensors = [(self.check_and_detach(tensor, to), to, tag, tensor.requires_grad) for tensor, to, tag in sends]
         handles = [self.mailbox.recv(*recv) for recv in outs] + [self.mailbox.send(*send) for send in tensors]
         tags = sorted({tag for _, _, tag in (*sends, *recvs)})
         peers = sorted({peer for _, peer, _ in (*sends, *recvs)})

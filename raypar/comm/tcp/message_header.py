@@ -42,6 +42,8 @@ SENDABLE_DTYPES: tuple[torch.dtype, ...] = (
 )
 """A dtype's index is its code in a header: append only."""
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(SENDABLE_DTYPES)}
+REQUIRES_GRAD = 0x80
+"""Set in a dtype's code in a header: the tensor requires a gradient."""
 
 FIXED_HEADER = struct.Struct("<IBBxxQQQQI")
 """magic, dtype code, number of dims, generation, channel, tag, payload bytes, CRC-32 of the dims.
@@ -72,11 +74,28 @@ class MessageHeader:
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
+    requires_grad: bool
+
+
+def dtype_code(dtype: torch.dtype, requires_grad: bool) -> int | None:
+    """The code of a tensor's dtype, and of whether it requires a gradient; None for a dtype that cannot travel."""
+    code = DTYPE_CODES.get(dtype)
+    return code | REQUIRES_GRAD if code is not None and requires_grad else code
+
+
+def dtype_of_code(code: int) -> tuple[torch.dtype, bool] | None:
+    """(dtype, whether the tensor requires a gradient) of a code; None for a code that no tensor has."""
+    requires_grad = bool(code & REQUIRES_GRAD)
+    code &= ~REQUIRES_GRAD
+    if code >= len(SENDABLE_DTYPES):
+        return None
+    dtype = SENDABLE_DTYPES[code]
+    return None if requires_grad and not (dtype.is_floating_point or dtype.is_complex) else (dtype, requires_grad)
 
 
 def pack_header(tensor: Tensor, generation: int, channel: int, tag: int) -> bytes:
     """The header of one message. Raises `CommError` for a dtype or tag that cannot travel."""
-    code = DTYPE_CODES.get(tensor.dtype)
+    code = dtype_code(tensor.dtype, tensor.requires_grad and channel == 0)
     shape = tensor.shape
     if code is None or not 0 <= tag < 1 << 64 or len(shape) > MAX_MESSAGE_DIMS:
         raise CommError(
@@ -94,12 +113,8 @@ def unpack_header(data: memoryview) -> tuple[MessageHeader, int] | None:
         return None
     magic, code, dims, generation, channel, tag, nbytes, check = FIXED_HEADER.unpack_from(data)
     (whole,) = HEADER_CHECKSUM.unpack_from(data, FIXED_HEADER.size)
-    if (
-        magic != MESSAGE_MAGIC
-        or whole != zlib.crc32(data[: FIXED_HEADER.size])
-        or code >= len(SENDABLE_DTYPES)
-        or dims > MAX_MESSAGE_DIMS
-    ):
+    found = dtype_of_code(code)
+    if magic != MESSAGE_MAGIC or whole != zlib.crc32(data[: FIXED_HEADER.size]) or found is None or dims > MAX_MESSAGE_DIMS:
         raise damaged_header_error(f"magic {magic:#x}, dtype code {code}, {dims} dims")
     length = HEADER_BYTES + 8 * dims
     if len(data) < length:
@@ -107,9 +122,10 @@ def unpack_header(data: memoryview) -> tuple[MessageHeader, int] | None:
     shape = struct.unpack_from(f"<{dims}Q", data, HEADER_BYTES)
     if check != zlib.crc32(data[HEADER_BYTES:length]):
         raise damaged_header_error(f"shape {shape}")
-    if announced_tensor_bytes(shape, SENDABLE_DTYPES[code]) != nbytes:
+    dtype, requires_grad = found
+    if announced_tensor_bytes(shape, dtype) != nbytes:
         raise damaged_header_error(f"{nbytes} bytes for shape {shape}")
-    return MessageHeader(generation, channel, tag, SENDABLE_DTYPES[code], shape, nbytes), length
+    return MessageHeader(generation, channel, tag, dtype, shape, nbytes, requires_grad), length
 
 
 def announced_tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -187,7 +187,8 @@ class TcpTransport(MessageBasedTransport):
                 message.fail(self._gone(connection, message))
 
     def _send_to_self(self, message: PostedMessage, tensor: Tensor) -> None:
-        arrival = EarlyMessage(tensor.detach().clone(), complete=True)
+        needs = tensor.requires_grad and message.channel == 0
+        arrival = EarlyMessage(tensor.detach().clone().requires_grad_(needs), complete=True)
         key = (self.rank, message.channel, message.tag)
         with self._match:
             posted = take_oldest(self._posted, key)
@@ -373,7 +374,7 @@ class TcpTransport(MessageBasedTransport):
     def _room_for(self, header: MessageHeader) -> Tensor:
         """Memory for a message. Raises `CommError` if there is not enough."""
         try:
-            return self.pool.empty(header.shape, header.dtype)
+            return self.pool.empty(header.shape, header.dtype).requires_grad_(header.requires_grad)
         except (MemoryError, RuntimeError) as error:
             raise CommError(
                 f"it sent {header.dtype} {header.shape}, {header.nbytes:,} bytes for which there is no memory here: {error}",

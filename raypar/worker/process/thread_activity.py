@@ -20,6 +20,8 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/worker/microbatch_loader.py", "make_dataset", "making the data set {spec.dataset.label}"),
     ("raypar/worker/microbatch_loader.py", "read", "reading sample {index}"),
     ("raypar/worker/microbatch_loader.py", "_wait", "waiting for its data processes to read {where}"),
+    ("raypar/worker/stage/loss_function.py", "make_loss_function", "making the loss {ref.label}"),
+    ("raypar/worker/preflight.py", "_check_lr_schedule", "calling the lr_schedule {ref.label}"),
     ("raypar/worker/preflight.py", "check_layer_shapes", "checking the shapes of layer {layer.name}"),
     ("raypar/model/tensor_parallel/meta_check.py", "check_shards_on_meta", "checking the layers on shards"),
     ("raypar/worker/measure_profile.py", "_profile_layer", "measuring layer {index} (from 0)"),

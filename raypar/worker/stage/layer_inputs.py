@@ -77,15 +77,16 @@ class LayerInputs:
     def read(self, values: Mapping[str, Tensor], received: dict[str, list[Tensor]]) -> list[Tensor]:
         """The layer's arguments in training: an alias of each value that carries a gradient.
 
-        A floating point value from another stage gets a leaf of this layer's own, which is appended to `received[value]`: its
-        `.grad` is the gradient to send back.
+        A value from another stage that requires a gradient there gets a leaf of this layer's own, which is appended to
+        `received[value]`: its `.grad` is the gradient to send back. Others require none here either: kernels, reentrant
+        checkpoints and users' code ask whether an input does.
         """
         found: list[Tensor] = []
         for name, source in self._reads:
             value = values[name] if name in values else require_value(values, name, f"layer {self.layer.name!r}")
             if source == "here":
                 value = make_input_alias(value, self.hooks) if value.requires_grad else as_aligned(value)
-            elif source == "elsewhere" and (value.is_floating_point() or value.is_complex()):
+            elif source == "elsewhere" and value.requires_grad:
                 value = value.detach().requires_grad_()
                 received.setdefault(name, []).append(value)
                 value = value.view_as(value)  # of a leaf itself autocast would keep one cast for several readers

@@ -296,7 +296,7 @@ class Stage:
         """The values that other stages read. Of their graph only the edges are kept, not the values themselves."""
         outgoing = {name: values[name] for name in self.values.outgoing}
         live.produced = {name: get_gradient_edge(value) for name, value in outgoing.items() if value.requires_grad}
-        return {name: as_aligned(value.detach()) for name, value in outgoing.items()}
+        return {name: as_aligned(value.detach()).requires_grad_(value.requires_grad) for name, value in outgoing.items()}
 
     def recompute(self, microbatch: int) -> None:
         """Recompute the activations that `checkpointed_forward` has dropped, by the same calls. Losses are not counted again.
