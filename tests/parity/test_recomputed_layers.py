@@ -2,6 +2,7 @@
 
 import json
 import warnings
+import weakref
 from dataclasses import replace
 
 import numpy
@@ -342,6 +343,21 @@ def test_a_gradient_through_dropped_activations_says_what_to_do():
     ):
         run.step(0)
     assert "leave the layer out of plan.recompute" in str(error.value)
+
+
+def test_an_output_that_a_layer_keeps_holds_no_recomputed_activations():
+    class KeepsOutput(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made = super().forward(x).exp()
+            held.append(weakref.ref(made.untyped_storage()))
+            self.last = made.cos()
+            return self.last
+
+    held: list[weakref.ref] = []
+    spec = job(lambda: model(lambda: KeepsOutput(SIZE, SIZE)))
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=1, layers=4, recompute=(1, 2)), "gpipe") as run:
+        run.step(0)
+        assert held and not [ref for ref in held if ref() is not None]
 
 
 def test_losses_counts_and_the_users_loss_count_once_and_forward_hooks_run_twice():
