@@ -1,4 +1,4 @@
-"""A job's values as YAML has them: sections as dicts, callables as `module:name`."""
+"""Converts a job to plain values for YAML: sections to dicts, callables to `module:name`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from raypar.untrusted_files import shorten
 
 
 def to_plain_values(section: BaseModel) -> tuple[Any, list[str]]:
-    """(the section as plain values, in words what of it has no such form)."""
+    """(the section as plain values, a line for each part of it that has no plain form)."""
     unwritable: list[str] = []
     return _plain_value(section, "", unwritable), unwritable
 
 
 def _plain_value(value: Any, key: str, unwritable: list[str]) -> Any:
-    """`value` in plain values of YAML; a section without its keys that are None. What has no such form is added, in words, to
-    `unwritable`: also a callable among the arguments of a function, which would be read as a text."""
+    """`value` as plain values; a section without those of its keys that are None.
+
+    A line is added to `unwritable` for each part without a plain form. A callable among the arguments of a function is one: it
+    would be read back as text.
+    """
     if isinstance(value, BaseModel):
-        unwritable += getattr(value, "has_no_text", [])
+        unwritable += getattr(value, "unwritable_parts", [])
         value = {name: part for name, part in value if part is not None}
         if callable(value.get("function")):
             value["function"] = _function_name(value["function"], f"{key}.function", unwritable)
@@ -36,15 +39,15 @@ def _plain_value(value: Any, key: str, unwritable: list[str]) -> Any:
 
 
 def _function_name(function: Callable[..., Any], key: str, unwritable: list[str]) -> str | None:
-    """`module:name`; None, and a line in `unwritable`, if there is no such name."""
-    name = import_name(function)
+    """`module:name`; None, with a line in `unwritable`, if the function cannot be imported by name."""
+    name = importable_name(function)
     if name is None:
         unwritable.append(f"{key} is {_describe_callable(function)}")
     return name
 
 
-def import_name(function: Callable[..., Any]) -> str | None:
-    """`module:name` by which workers can import a function or class; None if there is no such name."""
+def importable_name(function: Callable[..., Any]) -> str | None:
+    """`module:name` by which workers can import a function or class; None if they cannot."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
         return None
@@ -55,7 +58,7 @@ def import_name(function: Callable[..., Any]) -> str | None:
 
 
 def _describe_callable(value: Callable[..., Any]) -> str:
-    """A callable without a name of its own, in words."""
+    """Words for a callable that cannot be imported by name."""
     name = getattr(value, "__qualname__", None)
     if name is None:
         held = getattr(value, "value", value)  # what a `Given` holds

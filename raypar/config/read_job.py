@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, PositiveInt, ValidationError
 
-from raypar.config.findings import config_error, keys_of
 from raypar.config.job import Job, PlanConfig, Workers, _Section
+from raypar.config.validation_errors import config_error, keys_of
 from raypar.errors import ConfigError
 from raypar.safe_yaml import parse_yaml
 from raypar.untrusted_files import read_limited_text
@@ -19,7 +19,7 @@ JOB_BYTES = 1 << 20
 
 
 class _RunArguments(_Section):
-    """Those arguments of `Trainer` that say how and where a job is run; used to check them."""
+    """The arguments of `Trainer` that say how and where a job is run; used to check them."""
 
     workers: Workers | None = None
     schedule: str | None = None
@@ -33,7 +33,7 @@ class _RunArguments(_Section):
 
 
 RUN_ARGUMENTS = tuple(_RunArguments.model_fields)
-"""Arguments of `Trainer` that are no keys of a job."""
+"""Arguments of `Trainer` that are not keys of a job."""
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -76,11 +76,11 @@ def check_run_arguments(given: Mapping[str, Any]) -> None:
         raise config_error(error.errors(), (), Job, of_trainer=True) from None
 
 
-def job_from_arguments(tree: Mapping[str, Any]) -> Job:
+def job_from_argument_tree(tree: Mapping[str, Any]) -> Job:
     """The checked job of `Trainer`'s arguments. Raises `ConfigError` or `PlanError`, as for the same keys of a job file.
 
-    `tree`: argument name -> value in the form that a job file has, but for callables in place of `module:name`. It may hold
-    arguments that are no keys of a job (`RUN_ARGUMENTS`); they are checked too.
+    `tree`: argument name -> value as in a job file, except that callables may stand in place of `module:name`. Arguments that
+    are not keys of a job (`RUN_ARGUMENTS`) are checked too.
     """
     found: list[Any] = []
     made: dict[type[BaseModel], Any] = {}
