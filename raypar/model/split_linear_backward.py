@@ -180,6 +180,10 @@ class CastMarkingStash(list[DeferredWeightGradient]):
         self._stash.append(replace(deferred, cast_token=self._cast))
 
 
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
+"""The `torch.func` transform that is running; None outside of all."""
+
+
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: nn.Linear, stash: Stash) -> Tensor:
@@ -243,8 +247,9 @@ def defer_weight_gradients(module: nn.Module, stash: Callable[[], Stash]) -> lis
 
 def _forward(linear: nn.Linear, stash: Callable[[], Stash]) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        # A part of a value (`tensor_parallel.sharded_value.ShardedValue`) is no tensor: its weight gradients are autograd's.
-        if not torch.is_grad_enabled() or not isinstance(x, Tensor):
+        # Weight gradients are autograd's own for a part of a value (`tensor_parallel.sharded_value.ShardedValue`), which is no
+        # tensor, and inside of `torch.func.vmap` and its like, which take no autograd function such as this one.
+        if not torch.is_grad_enabled() or not isinstance(x, Tensor) or _innermost_transform() is not None:
             return F.linear(x, linear.weight, linear.bias)
         operands: tuple[Any, ...] = (x, linear.weight, linear.bias)
         kept, cast = stash(), autocast_cast_token(x.device)

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from raypar.errors import UserCodeError
 from raypar.model.graph import Graph
 from raypar.planner.kept_storages import BATCH, KeptStorages, LayerStorages, ReadStorage
 from raypar.schedule.instructions import ACTIVATIONS
 from raypar.worker.stage.stage import Stage
+from raypar.worker.stage.stage_coordinate import refuses_saved_tensor_hooks
 
 
 def run_forward(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -22,6 +24,14 @@ def run_forward(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[st
 def random_gradients(outputs: Mapping[str, Tensor]) -> dict[str, list[Tensor | None]]:
     """A random gradient for each floating point value, as `Stage.backward` takes them."""
     return {name: [torch.randn_like(v) if v.is_floating_point() else None] for name, v in outputs.items()}
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the tensor has a storage of its own; a wrapper inside `torch.func` has not."""
+    try:
+        return bool(tensor.untyped_storage().data_ptr() or not tensor.numel())
+    except RuntimeError:
+        return False
 
 
 class KeptStoragesMeasurement:
@@ -59,8 +69,15 @@ class KeptStoragesMeasurement:
             saved.append(tensor.detach())
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), whole.guard.accepting_contexts():
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), whole.guard.accepting_contexts():
+                outputs = run_forward(whole, received, fields)
+        except UserCodeError as error:
+            if not refuses_saved_tensor_hooks(error.__cause__):
+                raise
+            saved.clear()  # what such a layer keeps is not known
             outputs = run_forward(whole, received, fields)
+        saved = [tensor for tensor in saved if _has_memory(tensor)]
         saved = [tensor for tensor in saved if tensor.untyped_storage().data_ptr() not in parameters]
         self._layers.append(
             LayerStorages(

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+import weakref
 from dataclasses import replace
 
 import numpy
@@ -19,7 +20,7 @@ from raypar.launch.chosen_plan import choose_plan, describe_chosen_plan, plan_js
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.worker.job_spec import JobSpec, Ref
-from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_layers, read_microbatches
+from raypar.worker.measure_profile import MeasuredLayers, one_microbatch_of_each_size, profile_layers, read_microbatches
 from raypar.worker.preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage_builder import build_stage
@@ -134,12 +135,12 @@ def test_a_recomputed_layer_has_the_bits_of_one_that_is_not(name, schedule, reco
                 assert all(torch.equal(copy, g) for n, g in want.gradients[step].items() for copy in found[n])
 
 
-def profile(make, recompute) -> None:
+def profile(make, recompute) -> MeasuredLayers:
     """What a run measures, and refuses, before it starts."""
     spec = job(make)
     graph = make_layer_graph(spec)
     batches = read_microbatches(spec, graph, one_microbatch_of_each_size(spec.batching))
-    profile_layers(spec, graph, batches, recompute)
+    return profile_layers(spec, graph, batches, recompute)
 
 
 class Counting(nn.Linear):
@@ -167,6 +168,44 @@ def test_a_recomputed_layer_that_writes_a_buffer_is_refused_before_the_run(how, 
         profile(lambda: model(lambda: Counting(how)), (1,))
     if how == "replaced":
         profile(lambda: model(lambda: Counting(how)), (0, 3))
+
+
+class Slope(nn.Linear):
+    """Takes gradients by `torch.func`, which refuses hooks on saved tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slopes = torch.func.vmap(torch.func.grad(lambda row: row.sin().square().sum()))(x)
+        return torch.func.vmap(super().forward)(x) + slopes
+
+
+class Directional(nn.Linear):
+    """What it saves are wrappers without memory."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(torch.func.jvp(lambda x: super(Directional, self).forward(x).tanh(), (x,), (torch.ones_like(x),)))
+
+
+@pytest.mark.parametrize("kind", [Slope, Directional])
+def test_a_layer_that_uses_torch_func_can_be_measured_and_split(kind):
+    spec = job(lambda: model(kind))
+    profile(lambda: model(kind), ())
+    want = reference.train(make_layer_graph(spec), spec)
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=4), "zb-h1") as run:
+        for step in range(3):
+            assert {r.norm for r in run.step(step)} == {want.norms[step]}
+
+
+def test_a_layer_that_refuses_hooks_is_not_recomputed():
+    with pytest.raises(UserCodeError, match="saved tensor hooks") as error:
+        profile(lambda: model(Slope), (1,))
+    assert "leave the layer out of plan.recompute" in error.value.cure
+    assert profile(lambda: model(Slope), None).recomputable == (0, 3)
 
 
 class Alternating(nn.Linear):
@@ -303,6 +342,21 @@ def test_a_gradient_through_dropped_activations_says_what_to_do():
     ):
         run.step(0)
     assert "leave the layer out of plan.recompute" in str(error.value)
+
+
+def test_an_output_that_a_layer_keeps_holds_no_recomputed_activations():
+    class KeepsOutput(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made = super().forward(x).exp()
+            held.append(weakref.ref(made.untyped_storage()))
+            self.last = made.cos()
+            return self.last
+
+    held: list[weakref.ref] = []
+    spec = job(lambda: model(lambda: KeepsOutput(SIZE, SIZE)))
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=1, layers=4, recompute=(1, 2)), "gpipe") as run:
+        run.step(0)
+        assert held and not [ref for ref in held if ref() is not None]
 
 
 def test_losses_counts_and_the_users_loss_count_once_and_forward_hooks_run_twice():

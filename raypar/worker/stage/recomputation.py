@@ -75,7 +75,10 @@ class SavedTensors:
         self._tensors, self._versions = [], []
 
     def refill(self, again: SavedTensors) -> None:
-        """Take over the tensors of a second call. Raises `UserCodeError` if their number, shapes or dtypes differ."""
+        """Take over the tensors of a second call, whose graph then holds none: a layer may keep its output.
+
+        Raises `UserCodeError` if their number, shapes or dtypes differ.
+        """
         if again._layouts != self._layouts:
             first = next((n for n, (a, b) in enumerate(zip(self._layouts, again._layouts, strict=False)) if a != b), None)
             what = f"{len(again._layouts)} tensors where it had saved {len(self._layouts)}"
@@ -87,6 +90,7 @@ class SavedTensors:
                 cure="leave it out of plan.recompute, or let its forward depend on its inputs and parameters only",
             )
         self._tensors, self._versions = again._tensors, again._versions
+        again.drop()
 
     def _pack(self, tensor: Tensor) -> int:
         # Detached, because a saved output would hold its own graph. It shares memory and version counter.

@@ -42,8 +42,21 @@ class StageCoordinate:
         return UserCodeError(
             f"{code} raised {error_text(error)}\n  {self.describe(step, microbatch)}\n{traceback.format_exc()}",
             cure=_cure_for_autocast(error)
+            or _cure_for_hooks(error)
             or "this is an error of the user's code; `raypar debug JOB` runs the same plan in one process under pdb",
         )
+
+
+def refuses_saved_tensor_hooks(error: BaseException | None) -> bool:
+    """Whether PyTorch has raised this because of hooks on saved tensors, which `torch.func.grad` and its like refuse."""
+    return isinstance(error, RuntimeError) and "saved tensor hooks" in str(error)
+
+
+def _cure_for_hooks(error: BaseException) -> str | None:
+    """What to do about code that refuses hooks on saved tensors, by which layers are recomputed; None for other errors."""
+    if not refuses_saved_tensor_hooks(error):
+        return None
+    return "leave the layer out of plan.recompute, and enter no saved_tensors_hooks of your own around torch.func"
 
 
 _ABOUT_BFLOAT16 = ("BFloat16", "bfloat16", "equal to src.dtype")
