@@ -25,6 +25,9 @@ WHOLE = "RAYPAR_TRACEBACK"
 HEADER = "Traceback (most recent call last):"
 """The first line of a traceback as text."""
 _FRAME = re.compile(r'  File "([^"]*)", line \d+')
+_GROUP = "Exception Group Traceback"
+_GROUP_MARGIN = re.compile(r"(?: +\| )?")
+"""What an `ExceptionGroup` has before each line of its tracebacks."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,13 +66,15 @@ def drop_own_frames_of_text(text: str) -> str:
     """A text without raypar's frames in the tracebacks that it holds. A traceback without other frames loses its header too."""
     kept: list[str] = []
     own = False  # whether the present line belongs to a frame of raypar
+    margin = _GROUP_MARGIN if _GROUP in text else re.compile("")
     for line in text.splitlines():
-        frame = _FRAME.match(line)
+        bare = margin.sub("", line, count=1)
+        frame = _FRAME.match(bare)
         if frame is not None:
             own = is_own_file(frame[1])
-        elif not line.startswith(("    ", "  [Previous line repeated")):
+        elif not bare.startswith(("    ", "  [Previous line repeated")):
             own = False
-            if kept and kept[-1].endswith(HEADER) and line != HEADER:
+            if kept and kept[-1].endswith(HEADER) and not bare.endswith(HEADER):
                 kept.pop()
         if not own:
             kept.append(line)

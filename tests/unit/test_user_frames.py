@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import raypar
-from raypar.errors import ConfigError, Interrupted, RayparError, UserCodeError
+from raypar.errors import ConfigError, Interrupted, RayparError, UserCodeError, error_first_line
 from raypar.launch.result import Result, raise_run_failure
+from raypar.user_code import error_text
 from raypar.user_frames import drop_own_frames_of_text, is_own_file, is_users_file
 
 PACKAGE = Path(raypar.__file__).parent
@@ -148,3 +149,42 @@ def test_errors_are_still_errors_of_their_class_with_what_and_cure():
         raypar.Trainer(steps="many")  # type: ignore[call-arg]
     assert found.value.args == (found.value.what, found.value.cure)
     assert found.traceback[-1].path == Path(__file__)
+
+
+class Silent(Exception):
+    """An exception without a text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_exception_without_a_text_is_named_by_its_class():
+    assert error_text(Silent()) == "Silent: <exception str() failed>" and error_first_line(Silent()).startswith("<exception")
+
+
+def test_what_the_model_function_raises_without_a_text_is_an_input_error_with_the_users_frames():
+    def model() -> None:
+        raise Silent
+
+    parts = {"loss": "helpers.tiny_job:loss", "data": "helpers.tiny_job:data"}
+    with pytest.raises(RayparError, match="raised Silent: <exception str") as found:
+        raypar.Trainer(model=model, **parts, steps=2, batch_size=8, microbatches=4).fit(verbose=False)
+    assert not [line for line in str(found.value).splitlines() if str(PACKAGE) in line]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups are of Python 3.11")
+def test_raypars_frames_go_from_a_group_of_exceptions_too():
+    frames = f'  |   File "{PACKAGE}/cli.py", line 1, in f\n  |     f(1)\n  |     ^^^^\n'
+    users = '  |   File "/home/me/model.py", line 12, in forward\n  |     g()\n'
+    header = "    | Traceback (most recent call last):\n"
+    inner = f'{header}    |   File "{PACKAGE}/cli.py", line 2, in g\n    |     g()\n    | KeyError: 1\n'
+    text = f"raised\n  + Exception Group Traceback (most recent call last):\n{frames}{users}  | ExceptionGroup: two\n{inner}"
+    shown = drop_own_frames_of_text(text)
+    assert "/raypar/" not in shown and "f(1)" not in shown and "    | Traceback" not in shown
+    assert shown.splitlines() == [
+        "raised",
+        "  + Exception Group Traceback (most recent call last):",
+        *users.splitlines(),
+        "  | ExceptionGroup: two",
+        "    | KeyError: 1",
+    ]
