@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypar.config import (
@@ -32,12 +31,15 @@ from raypar.trainer_arguments import (
     check_workers,
     explain_wrong_arguments,
     job_of_arguments,
+    lets_planner_choose,
 )
 from raypar.user_frames import hide_own_frames
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec
 from raypar.worker.weights_source import InitialWeightsFile
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from raypar.callbacks import Callback
 
 DEFAULTS = {name: info.default for name, info in Job.model_fields.items()}
@@ -155,7 +157,7 @@ class Trainer:
         local_nodes: int = 1,
         stop_at_step: int | None = None,
         resume_from_checkpoint: Any = None,
-    ) -> Trainer:
+    ) -> Self:
         """The trainer of a job file, after overrides such as `"plan.stages=4"`, as `raypar train --set` has them.
 
         Its functions are imported from the current folder. Raises `ConfigError` or `PlanError`.
@@ -163,7 +165,7 @@ class Trainer:
         how = {"workers": workers, "address": address, "local_nodes": local_nodes, "stop_at_step": stop_at_step}
         check_run_arguments(how)
         trainer = cls.__new__(cls)
-        trainer.job = load_job(Path(path), overrides)
+        trainer.job = load_job(path, overrides, defaults={"plan": "auto"} if lets_planner_choose(workers) else None)
         check_workers(trainer.job, workers)
         choose_lasting_run_dir(trainer.job.run_dir)
         trainer.workers, trainer.address, trainer.local_nodes = workers, address, local_nodes

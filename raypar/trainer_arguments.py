@@ -154,11 +154,17 @@ def job_of_arguments(given: Arguments) -> tuple[Job, dict[str, Any]]:
     for setting in settings_from_ray_train(*(tree.pop(name, None) for name in RAY_TRAIN_ARGUMENTS)):
         setting.put_into(tree)
     workers = tree.get("workers")
-    if _same(given["plan"], Job.model_fields["plan"].default) and isinstance(workers, int) and workers > 1:
-        tree["plan"] = plan_section("auto", given["schedule"])  # who says how many workers there are lets the planner use them
+    if _same(given["plan"], Job.model_fields["plan"].default) and lets_planner_choose(workers):
+        tree["plan"] = plan_section("auto", given["schedule"])
     job = job_from_arguments(tree)
-    check_workers(job, workers, exactly=given.get("workers") is None and job.elastic is None)
+    between = isinstance(getattr(given.get("scaling_config"), "num_workers", None), tuple)  # the limits of an elastic run
+    check_workers(job, workers, exactly=given.get("workers") is None and not between)
     return job, {name: tree[name] for name in RUN_ARGUMENTS if name in tree}
+
+
+def lets_planner_choose(workers: Any) -> bool:
+    """Whether a job without a plan gets `plan: auto`: who says how many workers there are lets the planner use them."""
+    return isinstance(workers, int) and workers > 1
 
 
 def check_workers(job: Job, workers: int | None, *, exactly: bool = False) -> None:
@@ -232,8 +238,17 @@ def _callback_sections(given: Any) -> Any:
         return given  # the job's checks refuse it
     if not isinstance(given, Iterable):
         check_callbacks(given)  # one callback alone, or its class: a message of its own
-    plain = (str, int, float, Mapping, FunctionConfig, type(None))
-    return [one if isinstance(one, plain) else {"function": Given(check_callbacks([one])[0])} for one in given]
+    return [one if _makes_callback(one) else {"function": Given(check_callbacks([one])[0])} for one in given]
+
+
+def _makes_callback(value: Any) -> bool:
+    """Whether an item of `callbacks` is a function that makes a callback, in one of its forms, and not the callback itself.
+
+    Numbers and None count as such too: the job's checks refuse them.
+    """
+    pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+    plain = isinstance(value, (str, int, float, Mapping, FunctionConfig, type(None)))
+    return pair or plain or inspect.isroutine(value) or isinstance(value, functools.partial)
 
 
 def function_section(key: str, value: Any) -> Any:

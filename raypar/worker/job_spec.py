@@ -303,5 +303,12 @@ def _as_text(value: Any) -> str:
     )
 
 
+LABEL_CHARACTERS = 10_000
+"""The longest label that a contract holds as it is. That of a data set given as a list is the text of all samples."""
+
+
 def _ref(ref: Ref) -> dict[str, Any]:
-    return {"function": ref.label, "args": dict(ref.args)}
+    label = ref.label
+    if len(label) > LABEL_CHARACTERS:
+        label = f"{label[:80]}... (sha256 {hashlib.sha256(label.encode()).hexdigest()})"
+    return {"function": label, "args": dict(ref.args)}
