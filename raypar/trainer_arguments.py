@@ -358,9 +358,14 @@ def _check_loss(section: Arguments) -> None:
 
 @dataclass(frozen=True)
 class Given:
-    """A factory that returns what it was given; pickled to the workers with it. Checkpoints' contracts hold its name."""
+    """A factory that returns what it was given; pickled to the workers with it. Checkpoints' contracts hold its `repr`."""
 
     value: Any
+
+    @property
+    def label_in_messages(self) -> str:
+        """The class of the object: the text of a data set may take seconds to make."""
+        return type(self.value).__name__
 
     def __call__(self) -> Any:
         return self.value

@@ -27,6 +27,7 @@ from raypar.safe_yaml import dump_yaml, parse_yaml
 from raypar.trainer import Trainer
 from raypar.trainer_arguments import FORMER_ARGUMENTS
 from raypar.worker.job_spec import contract_of_job
+from raypar.worker.microbatch_loader import make_dataset
 
 ROOT = Path(__file__).parents[2]
 FULL: dict[str, Any] = {
@@ -653,6 +654,19 @@ def test_the_contract_of_a_data_set_given_as_a_list_does_not_hold_its_samples():
     many, other = contract([{"x": i} for i in range(5000)]), contract([{"x": i} for i in range(1, 5001)])
     assert len(many) < 300 and many.startswith("Given(value=[{'x': 0}") and many[-66:] != other[-66:]
     assert contract([1, 2]) == "Given(value=[1, 2])"
+
+
+def test_the_text_of_a_data_set_is_made_for_its_contract_only():
+    class Samples(list[int]):
+        texts = 0
+
+        def __repr__(self) -> str:
+            Samples.texts += 1
+            return "Samples"
+
+    spec = Trainer(**(FULL | {"data": Samples([1, 2, 3])})).spec
+    assert spec.data.dataset.label == "Samples" and len(make_dataset(spec.data)) == 3 and Samples.texts == 0
+    assert contract_of_job(spec)["data"]["function"] == "Given(value=Samples)" and Samples.texts == 1
 
 
 def test_a_home_folder_is_not_a_folder_called_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -82,5 +82,5 @@ def _fill_in(words: str, frame: FrameType) -> str:
     """The words with the function's variables; up to the first brace if one is not set yet."""
     try:
         return words.format(**frame.f_locals)
-    except (LookupError, AttributeError, TypeError, ValueError):
+    except Exception:  # also what a user's `__repr__` raises
         return words.partition("{")[0].rstrip(" (:")
