@@ -67,7 +67,7 @@ def keep_whole_error(result: Result) -> None:
     error, folder = result.error, Path(result.path)
     if error is None:
         return
-    text, kept = whole_text(error), False
+    text, kept = whole_text(error).encode(errors="backslashreplace").decode(), False  # a file's name may be no text
     with contextlib.suppress(OSError, RayparError):  # a full disk must not hide the error
         if folder.is_dir():
             write_text_atomically(folder / ERROR_FILE, text)

@@ -1,5 +1,6 @@
 """An error from Python is its two lines below the user's own frames; raypar's are kept where they can be looked at."""
 
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import raypar
+from raypar.console.event_printer import EventPrinter
 from raypar.errors import ConfigError, Interrupted, RayparError, UserCodeError, error_first_line
 from raypar.launch.result import Result, raise_run_failure
 from raypar.user_code import error_text
@@ -188,3 +190,17 @@ def test_raypars_frames_go_from_a_group_of_exceptions_too():
         "  | ExceptionGroup: two",
         "    | KeyError: 1",
     ]
+
+
+def test_an_error_about_a_file_whose_name_is_no_text_is_kept_too(tmp_path: Path):
+    error = UserCodeError(f"sample 3: cannot read \udcff.png\n{TEXT}", "look at it")
+    with pytest.raises(UserCodeError) as found:
+        raise_run_failure(Result({}, str(tmp_path), "failed", 3, error=error))
+    assert found.value is error and "\\udcff.png" in (tmp_path / "error.txt").read_text()
+
+
+def test_what_an_output_cannot_encode_is_printed_with_escapes():
+    written = io.BytesIO()
+    out = io.TextIOWrapper(written, encoding="ascii")
+    EventPrinter(steps=1, out=out).line("ünï \udcff")
+    assert written.getvalue() == b"\\xfcn\\xef \\udcff\n"
