@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -140,7 +141,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             return
         inside = here[key] if isinstance(here, list) else here.get(key)
         if not isinstance(inside, list):
-            inside = here[key] = _written_out(inside, model, f"--set {override}: {at}", at)
+            inside = _written_out(inside, model, f"--set {override}: {at}", at)
+        inside = copy.copy(inside)  # an alias in YAML is the same object as what it stands for
+        here[key] = inside
         here = inside
 
 

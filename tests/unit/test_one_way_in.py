@@ -535,6 +535,14 @@ def test_a_value_without_a_text_is_an_error_that_names_its_type():
             Trainer(**(FULL | given))
 
 
+def test_setting_a_key_leaves_an_alias_of_its_section_as_it_is():
+    text = dump_yaml({**FULL, "model": "m:layers", "data": "m:text"})
+    text = text.replace("model: m:layers", "model: {function: m:layers, args: &a {n: 1, sizes: [1, 2]}}")
+    text = text.replace("data: m:text", "data: {function: m:text, args: *a}")
+    job = parse_job(text, ["model.args.n=2", "model.args.sizes.0=5"])
+    assert job.model.args == {"n": 2, "sizes": [5, 2]} and job.data.args == {"n": 1, "sizes": [1, 2]}
+
+
 SHORT = {"trackers": ["tensorboard"], "callbacks": ["m:Log"], "elastic": True, "init_from": "a:w.pt", "plan": "auto"}
 
 
