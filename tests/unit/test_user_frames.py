@@ -4,14 +4,17 @@ import io
 import os
 import subprocess
 import sys
+import threading
 import traceback
 from pathlib import Path
 
 import pytest
+import torch
+from helpers import tiny_job
 
 import raypar
 from raypar.console.event_printer import EventPrinter
-from raypar.errors import ConfigError, Interrupted, RayparError, UserCodeError, error_first_line
+from raypar.errors import ConfigError, InputError, Interrupted, RayparError, UserCodeError, error_first_line
 from raypar.launch.result import Result, raise_run_failure
 from raypar.user_code import error_text
 from raypar.user_frames import drop_own_frames_of_text, is_own_file, is_users_file
@@ -204,3 +207,46 @@ def test_what_an_output_cannot_encode_is_printed_with_escapes():
     out = io.TextIOWrapper(written, encoding="ascii")
     EventPrinter(steps=1, out=out).line("ünï \udcff")
     assert written.getvalue() == b"\\xfcn\\xef \\udcff\n"
+
+
+class Stepless(torch.optim.SGD):
+    """An optimizer whose step raises."""
+
+    def step(self, *given: object) -> None:  # type: ignore[override]
+        raise ZeroDivisionError("mine")
+
+
+class Locked(raypar.Callback):
+    """A data set and callback that no other process can have."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> object:
+        return tiny_job.data()[index]
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"optimizer": Stepless}, r"^the step of optimizer Stepless, with gradients of 0, raised ZeroDivisionError: mine\n"),
+        (
+            {"data": Locked()},
+            r"^data cannot be sent to other processes: TypeError: cannot pickle .*\n  cure: open files, locks",
+        ),
+        ({"callbacks": [Locked()]}, r"^callbacks cannot be sent to other processes: TypeError: cannot pickle"),
+        ({"data": tiny_job.data(), "validation": Locked()}, r"^validation cannot be sent to other processes: TypeError"),
+    ],
+    ids=["optimizer", "data", "callbacks", "validation"],
+)
+def test_what_fails_before_a_run_is_an_error_before_ray_is_started(
+    given: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ray.init", lambda **settings: pytest.fail("Ray was started"))
+    parts = {"model": "helpers.tiny_job:model", "loss": "helpers.tiny_job:loss", "data": "helpers.tiny_job:data"}
+    with pytest.raises(InputError, match=says) as found:
+        raypar.Trainer(**{**parts, **given}, steps=2, batch_size=8, microbatches=4).fit(verbose=False)
+    assert not [line for line in str(found.value).splitlines() if str(PACKAGE) in line]
