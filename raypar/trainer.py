@@ -59,7 +59,7 @@ class Trainer:
     - `data()`: a map-style data set, or the data set itself; `{"function": any of these, "input": "ids", "target": "labels"}`
       names the fields of dict samples that the first layer and the loss read. `validation` likewise, with the same fields;
     - `optimizer`: a class of `torch.optim`; `lr_schedule(step)`: factor on its learning rates;
-    - `callbacks`: objects of classes derived from `raypar.Callback`.
+    - `callbacks`: objects of classes derived from `raypar.Callback`, or functions that make them.
 
     `plan`: {"stages": pipeline parallel, "replicas": data parallel, "shards": tensor parallel (not ZeRO or FSDP)}, "auto", or a
     `ParallelPlan`, whose schedule is `schedule`. Only shards and their styles change the results. Without `plan` there is one
