@@ -124,7 +124,9 @@ class _Explainer:
         inner = key.partition(".")[2] if self.of_trainer else key
         if error["type"] == "missing":
             return f"{key} is missing", f"give the argument {key}" if argument else f"add {inner} to {inside}"
-        expected = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        expected = (
+            error["msg"].removeprefix("Value error, ").removeprefix("Input should be ").replace("a valid tuple", "a list")
+        )
         if error["type"].startswith(("model_", "dict_type")):
             names = [at for at, part in enumerate(path) if isinstance(part, str)]  # an item of a list: the list's section
             known = self.section_at(path[: names[-1]]).model_fields.get(str(path[names[-1]])) if names else None

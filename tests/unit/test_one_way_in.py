@@ -682,3 +682,9 @@ def test_a_home_folder_is_not_a_folder_called_tilde(monkeypatch: pytest.MonkeyPa
     assert choose_lasting_run_dir("~/runs") == tmp_path / "runs" and choose_lasting_run_dir("a~") == Path("a~")
     with pytest.raises(ConfigError, match="run_dir is ~nobody_of_this_name/x"):
         Trainer(**(FULL | {"run_dir": "~nobody_of_this_name/x"}))
+
+
+def test_where_a_list_belongs_the_error_says_so():
+    for key in ("trackers", "callbacks"):
+        with pytest.raises(ConfigError, match=f"^{key}: expected a list, got 'x'"):
+            parse_job(dump_yaml({**FULL, key: "x"}))
