@@ -18,9 +18,9 @@ from typing import NoReturn
 from raypar import __version__
 from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.errors import ConfigError, Interrupted, RayparError
+from raypar.traceback_filter import remove_raypar_frames, shows_raypar_frames
 from raypar.untrusted_files import READABLE
 from raypar.user_code import recording_ctrl_c
-from raypar.user_frames import show_users_frames, shows_all_frames
 
 UNWRITABLE_DISK_ERRNOS = DISK_FULL_ERRNOS | {errno.EROFS}
 """Error numbers for a disk that takes nothing more: full, or read-only."""
@@ -82,8 +82,8 @@ def _run_and_explain_errors(argv: Sequence[str]) -> int:
         print(stopped.what + (f"\nnext: {stopped.cure}" if stopped.cure else ""), file=sys.stderr)
         return stopped.exit_code
     except RayparError as error:
-        if not shows_all_frames():
-            show_users_frames(error)
+        if not shows_raypar_frames():
+            remove_raypar_frames(error)
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

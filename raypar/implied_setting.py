@@ -1,4 +1,4 @@
-"""A value for a key of a job that something else than the key itself says: an older argument, or a config of Ray Train's."""
+"""Values for keys of a job that come from elsewhere: from a deprecated argument of `Trainer`, or from a config of Ray Train."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from raypar.errors import ConfigError
 
 
 class ImpliedSetting(NamedTuple):
-    """A value for a key of a job that something else than the key itself says."""
+    """A value for a key of a job, given by something else than the key itself."""
 
     key: str
     """The key, such as `checkpoint.keep`."""
     value: Any
     """The value."""
-    said_by: str
-    """What says it, for messages: `run_config.checkpoint_config.num_to_keep`."""
+    source: str
+    """Name of what gives the value, for messages: `run_config.checkpoint_config.num_to_keep`."""
 
-    yields: bool = False
-    """Whether the key's own value counts where there is one."""
+    overridable: bool = False
+    """Whether a value that the key has already wins silently. Else a different value is an error."""
 
-    def put_into(self, tree: dict[str, Any]) -> None:
-        """Set the key in a job's tree. Raises `ConfigError` if the tree says something else already."""
+    def apply_to(self, tree: dict[str, Any]) -> None:
+        """Set the key in a job's tree. Raises `ConfigError` if the key has a different value already."""
         section, _, inner = self.key.rpartition(".")
         here = tree
         if section:
             inside = tree.get(section)
             if inside is None or inside is True:
                 inside = {}
-            elif hasattr(inside, "model_fields_set"):  # a section that is made already
+            elif hasattr(inside, "model_fields_set"):  # a section object, such as `CheckpointConfig(...)`
                 inside = {name: getattr(inside, name) for name in inside.model_fields_set}
             elif not isinstance(inside, Mapping):
                 if inside is False:
-                    raise ConfigError(f"{section} is False, and {self.said_by} is {self.value!r}", cure="give one of them")
-                return  # of a wrong type: the job's checks say so
+                    raise ConfigError(f"{section} is False, and {self.source} is {self.value!r}", cure="give one of them")
+                return  # a wrong type, which the job's own checks report
             tree[section] = here = dict(inside)
         there = here.get(inner)
-        if there is not None and (self.yields or (self.value is True and there is not False)):  # True: whatever it says
+        if there is not None and (
+            self.overridable or (self.value is True and there is not False)
+        ):  # `elastic: true` agrees with any settings of it
             return
         if there is not None and there != self.value:
             raise ConfigError(
-                f"{self.key} is {there!r}, and {self.said_by} is {self.value!r}", cure="give one of them, or both alike"
+                f"{self.key} is {there!r}, and {self.source} is {self.value!r}", cure="give one of them, or both alike"
             )
         here[inner] = self.value

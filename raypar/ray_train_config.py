@@ -76,9 +76,9 @@ def _settings_of_run(config: Any, what: str) -> Iterator[ImpliedSetting]:
     used = {"name", "storage_path", "failure_config", "checkpoint_config"}
     changed = _changed_fields(config, what, "RunConfig", used)
     if config.name is not None:
-        yield ImpliedSetting("name", config.name, f"{what}.name", yields=MADE_UP_NAME.fullmatch(config.name) is not None)
+        yield ImpliedSetting("name", config.name, f"{what}.name", overridable=MADE_UP_NAME.fullmatch(config.name) is not None)
     if config.storage_path is not None:
-        yield ImpliedSetting("run_dir", config.storage_path, f"{what}.storage_path", yields="storage_path" not in changed)
+        yield ImpliedSetting("run_dir", config.storage_path, f"{what}.storage_path", overridable="storage_path" not in changed)
     if config.failure_config is not None:
         inner = f"{what}.failure_config"
         failures = _changed_fields(config.failure_config, inner, "FailureConfig", {"max_failures"}).get("max_failures")

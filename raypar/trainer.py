@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypar.config import (
@@ -24,16 +24,16 @@ from raypar.launch.result_neutral_options import EventHandler
 from raypar.launch.submitted_job import choose_lasting_run_dir
 from raypar.launch.train_job import train_job_in_new_folder
 from raypar.plan import ParallelPlan
+from raypar.traceback_filter import without_raypar_frames
 from raypar.trainer_arguments import (
     Arguments,
     FunctionArgument,
     SampleSource,
     check_workers,
-    explain_wrong_arguments,
-    job_of_arguments,
+    job_from_trainer_arguments,
     lets_planner_choose,
+    with_checked_argument_names,
 )
-from raypar.user_frames import hide_own_frames
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec
 from raypar.worker.weights_source import InitialWeightsFile
 
@@ -92,8 +92,8 @@ class Trainer:
     resume_from_checkpoint: Any
     """The checkpoint to resume from, as given; None: a new run."""
 
-    @hide_own_frames
-    @explain_wrong_arguments
+    @without_raypar_frames
+    @with_checked_argument_names
     def __init__(
         self,
         *,
@@ -140,13 +140,10 @@ class Trainer:
         checkpoint_config: Any = None,
     ) -> None:
         given = dict(locals())  # the arguments by name: there is no other local yet
-        self.job, how = job_of_arguments({name: value for name, value in given.items() if name != "self"})
-        self.workers, self.address, self.local_nodes = how.get("workers"), address, local_nodes
-        self.stop_at_step, self.resume_from_checkpoint = stop_at_step, resume_from_checkpoint
-        choose_lasting_run_dir(self.job.run_dir)  # refuses a URI
+        self._set_attributes(*job_from_trainer_arguments({name: value for name, value in given.items() if name != "self"}))
 
     @classmethod
-    @hide_own_frames
+    @without_raypar_frames
     def from_yaml(
         cls,
         path: str | os.PathLike[str],
@@ -162,27 +159,38 @@ class Trainer:
 
         Its functions are imported from the current folder. Raises `ConfigError` or `PlanError`.
         """
-        how = {"workers": workers, "address": address, "local_nodes": local_nodes, "stop_at_step": stop_at_step}
-        check_run_arguments(how)
+        run_arguments = {
+            "workers": workers,
+            "address": address,
+            "local_nodes": local_nodes,
+            "stop_at_step": stop_at_step,
+            "resume_from_checkpoint": resume_from_checkpoint,
+        }
+        check_run_arguments(run_arguments)
+        job = load_job(path, overrides, defaults={"plan": "auto"} if lets_planner_choose(workers) else None)
+        check_workers(job, workers)
         trainer = cls.__new__(cls)
-        trainer.job = load_job(path, overrides, defaults={"plan": "auto"} if lets_planner_choose(workers) else None)
-        check_workers(trainer.job, workers)
-        choose_lasting_run_dir(trainer.job.run_dir)
-        trainer.workers, trainer.address, trainer.local_nodes = workers, address, local_nodes
-        trainer.stop_at_step, trainer.resume_from_checkpoint = stop_at_step, resume_from_checkpoint
+        trainer._set_attributes(job, run_arguments)
         return trainer
+
+    def _set_attributes(self, job: Job, run_arguments: Mapping[str, Any]) -> None:
+        """`run_arguments`: by name, with those that are attributes here. Raises `ConfigError` for a `run_dir` URI."""
+        choose_lasting_run_dir(job.run_dir)
+        self.job, self.workers, self.address = job, run_arguments["workers"], run_arguments["address"]
+        self.local_nodes, self.stop_at_step = run_arguments["local_nodes"], run_arguments["stop_at_step"]
+        self.resume_from_checkpoint = run_arguments["resume_from_checkpoint"]
 
     @property
     def spec(self) -> JobSpec:
         """The part of the job that decides its results."""
         return self.job.to_spec()
 
-    @hide_own_frames
+    @without_raypar_frames
     def to_yaml(self) -> str:
         """The text of a job file with this job. Raises `ConfigError` that names what no text can stand for."""
         return self.job.to_yaml()
 
-    @hide_own_frames
+    @without_raypar_frames
     def fit(self, *, verbose: bool = True) -> Result:
         """Train to the end. Raises the error of a failed run, and `RayparError` if nothing could be started."""
         from raypar.console.event_printer import EventPrinter

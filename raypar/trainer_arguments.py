@@ -1,4 +1,4 @@
-"""`Trainer`'s arguments as a checked `Job`: functions, models and data sets become references that workers can call."""
+"""Makes a checked `Job` of `Trainer`'s arguments: functions, models and data sets become references that workers can call."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from raypar.config import (
     OptimizerConfig,
     PlanConfig,
     ValidationConfig,
-    job_from_arguments,
+    job_from_argument_tree,
 )
 from raypar.errors import ConfigError
 from raypar.implied_setting import ImpliedSetting
 from raypar.plan import ParallelPlan
 from raypar.ray_train_config import RAY_TRAIN_ARGUMENTS, settings_from_ray_train
-from raypar.user_frames import is_own_file
+from raypar.traceback_filter import is_raypar_file
 from raypar.worker.job_spec import DataSpec, OptimizerSpec, Ref, find_unstable_argument
 from raypar.worker.weights_source import InitialWeightsFile
 
@@ -57,7 +57,7 @@ FUNCTIONS: dict[str, type[FunctionConfig]] = {
 }
 """Arguments that are functions, or objects in their place -> their section of a job."""
 
-FORMER_ARGUMENTS: dict[str, tuple[str, ...]] = {
+DEPRECATED_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "data_input": ("data.input", "validation.input"),
     "data_target": ("data.target", "validation.target"),
     "data_names": ("data.names", "validation.names"),
@@ -69,15 +69,15 @@ FORMER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "styles": ("plan.styles",),
     "sequence_parallel": ("plan.sequence_parallel",),
 }
-"""Arguments of the former release -> the keys of a job that say the same. They go with the next release."""
+"""Deprecated arguments -> the keys of a job that replace them. To be removed in the next release."""
 
 P = ParamSpec("P")
 
 
-def explain_wrong_arguments(init: Callable[P, None]) -> Callable[P, None]:
-    """`Trainer.__init__`, called with arguments that it has. Arguments of the former release are renamed, with a warning.
+def with_checked_argument_names(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorator of `Trainer.__init__`: replaces deprecated arguments, with a warning.
 
-    Raises `ConfigError` for others, and where one is missing; Python's `TypeError` would say nothing of the cure.
+    Raises `ConfigError` for unknown and missing arguments: Python's `TypeError` would not say the cure.
     """
     parameters = inspect.signature(init).parameters
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty and name != "self"}
@@ -87,7 +87,7 @@ def explain_wrong_arguments(init: Callable[P, None]) -> Callable[P, None]:
         if len(positional) > 1:
             what = f"Trainer got {len(positional) - 1} arguments without names"
             raise ConfigError(what, cure="give them by name: model=..., loss=..., data=...")
-        arguments = replace_former_arguments(given)
+        arguments = replace_deprecated_arguments(given)
         if not needed <= set(arguments) <= set(parameters):
             raise _error_of_names(arguments)
         init(*positional, **arguments)  # type: ignore[arg-type]
@@ -96,30 +96,30 @@ def explain_wrong_arguments(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def _error_of_names(given: Arguments) -> ConfigError:
-    """The error that says which arguments are missing, and which ones `Trainer` does not have."""
+    """The error for missing and unknown arguments."""
     try:
-        job_from_arguments(_as_job_tree({key: value for key, value in given.items() if key not in RAY_TRAIN_ARGUMENTS}))
+        job_from_argument_tree(_as_job_tree({key: value for key, value in given.items() if key not in RAY_TRAIN_ARGUMENTS}))
     except ConfigError as error:
         return error
     raise AssertionError(f"Trainer's arguments {sorted(given)} fit a job, but not Trainer's signature")
 
 
-def replace_former_arguments(given: Arguments) -> dict[str, Any]:
-    """`given`, with arguments of the former release as the sections that hold them now. Warns of each.
+def replace_deprecated_arguments(given: Arguments) -> dict[str, Any]:
+    """`given`, with deprecated arguments moved into the sections that replace them, and a warning for each.
 
-    Raises `ConfigError` for one that contradicts the section.
+    Raises `ConfigError` for one that contradicts its section.
     """
     found = dict(given)
-    if "name" in found and found["name"] is None:  # the default of the former release
-        warnings.warn("Trainer's argument name is a text; leave it out", DeprecationWarning, stacklevel=_user_level())
+    if "name" in found and found["name"] is None:  # the default of the release before
+        warnings.warn("Trainer's argument name is a text; leave it out", DeprecationWarning, stacklevel=_user_stacklevel())
         del found["name"]
-    for name, (key, *others) in FORMER_ARGUMENTS.items():
+    for name, (key, *others) in DEPRECATED_ARGUMENTS.items():
         if name not in found or (key.startswith("plan.") and not isinstance(found.get("plan"), ParallelPlan)):
             continue
         section, _, inner = key.partition(".")
         function = '"function": ..., ' if section in FUNCTIONS else ""
         now = f'{section}={{{function}"{inner}": ...}}'
-        warnings.warn(f"Trainer's argument {name} is now {now}", DeprecationWarning, stacklevel=_user_level())
+        warnings.warn(f"Trainer's argument {name} is now {now}", DeprecationWarning, stacklevel=_user_stacklevel())
         value = found.pop(name)
         if key.startswith("validation.") and found.get("validation") is None:
             if value:
@@ -133,30 +133,30 @@ def replace_former_arguments(given: Arguments) -> dict[str, Any]:
             if where in FUNCTIONS and where in found and found[where] is not None:
                 found[where] = function_section(where, found[where])
             if place == key or isinstance(found.get(where), dict):
-                ImpliedSetting(place, value, name, yields=place != key).put_into(found)
+                ImpliedSetting(place, value, name, overridable=place != key).apply_to(found)
     return found
 
 
-def _user_level() -> int:
-    """The `stacklevel` at which a warning names the first frame outside of this package."""
+def _user_stacklevel() -> int:
+    """The `stacklevel` with which a warning names the first frame outside of raypar."""
     frame, level = inspect.currentframe(), 0
-    while frame is not None and is_own_file(frame.f_code.co_filename):
+    while frame is not None and is_raypar_file(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
 
 
-def job_of_arguments(given: Arguments) -> tuple[Job, dict[str, Any]]:
-    """The job that `Trainer`'s arguments describe, and those of them that say how it is run, by name (`RUN_ARGUMENTS`).
+def job_from_trainer_arguments(given: Arguments) -> tuple[Job, dict[str, Any]]:
+    """(the job that `Trainer`'s arguments describe, the arguments that say how it is run, by name: `RUN_ARGUMENTS`).
 
     Raises `ConfigError` or `PlanError`.
     """
     tree = _as_job_tree(given)
     for setting in settings_from_ray_train(*(tree.pop(name, None) for name in RAY_TRAIN_ARGUMENTS)):
-        setting.put_into(tree)
+        setting.apply_to(tree)
     workers = tree.get("workers")
     if _same(given["plan"], Job.model_fields["plan"].default) and lets_planner_choose(workers):
         tree["plan"] = plan_section("auto", given["schedule"])
-    job = job_from_arguments(tree)
+    job = job_from_argument_tree(tree)
     between = isinstance(getattr(given.get("scaling_config"), "num_workers", None), tuple)  # the limits of an elastic run
     check_workers(job, workers, exactly=given.get("workers") is None and not between)
     return job, {name: tree[name] for name in RUN_ARGUMENTS if name in tree}
@@ -168,7 +168,7 @@ def lets_planner_choose(workers: Any) -> bool:
 
 
 def check_workers(job: Job, workers: int | None, *, exactly: bool = False) -> None:
-    """Raise `ConfigError` if a plan has more workers than are given; `exactly`: if it has not as many as `ScalingConfig`."""
+    """Raise `ConfigError` if the plan has more than `workers` workers; `exactly` (for `ScalingConfig`): also if fewer."""
     plan = job.plan
     if not isinstance(plan, PlanConfig) or workers is None:
         return
@@ -185,7 +185,7 @@ def check_workers(job: Job, workers: int | None, *, exactly: bool = False) -> No
 
 
 def _as_job_tree(given: Arguments) -> dict[str, Any]:
-    """`given`, without arguments that are as by default, in the form that a job file has."""
+    """The arguments in the form of a job file, without those that have their default."""
     tree: dict[str, Any] = {}
     for name, value in given.items():
         if name in FUNCTIONS:
@@ -206,7 +206,7 @@ def _as_job_tree(given: Arguments) -> dict[str, Any]:
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Whether an argument is its default; 1, 1.0 and True are not the same."""
+    """Whether an argument equals its default; 1, 1.0 and True differ."""
     return type(value) is type(default) and bool(value == default)
 
 
@@ -228,16 +228,16 @@ def plan_section(plan: Any, schedule: str | None, **more: Any) -> Any:
             cure=f'leave schedule out, or give the plan: plan={{"stages": ..., "schedule": {schedule!r}}}',
         )
     tree = {"plan": plan}
-    ImpliedSetting("plan.schedule", schedule, "schedule").put_into(tree)
+    ImpliedSetting("plan.schedule", schedule, "schedule").apply_to(tree)
     return tree["plan"]
 
 
 def _callback_sections(given: Any) -> Any:
-    """Callbacks as a job file has them, with objects in place of functions that make them. Raises `ConfigError`."""
+    """The section `callbacks`; callback objects are wrapped in functions that return them. Raises `ConfigError`."""
     if given is None or isinstance(given, (str, int, float, Mapping)):
-        return given  # the job's checks refuse it
+        return given  # wrong types: the job's own checks report them
     if not isinstance(given, Iterable):
-        check_callbacks(given)  # one callback alone, or its class: a message of its own
+        check_callbacks(given)  # one callback alone, or its class: raises an error of its own
     return [one if _makes_callback(one) else {"function": Given(check_callbacks([one])[0])} for one in given]
 
 
@@ -254,8 +254,8 @@ def _makes_callback(value: Any) -> bool:
 def function_section(key: str, value: Any) -> Any:
     """The section `key` of a job for what `Trainer` takes in its place: a function, a pair, a model, a data set, ...
 
-    A value that is none of these is returned as it is: the job's own checks refuse it, as they do in a job file. Raises
-    `ConfigError` for objects of which there is more to say.
+    Any other value is returned unchanged, and the job's own checks refuse it, as in a job file. Raises `ConfigError` for kinds
+    of objects that deserve a message of their own.
     """
     if isinstance(value, FunctionConfig):
         return value
@@ -298,7 +298,7 @@ def _is_several_data_sets(value: Arguments) -> bool:
 
 
 def _function_for(key: str, value: Any) -> Any:
-    """The callable of a section `key` for what is given as its function; anything else as it is. Raises `ConfigError`."""
+    """The callable for what is given as the function of section `key`; anything else unchanged. Raises `ConfigError`."""
     if key == "model" and _is_module(value):
         return _built_model(value)
     if key != "loss" and _is_module(value):
@@ -348,7 +348,7 @@ def _built_model(value: Any) -> Given:
 
 
 def _check_loss(section: Arguments) -> None:
-    """Raise `ConfigError` for a loss module that would have to be trained. What has only a name is looked at by `preflight`."""
+    """Raise `ConfigError` for a loss module with parameters. A loss given by name is checked by `preflight`."""
     args = section.get("args", {})
     if callable(section["function"]) and isinstance(args, dict):
         from raypar.worker.stage.loss_function import make_loss_function

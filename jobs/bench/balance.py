@@ -1,9 +1,9 @@
-"""Where layers are cut by default, beside every other cut: predicted for all cuts, measured for the best ones of them.
+"""The default split points beside all others: predicted for all of them, measured for the best.
 
 `python jobs/bench/balance.py [--json] [--page FILE] [--rounds 12] [--steps 3] [--no-measure]`
-Predicted: layers are timed once; then the simulator gives the step of every cut of a model under a schedule. Measured: two
-workers over raypar's own transport, the default, the cut by number of layers and those that are predicted to be the next best,
-in turn. A round runs each of them once. Exit code 1 if the default is more than 2 % slower than the best, in either.
+Predicted: layers are timed once; then every cut (all split points of a plan) is simulated under a schedule. Measured: two
+workers over raypar's own transport run the default, the cut by number of layers and the next best predicted ones, in turn; a
+round runs each of them once. Exit code 1 if the default is more than 2 % slower than the best, predicted or measured.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Cell:
     schedule: str
     workers: int
     even: tuple[int, ...]
-    """Split points by number of layers."""
+    """Split points with nearly equal numbers of layers."""
     default: tuple[int, ...]
-    """Those that a run takes."""
+    """Split points that a run takes."""
     predicted_ms: dict[tuple[int, ...], float]
     """Split points -> predicted step; all of them, the fastest first."""
 
@@ -80,8 +80,8 @@ class Cell:
         return next(iter(self.predicted_ms))
 
     @property
-    def off(self) -> float:
-        """By how much the default is predicted to be slower than the best."""
+    def slowdown(self) -> float:
+        """By how much the default is predicted to be slower than the best, as a fraction."""
         return self.predicted_ms[self.default] / self.predicted_ms[self.best] - 1
 
 
@@ -113,7 +113,7 @@ def predict_all_cuts(model: str, profile: ModelProfile, schedule: str, workers: 
 
 
 def measure(cell: Cell, given: argparse.Namespace) -> dict[str, Any]:
-    """Seconds a step by cut, one number a round; and which of them was the fastest."""
+    """Seconds per step of each cut, one number a round, and which cut was the fastest."""
     others = [points for points in cell.predicted_ms if points not in (cell.default, cell.even)]
     kept = list(dict.fromkeys([cell.default, cell.even, *others]))[:CONTENDERS]
     work = MODELS[cell.model]
@@ -151,7 +151,7 @@ def measure(cell: Cell, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def predicted_text(cells: list[Cell]) -> tuple[list[str], bool]:
-    """For people; and whether the limit holds."""
+    """(parts of the results page, whether the limit holds)."""
     rows = [
         [
             cell.model,
@@ -160,11 +160,11 @@ def predicted_text(cells: list[Cell]) -> tuple[list[str], bool]:
             f"{list(cell.even)}: {cell.predicted_ms[cell.even]:.1f}",
             f"{list(cell.default)}: {cell.predicted_ms[cell.default]:.1f}",
             f"{list(cell.best)}: {cell.predicted_ms[cell.best]:.1f}",
-            f"{cell.off:.1%}",
+            f"{cell.slowdown:.1%}",
         ]
         for cell in cells
     ]
-    good = all(cell.off <= WITHIN for cell in cells)
+    good = all(cell.slowdown <= WITHIN for cell in cells)
     header = ["model", "schedule, workers", "cuts", "by number of layers: ms", "default: ms", "best of all: ms", "off by"]
     told = [
         "## Predicted",
@@ -177,7 +177,7 @@ def predicted_text(cells: list[Cell]) -> tuple[list[str], bool]:
 
 
 def measured_text(found: list[dict[str, Any]], given: argparse.Namespace) -> tuple[list[str], bool]:
-    """For people; and whether the limit holds."""
+    """(parts of the results page, whether the limit holds)."""
     told = [
         "## Measured",
         f"Two workers, one thread each, over raypar's own transport; {given.rounds} rounds of {given.steps} steps of each cut "

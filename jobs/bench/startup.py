@@ -1,12 +1,12 @@
-"""How long, and how much work, is it from `raypar train jobs/quickstart.yaml` to its first step?
+"""Processor time and seconds from `raypar train jobs/quickstart.yaml` to its first step.
 
 `python jobs/bench/startup.py [--old OLD] [--rounds 5] [--cold] [--json] [--log FILE] [--page FILE]`: starts the job so many
-times, to its first step, and reads the processor time of every process of the run when each stage of the start-up is over. OLD:
-a checkout of an older commit (`git worktree add OLD COMMIT`), started in turn with this one. A first start of each is not
+times, stops it after its first step, and reads the processor time of every process at the end of each phase of the start-up.
+OLD: a checkout of an older commit (`git worktree add OLD COMMIT`), started in turn with this one. A first start of each is not
 counted: it fills the page cache and compiles raypar's files. `--cold`: empty the page cache before each start (as root).
 
-Processor time of processes that have ended meanwhile counts where Linux adds it: with the process that waited for them. Exit
-code 1 when a median of this commit is over its limit: 32 processor-seconds in all, 4 a worker, 20 s.
+Linux adds the processor time of an ended process to the process that waited for it, so it counts there. Exit code 1 if a median
+of this commit exceeds its limit: 32 processor-seconds in all, 4 a worker, 20 s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from harness import ROOT, BenchError, environment, page, table
 
 JOB = "jobs/quickstart.yaml"
 STAGES = ("read", "checked", "planned", "connected", "started", "built")
-"""Stages of the start-up, as `--json` names them; the first step ends the last phase."""
+"""Stages of the start-up, as `--json` names them. Each ends a phase; the first step ends the last phase."""
 FIRST_STEP = "first step"
 PHASES = (*STAGES, FIRST_STEP)
 WORKER = "worker"
@@ -58,7 +58,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass
 class Start:
-    """One start: when each phase was over, and the processor time of each process by then."""
+    """One start: when each phase ended, and the processor time of each process until then."""
 
     wall_s: dict[str, float] = field(default_factory=dict)
     """Phase -> seconds since the command was started."""
@@ -80,7 +80,7 @@ class Start:
 
 
 def measure(root: Path) -> Start:
-    """Start the job of a checkout; returns when its first step is over, and its processes have ended."""
+    """Run the job of a checkout up to its first step; returns when all its processes have ended."""
     with tempfile.TemporaryDirectory(prefix="rp-") as folder, tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, "-m", "raypar", "train", JOB, "--json", "--stop-at-step", "1", "--set", f"run_dir={folder}"]
         env = {**os.environ, "PYTHONPATH": str(root), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -96,7 +96,7 @@ def measure(root: Path) -> Start:
                 phase = {"stage": event.get("stage"), "step": FIRST_STEP}.get(event["kind"])
                 if phase in PHASES and phase not in start.wall_s:
                     start.wall_s[phase] = time.monotonic() - begin_s
-                    start.cpu_s[phase] = note_processes(start.kinds)
+                    start.cpu_s[phase] = read_processor_seconds(start.kinds)
             code = process.wait()
         finally:
             watch.cancel()
@@ -109,8 +109,8 @@ def measure(root: Path) -> Start:
         return start
 
 
-def note_processes(kinds: dict[int, str]) -> dict[int, float]:
-    """Processor-seconds of every descendant of this process, children that it has waited for included; notes their kinds."""
+def read_processor_seconds(kinds: dict[int, str]) -> dict[int, float]:
+    """Descendant of this process -> its processor-seconds, with those of children it has waited for. Fills in `kinds`."""
     parents, seconds = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -134,7 +134,7 @@ def note_processes(kinds: dict[int, str]) -> dict[int, float]:
 
 
 def reap() -> None:
-    """Wait for orphans of the run, which Linux gives to this process; end those that do not end by themselves."""
+    """Wait for orphans of the run, whose parent is now this process; kill those that do not end within 20 s."""
     deadline = time.monotonic() + 20.0
     while True:
         try:
@@ -155,7 +155,7 @@ def drop_page_cache() -> None:
 
 
 def report(starts: dict[str, list[Start]]) -> tuple[str, bool]:
-    """Tables of all sides, and whether the last side, this commit, keeps the limits."""
+    """(tables of all commits, whether the last one, this commit, keeps the limits)."""
     whole = {side: [sum(s.cpu_s[FIRST_STEP].values()) for s in of_side] for side, of_side in starts.items()}
     worker = {side: [max(s.workers()) for s in of_side] for side, of_side in starts.items()}
     wall = {side: [s.wall_s[FIRST_STEP] for s in of_side] for side, of_side in starts.items()}

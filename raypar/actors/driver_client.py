@@ -57,10 +57,12 @@ class RunEnd:
     """The error of a failed run."""
 
 
-def follow_run(request: RunRequest, tell: Callable[[dict[str, Any]], None], heard: Callable[[], None] = lambda: None) -> RunEnd:
+def follow_run(
+    request: RunRequest, tell: Callable[[dict[str, Any]], None], on_answer: Callable[[], None] = lambda: None
+) -> RunEnd:
     """Run a request on the Ray cluster this process is connected to, until the run is over; `tell` gets every event.
 
-    `heard` is called with every answer of the driver.
+    `on_answer` is called with every answer of the driver.
 
     The first Ctrl-C (SIGTERM, SIGHUP) asks the driver to save and end, the second one removes everything at once.
     Raises `ActiveError` when a run of this name is active already, `WorkerLost` when the driver itself is lost.
@@ -85,7 +87,7 @@ def follow_run(request: RunRequest, tell: Callable[[dict[str, Any]], None], hear
         raise active_run_error(request.run) from error
     try:
         with collecting_signals() as asked:
-            return _follow(driver, request, tell, asked, heard)
+            return _follow(driver, request, tell, asked, on_answer)
     finally:
         remove_run_from_cluster(driver, request.run)
 
@@ -147,10 +149,10 @@ def _follow(
     request: RunRequest,
     tell: Callable[[dict[str, Any]], None],
     asked: list[str],
-    heard: Callable[[], None] = lambda: None,
+    on_answer: Callable[[], None] = lambda: None,
 ) -> RunEnd:
     """Follow the run until it ends; returns how. Every event is told once. `asked`: the signals received so far."""
-    return RunFollower(driver, request, tell, asked, heard).follow()
+    return RunFollower(driver, request, tell, asked, on_answer).follow()
 
 
 class RunFollower:
@@ -162,7 +164,7 @@ class RunFollower:
         request: RunRequest,
         tell: Callable[[dict[str, Any]], None],
         asked: list[str],
-        heard: Callable[[], None] = lambda: None,
+        on_answer: Callable[[], None] = lambda: None,
     ) -> None:
         self.driver = driver
         """The driver actor."""
@@ -170,7 +172,7 @@ class RunFollower:
         """What the driver was asked to run."""
         self.tell = tell
         """Gets every event of the run, once."""
-        self.heard = heard
+        self.on_answer = on_answer
         """Called with every answer of the driver."""
         self.asked = asked
         """Signals received: the first one asks the driver to save and end, the second one ends the run at once."""
@@ -239,7 +241,7 @@ class RunFollower:
             self._wait_for_restart(error)
             return []
         self.lost_s, self.patience_s = None, DRIVER_SILENT_S
-        self.heard()
+        self.on_answer()
         return list(events)
 
     def _wait_for_restart(self, error: RayActorError) -> None:

@@ -18,7 +18,7 @@ class EventFeed:
         self.heard_s = time.monotonic()
         """When the client last polled."""
         self.told_s = time.monotonic()
-        """When an event was last told that does not only say what is waited for."""
+        """When the last event was added that was not of kind `waiting_for`."""
         self._kept: list[dict[str, Any]] = []
         """Events that the client may not have received."""
         self._heard = 0
@@ -32,7 +32,7 @@ class EventFeed:
         self._add(kind, facts)
 
     def tell_wait(self, text: str) -> None:
-        """Add an event that says what the run waits for; for people at a terminal, who are told nothing else meanwhile."""
+        """Add an event of kind `waiting_for`: what the run waits for, while there is nothing else to tell."""
         self._add("waiting_for", {"text": text})
 
     def _add(self, kind: str, facts: Mapping[str, Any]) -> None:

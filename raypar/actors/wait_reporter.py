@@ -1,4 +1,4 @@
-"""Tells the client what the driver waits for, whenever nothing else has been told for a while."""
+"""Tells the client what the driver waits for, whenever the client has been told nothing else for a while."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.wait_announcements import SILENCE_S, WaitAnnouncer, describe_waited_workers
 from raypar.worker.process.thread_activity import WAITING_FOR_WORKERS, describe_thread_activity
 
-LOOK_S = 0.5
-"""Time from one look to the next."""
-ANSWER_S = 1.0
-"""How long a worker may take to say what it is doing."""
-STEPS = 2.0
-"""A silence during training is longer than so many of the longest step."""
+POLL_S = 0.5
+"""Time from one check for a silence to the next."""
+ANSWER_TIMEOUT_S = 1.0
+"""How long a worker may take to answer what it is doing."""
+SILENT_STEPS = 2.0
+"""During training a silence counts only if it is longer than this many times the longest recent step."""
 
 
 @dataclass
 class WaitReporter:
-    """Looks for silences from the start of a driver to the end of its run."""
+    """Reports silences from the start of a driver to the end of its run."""
 
     parts: DriverParts
     """The objects of the driver."""
     announcer: WaitAnnouncer = field(default_factory=WaitAnnouncer)
     """Decides when a line is due."""
-    asking: dict[int, asyncio.Future[str]] = field(default_factory=dict)
-    """Worker -> the question what it is doing, if that was not answered at the last look."""
+    pending: dict[int, asyncio.Future[str]] = field(default_factory=dict)
+    """Worker -> call of its `activity` that had not been answered at the last check."""
 
     async def watch(self) -> None:
-        """Tell what is waited for until the run is over."""
+        """Report what is waited for until the run is over."""
         parts = self.parts
         while parts.machine.phase is not Phase.OVER:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             since_s, patience_s = parts.feed.told_s, self._patience_s()
             if time.monotonic() - since_s < patience_s:
                 continue
             doing = await self._what_is_waited_for()
-            line = self.announcer.line(doing, time.monotonic(), since_s, patience_s)
+            line = self.announcer.due_line(doing, time.monotonic(), since_s, patience_s)
             if line is not None and parts.feed.told_s == since_s:
                 parts.feed.tell_wait(line)
 
     def _patience_s(self) -> float:
-        """How long nothing may be told: steps that take long have a progress line each."""
+        """How long a silence may last. Longer where steps are long: each of them ends with a progress line anyway."""
         longest_s = self.parts.machine.step_times.longest_s(len(self.parts.machine.membership.members) or 1)
-        return max(SILENCE_S, STEPS * (longest_s or 0.0))
+        return max(SILENCE_S, SILENT_STEPS * (longest_s or 0.0))
 
     async def _what_is_waited_for(self) -> str | None:
-        """Workers that have not answered a call, or that start; else what a thread for files and callbacks is doing."""
+        """What workers that owe an answer or still start up are doing; else what a thread for files or callbacks does."""
         parts = self.parts
         waited = {number for number in parts.calls.unanswered if number in parts.pool.workers}
         waited = waited or {number for number in parts.pool.workers if number not in parts.registry.hellos}
@@ -64,13 +64,13 @@ class WaitReporter:
         return describe_waited_workers({**silent, **said}, plan.world, WAITING_FOR_WORKERS)
 
     async def _ask(self, workers: dict[int, Any]) -> dict[int, str]:
-        """Worker -> what it is doing, of those that answer in time. Nobody is asked again before he has answered."""
-        asking = self.asking
+        """Worker -> what it is doing, for those that answer in time. A worker with a call still pending is not called again."""
+        pending = self.pending
         for number, worker in workers.items():
-            if number not in asking:
-                asking[number] = asyncio.ensure_future(asyncio.wrap_future(worker.activity.remote().future()))
-        await asyncio.wait([asking[number] for number in workers], timeout=ANSWER_S)
-        ended = {number: asked for number, asked in asking.items() if asked.done()}
-        self.asking = {number: asked for number, asked in asking.items() if not asked.done()}
+            if number not in pending:
+                pending[number] = asyncio.ensure_future(asyncio.wrap_future(worker.activity.remote().future()))
+        await asyncio.wait([pending[number] for number in workers], timeout=ANSWER_TIMEOUT_S)
+        ended = {number: asked for number, asked in pending.items() if asked.done()}
+        self.pending = {number: asked for number, asked in pending.items() if not asked.done()}
         answered = {number: asked.result() for number, asked in ended.items() if asked.exception() is None}
         return {number: doing for number, doing in answered.items() if number in workers}

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.config import load_job
     from raypar.launch.chosen_plan import make_custom_schedule_builder
     from raypar.plan import MicrobatchRouting
-    from raypar.plan.recomputation import add_recomputation
+    from raypar.plan.recomputation import apply_recompute_policy
     from raypar.user_code import make_importable
     from raypar.worker.process.torch_state_guard import TorchStateGuard
     from raypar.worker.run_in_one_process import OneProcessRun
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     guard = TorchStateGuard(spec.threads)
     with guard.watching(f"the model function {spec.model.label}"):
         graph = make_layer_graph(spec)
-    plan = add_recomputation(job.to_plan(len(graph.layers)), job.recompute, [layer.name for layer in graph.layers])
+    plan = apply_recompute_policy(job.to_plan(len(graph.layers)), job.recompute, [layer.name for layer in graph.layers])
     if place is not None:
         sizes = (min(args.steps, spec.steps), len(plan.stages), spec.microbatches)
         if not all(0 <= at < size for at, size in zip(place, sizes, strict=True)):

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
         found["stage_balance"] = stage_balance_as_dict(shown.balance)
         parts.append(stage_balance_text(shown.balance))
-    elif args.no_profile and job.leaves_cuts_open and plan.has_other_cuts:
+    elif args.no_profile and job.leaves_cuts_open and plan.has_movable_split_points:
         parts.append("stages cut by number of layers; without --no-profile, and in a run, measured times decide")
     if shown.choice is not None:
         from raypar.planner.plan_report import plan_report, plan_report_as_dict
@@ -165,12 +165,12 @@ def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool, 
     over its shards.
     """
     from raypar.launch.chosen_plan import make_custom_schedule_builder
-    from raypar.plan.recomputation import add_recomputation
+    from raypar.plan.recomputation import apply_recompute_policy
     from raypar.planner.plan_search import balance_stages
     from raypar.schedule.validate import validate_schedule
     from raypar.worker.measure_profile import profile_job
 
-    plan = add_recomputation(job.to_plan(len(graph.layers)), job.recompute, [layer.name for layer in graph.layers])
+    plan = apply_recompute_policy(job.to_plan(len(graph.layers)), job.recompute, [layer.name for layer in graph.layers])
     build = make_custom_schedule_builder(job)
     profile, counts = None, {stage.shards for stage in plan.stages}
     schedule, routing = None, MicrobatchRouting(plan, spec.batching)
@@ -184,7 +184,7 @@ def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool, 
             check_model_can_shard(spec, preflight(spec), plan)
         profile = profile_job(spec, workers=plan.world, graph=graph, shards=counts, recompute=plan.recompute)
         profile = with_memory(profile, memory_mib)
-        if job.leaves_cuts_open and plan.has_other_cuts:
+        if job.leaves_cuts_open and plan.has_movable_split_points:
             balance = balance_stages(profile, plan, build or job.schedule_name, spec.batching)
             schedule = build(MicrobatchRouting(balance.plan, spec.batching)) if build is not None else None
             return ShownPlan(balance.plan, job.schedule_name, profile, schedule, balance=balance)
@@ -260,7 +260,7 @@ def plan_as_dict(
     `sizes`: of each layer; `held`: what a worker holds of each layer, by (number of shards, shard).
     """
     from raypar.schedule import registry
-    from raypar.schedule.recomputation import stages_that_keep_activations
+    from raypar.schedule.recomputation import stages_not_worth_recomputing
 
     routing = MicrobatchRouting(plan, cut)
     orders = registry.build_schedule(name, routing) if schedule is None else schedule
@@ -273,18 +273,18 @@ def plan_as_dict(
         "parameters": sum(layer.parameters for layer in sizes),
         "recompute": list(plan.recompute),
         "recomputed": describe_recomputed_layers(plan.recompute, [layer.name for layer in sizes]),
-        "stages_that_keep_activations": list(stages_that_keep_activations(orders, plan)),
+        "stages_that_keep_activations": list(stages_not_worth_recomputing(orders, plan)),
         "workers": workers,
         "imbalance": max(w["share"] for w in workers) - 1,
     }
     if profile is not None:
-        from raypar.planner.memory_sheet import memory_sheets, plans_that_fit
+        from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
         from raypar.planner.plan_search import predict_step
 
         timeline, memory = predict_step(profile, plan, schedule or name, cut)
         sheets = memory_sheets(profile, plan, schedule or name, cut)
         if profile.memory_bytes is not None and max(memory) > profile.memory_bytes:
-            advice = plans_that_fit(profile, plan, schedule or name, cut, profile.memory_bytes)
+            advice = describe_changes_that_fit(profile, plan, schedule or name, cut, profile.memory_bytes)
             found["does_not_fit"] = {"worker_bytes": profile.memory_bytes, "advice": advice}
         found |= {
             "memory_sheet": [{**sheet.state, **sheet.kept} for sheet in sheets],
@@ -390,11 +390,12 @@ def plan_as_text(found: dict[str, Any]) -> str:
 
 def recomputation_lines(found: dict[str, Any]) -> list[str]:
     """The line that says what is recomputed; none without recomputation. `found`: from `plan_as_dict`."""
+    from raypar.schedule.recomputation import describe_stages_not_worth_recomputing
+
     if not found["recomputed"]:
         return []
-    kept = ", ".join(map(str, found["stages_that_keep_activations"]))
-    but = f"; not on stage {kept}, where each backward follows its forward at once: nothing is gained" if kept else ""
-    return [f"recomputed in the backward pass: {found['recomputed']}{but}"]
+    kept = describe_stages_not_worth_recomputing(found["stages_that_keep_activations"])
+    return [f"plan.recompute names {found['recomputed']}{f'; {kept}' if kept else ''}"]
 
 
 def memory_sheet_lines(found: dict[str, Any]) -> list[str]:

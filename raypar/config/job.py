@@ -1,4 +1,4 @@
-"""A job as a `Job`: its keys and sections with their types, defaults and checks, and the plain values that are made of it."""
+"""The pydantic model of a job, `Job`: its keys and sections with their types, defaults and checks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from pydantic import (
     model_validator,
 )
 
-from raypar.config.findings import AUTO, GIVEN, all_sections, config_error
 from raypar.config.plain_values import is_importable_name, to_plain_values
+from raypar.config.validation_errors import AUTO, GIVEN, config_error, walk_sections
 from raypar.errors import ConfigError, PlanError
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
 from raypar.plan.recomputation import RecomputePolicy
 from raypar.run_folder_checks import MAX_STEPS
 from raypar.safe_yaml import dump_yaml, parse_yaml
+from raypar.traceback_filter import without_raypar_frames
 from raypar.untrusted_files import shorten
-from raypar.user_frames import hide_own_frames
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Precision, Ref, ValidationSpec
 from raypar.worker.weights_source import InitialWeightsFile
 
@@ -56,13 +56,13 @@ class _Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    @hide_own_frames
+    @without_raypar_frames
     def __init__(self, **given: Any) -> None:
         """A section made from Python: `PlanConfig(stages=2)`. Raises `ConfigError`."""
         try:
             super().__init__(**given)
         except ValidationError as error:
-            inside = next((path for path, section in all_sections(Job) if section is type(self)), ())
+            inside = next((path for path, section in walk_sections(Job) if section is type(self)), ())
             raise config_error(error.errors(), inside, Job, of_trainer=True) from None
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # sections in a tree are validated without it
@@ -221,15 +221,16 @@ class PlanConfig(_Section):
         """Number of workers of the plan."""
         return sum(r * s for r, s in zip(self.replicas_per_stage, self.shards_per_stage, strict=True))
 
-    _whole: ParallelPlan | None = PrivateAttr(default=None)
-    """The plan itself, if it was given as a `ParallelPlan`."""
+    _parallel_plan: ParallelPlan | None = PrivateAttr(default=None)
+    """The `ParallelPlan` that the section was made from, if it was."""
 
     @property
-    def has_no_text(self) -> list[str]:
-        """What of the section no job file can say, in words."""
-        if self._whole is None or not self._whole.recompute or self.recompute == "full":
+    def unwritable_parts(self) -> list[str]:
+        """A line for each part of the section that no job file can express."""
+        plan = self._parallel_plan
+        if plan is None or not plan.recompute or self.recompute == "full":
             return []
-        return [f"plan.recompute has numbers of layers, {list(self._whole.recompute)}: a job file has patterns of their names"]
+        return [f"plan.recompute has numbers of layers, {list(plan.recompute)}: a job file has patterns of their names"]
 
     def describe(self) -> str:
         """The plan's shape as text: `2 stages x 2 replicas`."""
@@ -280,7 +281,7 @@ class PlanConfig(_Section):
                 f"the plan has its stages on positions {positions}, and schedule {schedule} on {theirs}",
                 cure="give schedule= the name of the schedule that the plan is for",
             )
-        made._whole = plan
+        made._parallel_plan = plan
         return made
 
     def to_plan(self, layers: int) -> ParallelPlan:
@@ -290,13 +291,13 @@ class PlanConfig(_Section):
         """
         from raypar.schedule.registry import placement_of_schedule, resolve_chunks_per_worker
 
-        if self._whole is not None:
-            if self._whole.stages[-1].last != layers:
+        if self._parallel_plan is not None:
+            if self._parallel_plan.stages[-1].last != layers:
                 raise PlanError(
-                    f"the plan is for {self._whole.stages[-1].last} layers, and the model has {layers}",
+                    f"the plan is for {self._parallel_plan.stages[-1].last} layers, and the model has {layers}",
                     cure="make the plan for the model's layers, or give its section: plan={'stages': ...}",
                 )
-            return self._whole
+            return self._parallel_plan
         return ParallelPlan.of(
             self.replicas_per_stage,
             self.shards_per_stage,
@@ -564,7 +565,7 @@ class Job(_Section):
 
     @property
     def leaves_cuts_open(self) -> bool:
-        """Whether the job gives a plan, but not where its layers are cut into stages."""
+        """Whether the job gives a plan without `cuts`, so that measured times decide them."""
         return isinstance(self.plan, PlanConfig) and self.plan.cuts is None
 
     def to_plan(self, layers: int) -> ParallelPlan:

@@ -1,4 +1,4 @@
-"""A job's values as YAML has them: sections as dicts, callables as `module:name`."""
+"""Converts a job to plain values for YAML: sections to dicts, callables to `module:name`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_importable_name(text: str) -> bool:
 
 
 def to_plain_values(section: BaseModel) -> tuple[Any, list[str]]:
-    """(the section as plain values, in words what of it has no such form)."""
+    """(the section as plain values, a line for each part of it that has no plain form)."""
     unwritable: list[str] = []
     return _plain_value(section, "", unwritable), unwritable
 
@@ -34,7 +34,7 @@ def _plain_value(value: Any, key: str, unwritable: list[str], depth: int = 0) ->
         unwritable.append(f"{shorten(key)} has more than {MAX_DEPTH} levels within each other")
         return None
     if isinstance(value, BaseModel):
-        unwritable += getattr(value, "has_no_text", [])
+        unwritable += getattr(value, "unwritable_parts", [])
         value = {name: part for name, part in value if part is not None}
         if callable(value.get("function")):
             value["function"] = _function_name(value["function"], f"{key}.function", unwritable)
@@ -55,15 +55,15 @@ def _plain_value(value: Any, key: str, unwritable: list[str], depth: int = 0) ->
 
 
 def _function_name(function: Callable[..., Any], key: str, unwritable: list[str]) -> str | None:
-    """`module:name`; None, and a line in `unwritable`, if there is no such name."""
-    name = import_name(function)
+    """`module:name`; None, with a line in `unwritable`, if the function cannot be imported by name."""
+    name = importable_name(function)
     if name is None:
         unwritable.append(f"{key} is {_describe_callable(function)}")
     return name
 
 
-def import_name(function: Callable[..., Any]) -> str | None:
-    """`module:name` by which workers can import a function or class; None if there is no such name."""
+def importable_name(function: Callable[..., Any]) -> str | None:
+    """`module:name` by which workers can import a function or class; None if they cannot."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
         return None
@@ -76,7 +76,7 @@ def import_name(function: Callable[..., Any]) -> str | None:
 
 
 def _describe_callable(value: Callable[..., Any]) -> str:
-    """A callable without a name of its own, in words."""
+    """Words for a callable that cannot be imported by name."""
     name = getattr(value, "__qualname__", None)
     if name is None:
         held = getattr(value, "value", value)  # what a `Given` holds

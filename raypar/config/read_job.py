@@ -10,15 +10,15 @@ from typing import Any
 
 from pydantic import BaseModel, PositiveInt, ValidationError
 
-from raypar.config.findings import config_error, keys_of, sections_of
 from raypar.config.job import JOB_BYTES, RUN_NAME_CURE, Job, PlanConfig, Workers, _Section, is_run_name
+from raypar.config.validation_errors import config_error, keys_of, section_types
 from raypar.errors import ConfigError
 from raypar.safe_yaml import parse_yaml
 from raypar.untrusted_files import read_limited_text, repr_text, shorten
 
 
 class _RunArguments(_Section):
-    """Those arguments of `Trainer` that say how and where a job is run; used to check them."""
+    """The arguments of `Trainer` that say how and where a job is run; used to check them."""
 
     workers: Workers | None = None
     schedule: str | None = None
@@ -32,7 +32,7 @@ class _RunArguments(_Section):
 
 
 RUN_ARGUMENTS = tuple(_RunArguments.model_fields)
-"""Arguments of `Trainer` that are no keys of a job."""
+"""Arguments of `Trainer` that are not keys of a job."""
 
 
 def load_job(path: str | os.PathLike[str], overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> Job:
@@ -99,11 +99,11 @@ def check_run_arguments(given: Mapping[str, Any]) -> None:
         raise config_error(error.errors(), (), Job, of_trainer=True) from None
 
 
-def job_from_arguments(tree: Mapping[str, Any]) -> Job:
+def job_from_argument_tree(tree: Mapping[str, Any]) -> Job:
     """The checked job of `Trainer`'s arguments. Raises `ConfigError` or `PlanError`, as for the same keys of a job file.
 
-    `tree`: argument name -> value in the form that a job file has, but for callables in place of `module:name`. It may hold
-    arguments that are no keys of a job (`RUN_ARGUMENTS`); they are checked too.
+    `tree`: argument name -> value as in a job file, except that callables may stand in place of `module:name`. Arguments that
+    are not keys of a job (`RUN_ARGUMENTS`) are checked too.
     """
     found: list[Any] = []
     made: dict[type[BaseModel], Any] = {}
@@ -135,7 +135,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             key = _place(here, part, at)
         else:
             field = model.model_fields.get(part) if model is not None else None
-            model = next(sections_of(field.annotation), None) if field is not None else None
+            model = next(section_types(field.annotation), None) if field is not None else None
         if index == len(parts) - 1:
             here[key] = value
             return

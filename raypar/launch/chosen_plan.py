@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.plan.recomputation import RecomputePolicy, add_recomputation
+from raypar.plan.recomputation import RecomputePolicy, apply_recompute_policy
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ class ChosenPlan:
     profile: ModelProfile
     """Times and sizes of the layers, from which the step was predicted."""
     why: str = ""
-    """The planner's reasons, one or more lines; empty for a plan that was given whole."""
+    """The planner's reasons, one or more lines; empty for a plan that was given with its split points."""
     balance: StageBalance | None = None
-    """Where the layers were cut into stages, and why; None where the plan says it."""
+    """Which split points were chosen, and why; None for a plan that gives them itself."""
 
 
 PlanChooser = Callable[["PreflightResult"], ChosenPlan]
@@ -59,8 +59,8 @@ def choose_plan(
     """The given plan with its predicted step; without `plan`, the planner's choice for `workers` workers, with its reasons.
 
     `plan`: makes the plan from the number of layers. `make_schedule`: makes the schedule, where
-    the name alone is not enough (a file, a warmup). `recompute`: layers of the given plan to recompute; `none`: as it says
-    itself. `balanced`: the plan gives no split points, so measured times decide them.
+    the name alone is not enough (a file, a warmup). `recompute`: layers of the given plan to recompute; `none`: those
+    that the plan has itself. `balanced`: the plan gives no split points, so measured times decide them.
     """
     from raypar.planner.plan_report import plan_report, stage_balance_text
     from raypar.planner.plan_search import balance_stages, predict_step, search_plans
@@ -70,8 +70,7 @@ def choose_plan(
 
     fixed = plan(len(checked.graph.layers)) if plan is not None else None
     if fixed is not None:
-        fixed = add_recomputation(fixed, recompute, [layer.name for layer in checked.graph.layers])
-    if fixed is not None:
+        fixed = apply_recompute_policy(fixed, recompute, [layer.name for layer in checked.graph.layers])
         check_model_can_shard(spec, checked, fixed)
     profile = profile_job(
         spec,
@@ -86,7 +85,7 @@ def choose_plan(
         made = registry.build_schedule(choice.schedule, MicrobatchRouting(choice.plan, spec.batching))
         return ChosenPlan(choice.plan, choice.schedule, made, timeline, profile, plan_report(choice))
     why, balance = "", None
-    if balanced and fixed.has_other_cuts:
+    if balanced and fixed.has_movable_split_points:
         balance = balance_stages(profile, fixed, make_schedule or schedule, spec.batching)
         fixed, why = balance.plan, stage_balance_text(balance)
     routing = MicrobatchRouting(fixed, spec.batching)
@@ -150,17 +149,15 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
 
 
 def describe_recomputation(plan: ParallelPlan, schedule: Schedule) -> str:
-    """What a plan recomputes under a schedule, to follow its description; empty if it recomputes nothing."""
-    from raypar.schedule.recomputation import stages_that_keep_activations
+    """What a plan recomputes under a schedule, as text to append to its description; empty if it recomputes nothing."""
+    from raypar.schedule.recomputation import describe_stages_not_worth_recomputing, stages_not_worth_recomputing
 
     if not plan.recompute:
         return ""
-    text = f", recomputing {len(plan.recompute)} of {plan.stages[-1].last} layers"
-    kept = stages_that_keep_activations(schedule, plan)
-    if kept:
-        named = f"stage{'s' * (len(kept) > 1)} {', '.join(map(str, kept))}"
-        text += f" (not on {named}, where each backward follows its forward at once: nothing would be gained)"
-    return text
+    kept = stages_not_worth_recomputing(schedule, plan)
+    recomputed = len(plan.recompute) - sum(len(plan.recomputed_layers(stage)) for stage in kept)
+    text = f", recomputing {recomputed} of {plan.stages[-1].last} layers"
+    return f"{text} ({describe_stages_not_worth_recomputing(kept)})" if kept else text
 
 
 def plan_json(chosen: ChosenPlan) -> str:

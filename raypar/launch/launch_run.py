@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.atomic_write import write_text_atomically
 from raypar.errors import InputError, UserCodeError
+from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan
 from raypar.launch.generated_text import generate_text_with_checkpoint
 from raypar.launch.make_run_request import make_run_request
 from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions
-from raypar.launch.silence_watch import SilenceWatch
 from raypar.run_folder import RunFolder
 from raypar.user_code import error_text, recording_ctrl_c, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
@@ -38,9 +38,9 @@ def launch_run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions
     `tell` gets every event. The first ones (kind `stage`) report the progress of the start-up; those of kind `waiting_for` say
     what is waited for while nothing else is told.
     """
-    watch = SilenceWatch(tell)
-    with watch.watching(), keep_callers_state():
-        return _run(spec, choose, options, watch)
+    reporter = ActivityReporter(tell)
+    with reporter.reporting(), keep_callers_state():
+        return _run(spec, choose, options, reporter)
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def keep_callers_state() -> Iterator[None]:
         yield
 
 
-def _run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: SilenceWatch) -> Result:
+def _run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: ActivityReporter) -> Result:
     """See `launch_run`."""
     spec, chosen, make_request = _check_and_plan(spec, choose, options, tell)
     _tell_stage(tell, "planned", "\n".join([describe_chosen_plan(chosen), *_plan_notes(spec, chosen, options)]))
@@ -112,7 +112,7 @@ def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: ResultNeutralOptions
 
 
 def _connect_and_follow(
-    spec: JobSpec, chosen: ChosenPlan, make_request: MakeRequest, options: ResultNeutralOptions, tell: SilenceWatch
+    spec: JobSpec, chosen: ChosenPlan, make_request: MakeRequest, options: ResultNeutralOptions, tell: ActivityReporter
 ) -> Result:
     """Connect to Ray, make the run folder, and run. If the run ends before its first step the folder is removed."""
     from raypar.actors.cluster_info import cluster_capacity, require_capacity
@@ -139,7 +139,7 @@ def _connect_and_follow(
                 begun = begun or event["kind"] in ("step", "checkpoint")
                 tell(event)
 
-            return _follow(request, folder, tell_and_watch, tell.heard)
+            return _follow(request, folder, tell_and_watch, tell.note_driver_answer)
         finally:
             if not begun and not folder.metrics.exists():  # on a full disk metrics.jsonl may be missing after steps
                 shutil.rmtree(folder.path, ignore_errors=True)
@@ -151,8 +151,8 @@ def _most_workers(chosen: ChosenPlan, options: ResultNeutralOptions) -> int:
     return most if elastic is None else max(most, elastic.max_workers or 0) + elastic.standbys
 
 
-def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler, heard: Callable[[], None]) -> Result:
-    """Run the request to its end; returns the result, gathered from the events. `heard`: see `follow_run`."""
+def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler, on_answer: Callable[[], None]) -> Result:
+    """Run the request to its end; returns the result, gathered from the events. `on_answer`: see `follow_run`."""
     from raypar.actors.driver_client import follow_run
 
     result = Result({}, str(folder.path), "failed", request.policy.steps_before_run, checkpoint_path=request.resume)
@@ -174,7 +174,7 @@ def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler, heard: C
             result.picture_path = event["path"]
         tell(event)
 
-    end = follow_run(request, gather, heard)
+    end = follow_run(request, gather, on_answer)
     result.end, result.done, result.why, result.error = end.end, end.done, end.why, end.error
     tell({"kind": "end", "end": end.end, "text": end.why, "done": end.done})
     return result

@@ -10,7 +10,7 @@ from typing import Any
 from raypar.atomic_write import write_text_atomically
 from raypar.errors import Interrupted, RayparError
 from raypar.run_folder import ERROR_FILE, resume_argument
-from raypar.user_frames import WHOLE, show_users_frames, shows_all_frames, whole_text
+from raypar.traceback_filter import TRACEBACK_VARIABLE, full_traceback, remove_raypar_frames, shows_raypar_frames
 
 
 @dataclass
@@ -62,18 +62,22 @@ class Result:
         return pandas.DataFrame(self.history)
 
 
-def keep_whole_error(result: Result) -> None:
-    """Write a failed run's error with all frames into its folder, if that is still there; leave raypar's out of the error."""
+def keep_full_error(result: Result) -> None:
+    """Write the full traceback of a failed run into its folder, if it still exists; remove raypar's frames from the error."""
     error, folder = result.error, Path(result.path)
     if error is None:
         return
-    text, kept = whole_text(error).encode(errors="backslashreplace").decode(), False  # a file's name may be no text
+    text, kept = full_traceback(error).encode(errors="backslashreplace").decode(), False  # a file's name may be no text
     with contextlib.suppress(OSError, RayparError):  # a full disk must not hide the error
         if folder.is_dir():
             write_text_atomically(folder / ERROR_FILE, text)
             kept = True
-    if isinstance(error, RayparError) and not shows_all_frames() and show_users_frames(error):
-        where = f"raypar's own frames are in {folder / ERROR_FILE}" if kept else f"{WHOLE}=whole shows raypar's own frames too"
+    if isinstance(error, RayparError) and not shows_raypar_frames() and remove_raypar_frames(error):
+        where = (
+            f"raypar's own frames are in {folder / ERROR_FILE}"
+            if kept
+            else f"{TRACEBACK_VARIABLE}=whole shows raypar's own frames too"
+        )
         error.cure = f"{error.cure}; {where}" if error.cure else where
         error.args = (error.what, error.cure)
 
@@ -81,10 +85,10 @@ def keep_whole_error(result: Result) -> None:
 def raise_run_failure(result: Result) -> None:
     """Raise the error of a failed run, or `Interrupted`; do nothing for a run that is done or was stopped.
 
-    Of the user's code the error shows the user's frames only; `error.txt` in the run folder has all.
+    The error shows no frames of raypar; `error.txt` in the run folder has the full traceback.
     """
     if result.end == "failed":
-        keep_whole_error(result)
+        keep_full_error(result)
         if isinstance(result.error, RayparError):
             result.error.exit_code = RayparError.exit_code  # the run had begun: failed, even where the input was bad
             raise result.error

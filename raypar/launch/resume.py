@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.atomic_write import explain_write_errors, file_has_content, replace_file_atomically, write_text_atomically
 from raypar.errors import CheckpointError, ConfigError
+from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions, result_neutral_options_from_job
-from raypar.launch.silence_watch import SilenceWatch
 from raypar.run_folder import ERROR_FILE, RunFolder
 from raypar.untrusted_files import explain_read_errors
 from raypar.user_code import make_importable
@@ -112,7 +112,7 @@ def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Checkpo
     """The run's last whole checkpoint; tells which ones were skipped. Raises `CheckpointError` if there is none."""
     from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint
 
-    with SilenceWatch(tell).watching():
+    with ActivityReporter(tell).reporting():
         checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_location)
     for line in skipped:
         tell({"kind": "warning", "text": line})
@@ -152,7 +152,7 @@ def find_checkpoint(given: Any, tell: EventHandler) -> CheckpointRef:
         raise CheckpointError(
             f"{checkpoint} is neither a checkpoint nor a run", cure="give a folder runs/NAME/checkpoints/step_..."
         )
-    with SilenceWatch(tell).watching():
+    with ActivityReporter(tell).reporting():
         return verify_checkpoint(checkpoint).checkpoint
 
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from raypar.errors import ModelError
 from raypar.model.layer_skeletons import replace_tensors
 from raypar.model.model_function_allocations import uninitialised_fill_value
-from raypar.model.without_dynamo import references_without_dynamo, without_dynamo
+from raypar.model.without_dynamo import meta_operations_without_dynamo, without_dynamo
 
 T = TypeVar("T")
 
@@ -490,7 +490,7 @@ _GIVE_VALUES = {torch.Tensor.tolist, torch.Tensor.__repr__, torch.Tensor.__forma
 def run_with_deferred_init(call: Callable[[], T], small_bytes: int | None = None) -> tuple[T, OperationRecording]:
     """(what `call()` returns, with large tensors on the meta device; the recording of their values). Raises `Undeferrable`."""
     recording = OperationRecording(small_bytes)
-    with references_without_dynamo(), recording.record():
+    with meta_operations_without_dynamo(), recording.record():
         made = call()
     return made, recording
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.graph import Graph, Layer
-from raypar.model.without_dynamo import references_without_dynamo
+from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan import ModelOutline
 
 STATE_DTYPES = (
@@ -47,7 +47,7 @@ def canonical_names(graph: Graph) -> dict[str, str]:
 
 def build_on_meta(layer: Layer) -> nn.Module:
     """A new skeleton of the layer, the caller's own. Raises `ModelError` for a module that `refuse_unsupported` refuses."""
-    with references_without_dynamo(), torch.device("meta"):
+    with meta_operations_without_dynamo(), torch.device("meta"):
         module = layer.build()
     refuse_unsupported(layer.name, module)
     return module

@@ -1,7 +1,7 @@
 """Optimizers, dispatch modes and meta tensors of PyTorch without `torch._dynamo`, as long as nobody compiles anything.
 
-PyTorch imports it with the first of them in a process, only to tell it to leave these functions alone. That costs each process
-more than a second of a processor and 70 MiB.
+The first of them in a process makes PyTorch import dynamo, only to tell dynamo not to compile them. That costs each process
+more than a processor-second and 70 MiB.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _DISABLED = torch._disable_dynamo(lambda: None).__code__
 _STEP = _use_grad_for_differentiable(lambda: None).__code__
 """The code object of every `step` that sets the gradient mode between two breaks of dynamo's graph."""
 _REFERENCE_MODULES = ("torch._refs", "torch._decomp", "torch._prims", "torch._prims_common", "torch._meta_registrations")
-"""Where PyTorch keeps its operations on meta tensors that are written in Python; modules below them too."""
-_ANSWER = "__dynamo_disable"
-"""Attribute of a function in which `torch._disable_dynamo` keeps what it calls instead of the function."""
+"""Modules, with those below them, in which PyTorch implements operations on meta tensors in Python."""
+_DISABLED_VARIANT = "__dynamo_disable"
+"""Attribute of a function in which `torch._disable_dynamo` keeps the variant that it calls instead."""
 
 
 def without_dynamo(kind: T) -> T:
@@ -72,55 +72,55 @@ def _unless_loaded(method: Callable[..., Any], plain: Callable[..., Any]) -> Cal
 
 
 class _OpenContexts:
-    """How many contexts of `references_without_dynamo` are open in this process."""
+    """The open contexts of `meta_operations_without_dynamo` in this process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """Held while `count` and the functions' attributes change."""
+        """Held while `count` and the marks of functions change."""
         self.count = 0
-        """Number of open contexts, of all threads."""
-        self.answered: list[FunctionType] = []
-        """Functions that have got an answer until the last of them ends."""
+        """Number of open contexts in all threads."""
+        self.marked: list[FunctionType] = []
+        """Functions that carry the attribute `_DISABLED_VARIANT` until the last context is left."""
 
 
 _contexts = _OpenContexts()
 
 
 @contextlib.contextmanager
-def references_without_dynamo() -> Iterator[None]:
-    """Within: no operation on meta tensors imports `torch._dynamo`, unless it has been imported before.
+def meta_operations_without_dynamo() -> Iterator[None]:
+    """Context in which operations on meta tensors do not import `torch._dynamo`, unless it is imported already.
 
-    Each of these operations asks it once for a variant that is never compiled, and keeps the answer. Within, the answer is the
-    operation itself; afterwards there is none again, so that code which is compiled later finds PyTorch as it was. An operation
-    that is not found, in another release of PyTorch say, costs the time.
+    On its first call each such operation asks dynamo for a variant of itself that is never compiled, and keeps that in an
+    attribute. Here the attribute is set to the operation itself, and removed at the end, so that code which is compiled later
+    finds PyTorch unchanged. An operation that is not found, say in another release of PyTorch, imports dynamo as before.
     """
     with _contexts.lock:
         _contexts.count += 1
         if _contexts.count == 1 and "torch._dynamo" not in sys.modules:
-            _contexts.answered = [function for function in _references() if not hasattr(function, _ANSWER)]
-            for function in _contexts.answered:
-                setattr(function, _ANSWER, function)
+            _contexts.marked = [function for function in _references() if not hasattr(function, _DISABLED_VARIANT)]
+            for function in _contexts.marked:
+                setattr(function, _DISABLED_VARIANT, function)
     try:
         yield
     finally:
         with _contexts.lock:
             _contexts.count -= 1
             if _contexts.count == 0:
-                for function in _contexts.answered:
-                    if getattr(function, _ANSWER, None) is function:
-                        delattr(function, _ANSWER)
-                _contexts.answered = []
+                for function in _contexts.marked:
+                    if getattr(function, _DISABLED_VARIANT, None) is function:
+                        delattr(function, _DISABLED_VARIANT)
+                _contexts.marked = []
 
 
 @functools.cache
 def _references() -> tuple[FunctionType, ...]:
-    """The functions of PyTorch's reference modules that are wrapped in `torch._disable_dynamo`."""
+    """The functions of `_REFERENCE_MODULES` that are wrapped in `torch._disable_dynamo`."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(_REFERENCE_MODULES)]
     return tuple(_disabled_functions(value for module in modules for value in list(vars(module).values())))
 
 
 def _disabled_functions(values: Iterable[Any]) -> Iterator[FunctionType]:
-    """The functions below `torch._disable_dynamo` in the values, and in what their wrappers and tables hold."""
+    """The functions that `torch._disable_dynamo` wraps among the values, in tables and inside of other wrappers."""
     left, seen = list(values), set[int]()
     while left:
         value = left.pop()

@@ -57,7 +57,7 @@ class ParallelPlan:
     stages: tuple[StagePlan, ...]
     """The stages in layer order."""
     recompute: tuple[int, ...] = ()
-    """Indices of the layers whose activations the backward pass computes again, ascending. Results do not depend on it."""
+    """Indices of the recomputed layers, ascending: their activations are computed again for the backward."""
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -104,8 +104,8 @@ class ParallelPlan:
         """A plan whose stages all have `dp` replicas and `tp` shards, on `pp` positions.
 
         `layers`: number of layers, spread evenly (earlier stages may have one less); None: every stage has one layer. `cuts`:
-        the first layer of stages 1, 2, ..., if they are not to be even. `recompute`: indices of the layers whose activations
-        are computed again in the backward pass.
+        the first layer of stages 1, 2, ..., if they are not to be even. `recompute`: indices of the recomputed
+        layers.
         """
         if min(dp, pp, tp, chunks) < 1:
             raise PlanError(f"replicas {dp}, stages {pp}, shards {tp}, chunks {chunks}", cure="set all of them to 1 or more")
@@ -161,8 +161,8 @@ class ParallelPlan:
         return self.with_split_points(even_split_points(self.stages[-1].last, len(self.stages)))
 
     @property
-    def has_other_cuts(self) -> bool:
-        """Whether some layer could be in another stage, with the number of shards that it has."""
+    def has_movable_split_points(self) -> bool:
+        """Whether some split point could move without changing the number of shards of a layer."""
         return any(a.shards == b.shards and b.last - a.first > 2 for a, b in itertools.pairwise(self.stages))
 
     @cached_property
@@ -211,7 +211,7 @@ class ParallelPlan:
         return tuple(stage.shards for stage in self.stages for _ in range(stage.first, stage.last))
 
     def recomputed_layers(self, stage: int) -> tuple[int, ...]:
-        """Indices of the stage's layers whose activations are computed again."""
+        """Indices of the stage's recomputed layers."""
         return tuple(layer for layer in self.recompute if self.stages[stage].first <= layer < self.stages[stage].last)
 
     def replica_ranks(self, stage: int, shard: int = 0) -> tuple[int, ...]:

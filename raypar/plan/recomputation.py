@@ -1,4 +1,4 @@
-"""The layers whose activations a backward pass computes again, from what `plan.recompute` says."""
+"""Which layers are recomputed: the names and patterns of `plan.recompute` as layer indices."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from raypar.errors import PlanError
 from raypar.plan.parallel_plan import ParallelPlan
 
 RecomputePolicy = str | tuple[str, ...]
-"""`none`, `full`, or patterns of layer names."""
+"""`none`, `full`, or patterns of layer names (`*` and `?`)."""
 
 
 def resolve_recomputed_layers(policy: RecomputePolicy, names: Sequence[str]) -> tuple[int, ...]:
-    """Indices of the layers to recompute, ascending. `names`: of the model's layers, in order.
+    """Indices of the layers to recompute, ascending. `names`: the model's layer names, in order.
 
     Raises `PlanError` for a pattern that matches no layer.
     """
@@ -35,13 +35,13 @@ def resolve_recomputed_layers(policy: RecomputePolicy, names: Sequence[str]) -> 
     return tuple(i for i, name in enumerate(names) if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
 
 
-def add_recomputation(plan: ParallelPlan, policy: RecomputePolicy, names: Sequence[str]) -> ParallelPlan:
-    """The plan with the layers to recompute that the policy names; a plan whose own they are stays as it is under `none`."""
+def apply_recompute_policy(plan: ParallelPlan, policy: RecomputePolicy, names: Sequence[str]) -> ParallelPlan:
+    """The plan with the recomputed layers that the policy names. Under `none` the plan keeps those that it has itself."""
     return plan if policy == "none" else replace(plan, recompute=resolve_recomputed_layers(policy, names))
 
 
 def describe_recomputed_layers(layers: Sequence[int], names: Sequence[str]) -> str:
-    """The layers in words: `all 8 layers`, `3 of 8 layers: block0, block1, block2`. Empty where there are none."""
+    """The recomputed layers as text: `all 8 layers`, `3 of 8 layers: block0, block1, block2`; empty for none."""
     if not layers:
         return ""
     if len(layers) == len(names):

@@ -1,6 +1,6 @@
-"""The storages that layers keep for the backward of one microbatch, and their bytes in a stage of some of these layers.
+"""The storages that layers keep for the backward of one microbatch, and the bytes that a stage of such layers keeps.
 
-A storage that two layers of a stage both keep, as a layer's output that the next one saves as its input, counts once.
+A storage that two layers of a stage both keep counts once: for example an output that the next layer saves as its input.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH
 
 BATCH = -1
-"""In the place of a producing layer: a field of the batch."""
+"""Stands for the producing layer of a field of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,17 @@ class ReadStorage:
     producer: int
     """Index of the layer that writes it, or `BATCH`."""
     has_gradient: bool
-    """Whether it holds floating point values of another layer, which a stage that receives them keeps."""
+    """Whether it is a floating point value of another layer; a stage that receives such a value keeps it until the backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStorages:
-    """The storages that one layer (the last one with the loss) reads and keeps, by number; parameters and buffers aside."""
+    """Numbers of the storages that a layer reads and keeps, without parameters and buffers; the last one with the loss."""
 
     saved: tuple[int, ...]
-    """What its forward saves for its backward."""
+    """What autograd saves in its forward."""
     stash: tuple[int, ...]
-    """What the input half of its backward keeps for its weight gradients."""
+    """What `BackwardInput` keeps for its weight gradients."""
     reads: tuple[ReadStorage, ...]
     """What its forward reads."""
 
@@ -49,10 +49,10 @@ class KeptStorages:
     layers: tuple[LayerStorages, ...]
     """By layer."""
 
-    def bytes_of(self, first: int, last: int, recomputed: Collection[int] = ()) -> dict[str, int]:
-        """Kind of kept memory -> bytes that a stage of the layers [first, last) keeps for a microbatch.
+    def bytes_by_kind(self, first: int, last: int, recomputed: Collection[int] = ()) -> dict[str, int]:
+        """Kind of kept memory -> bytes that a stage of layers [first, last) keeps for a microbatch.
 
-        `recomputed`: indices of its layers of which the forward keeps the inputs only, and which are recomputed.
+        `recomputed`: indices of its recomputed layers.
         """
         here = range(first, last)
         received = {r.storage for i in here for r in self.layers[i].reads if r.has_gradient and r.producer not in here}
@@ -60,7 +60,7 @@ class KeptStorages:
         inputs = received | {r.storage for i in again for r in self.layers[i].reads if r.producer not in again}
         kept = received.union(*(self.layers[i].saved for i in here if i not in recomputed))
         saved_again = {storage for i in again for storage in self.layers[i].saved}
-        # What a recomputed layer makes again is another storage than that of its first forward, which a kept layer may keep.
+        # A recomputed output is a new storage, and another layer may still keep the storage of the first forward: both count.
         return {
             ACTIVATIONS: self._bytes(kept | (saved_again & inputs)) + self._bytes(saved_again - inputs),
             KEPT_INPUTS: self._bytes(kept | inputs),

@@ -30,7 +30,7 @@ class MemorySheet:
     state: Mapping[StateKind, int]
     """Kind of state -> its bytes."""
     kept: Mapping[str, int]
-    """Kind of memory kept for backward passes -> its bytes at the moment of a step when all kinds together take most."""
+    """Kind of memory kept for backward passes -> its bytes at the moment of the step when all kinds together take most."""
 
     @property
     def total(self) -> int:
@@ -47,7 +47,7 @@ class MemorySheet:
 def memory_sheets(
     profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches, zero: int = 0
 ) -> tuple[MemorySheet, ...]:
-    """By rank, what the workers of a plan are predicted to hold under a schedule (a name, or orders) and a ZeRO stage."""
+    """By rank, the predicted memory of a plan's workers under a schedule (its name, or its orders) and a ZeRO stage."""
     routing = MicrobatchRouting(plan, microbatches)
     orders = registry.build_schedule(schedule, routing) if isinstance(schedule, str) else schedule
     sizes, state = kept_bytes_by_kind(profile, routing, orders), state_bytes(profile, routing, zero)
@@ -69,62 +69,64 @@ def out_of_memory_advice(
     if profile.memory_bytes is not None:
         what += f"; when the job was planned, a worker had {format_mib(profile.memory_bytes)}"
         limit = min(limit, profile.memory_bytes)
-    return what, plans_that_fit(profile, plan, schedule, microbatches, limit)
+    return what, describe_changes_that_fit(profile, plan, schedule, microbatches, limit)
 
 
-def plans_that_fit(
+def describe_changes_that_fit(
     profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches, limit: int
 ) -> str:
-    """Changes to a plan after which its largest worker takes less than `limit` bytes, the nearest first, as a sentence."""
-    ways = list(_smaller(profile, plan, schedule, microbatches, limit))
+    """A sentence with changes to a plan that bring its largest worker below `limit` bytes, the smallest change first."""
+    ways = list(_changes_that_fit(profile, plan, schedule, microbatches, limit))
     if not ways:
         least = f"less than {format_mib(limit)} a worker"
         return (
-            f"no recomputation, more stages, other schedule or smaller microbatches are predicted to take {least}: "
+            f"neither recomputation nor more stages, another schedule or smaller microbatches are predicted to take {least}: "
             "use larger workers"
         )
     return f"predicted to fit: {'; or '.join(ways)}"
 
 
-def _smaller(
+def _changes_that_fit(
     profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches, limit: int
 ) -> Iterator[str]:
-    """The changes that fit: recomputation, which changes nothing else; then each other change, the smallest of its kind. Where
-    nothing fits with the plan's own recomputation, with everything recomputed."""
+    """Each change that fits, as text: full recomputation first, then other changes, the smallest of each kind.
+
+    The other changes are combined with full recomputation only if nothing fits without.
+    """
     found = False
     every = tuple(range(len(profile.layers)))
     if plan.recompute != every and isinstance(schedule, str):
-        most = _most(profile, replace(plan, recompute=every), schedule, microbatches)
+        most = _largest_worker_bytes(profile, replace(plan, recompute=every), schedule, microbatches)
         if most is not None and most < limit:
             found = True
             yield f"plan.recompute=full ({format_mib(most)} a worker, the same results)"
     for recompute in dict.fromkeys((plan.recompute, every)):
         beside = "" if recompute == plan.recompute else " with plan.recompute=full"
-        for way in _smaller_otherwise(profile, replace(plan, recompute=recompute), schedule, microbatches, limit, beside):
+        for way in _other_changes_that_fit(profile, replace(plan, recompute=recompute), schedule, microbatches, limit, beside):
             found = True
             yield way
         if found:
             return
 
 
-def _smaller_otherwise(
+def _other_changes_that_fit(
     profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches, limit: int, beside: str
 ) -> Iterator[str]:
-    """More stages, another schedule and more microbatches, the fewest whose largest worker stays below `limit` bytes.
+    """Each change that fits beside recomputation: the fewest more stages, 1F1B, and the fewest more microbatches.
 
-    `beside`: what else is changed, as text.
+    `beside`: what else is changed, for the text.
     """
     layers, replicas = len(profile.layers), max(stage.replicas for stage in plan.stages)
     shards = max(stage.shards for stage in plan.stages)
     for stages in range(plan.positions + 1, layers + 1):
         cuts = balanced_cuts(profile.work_sums(plan.recompute), stages)
         deeper = ParallelPlan.mesh(dp=replicas, pp=stages, tp=shards, layers=layers, cuts=cuts, recompute=plan.recompute)
-        most = _most(profile, deeper, "1f1b", microbatches)
+        most = _largest_worker_bytes(profile, deeper, "1f1b", microbatches)
         if most is not None and most < limit:
             yield f"plan.stages={stages} under 1f1b{beside} ({format_mib(most)} a worker)"
             break
     if schedule != "1f1b" and registry.schedule_fits_plan("1f1b", plan):
-        most = _most(profile, plan, "1f1b", microbatches)
+        most = _largest_worker_bytes(profile, plan, "1f1b", microbatches)
         if most is not None and most < limit:
             named = schedule if isinstance(schedule, str) else "the file's"
             yield f"schedule 1f1b instead of {named}{beside} ({format_mib(most)})"
@@ -132,7 +134,7 @@ def _smaller_otherwise(
     while count <= microbatches.batch_size and isinstance(schedule, str):
         parts = tuple(replace(x, activation_bytes=x.activation_bytes * microbatches.count // count) for x in profile.layers)
         finer = Microbatches(count, microbatches.blocks, microbatches.batch_size)
-        most = _most(replace(profile, layers=parts), plan, schedule, finer)
+        most = _largest_worker_bytes(replace(profile, layers=parts), plan, schedule, finer)
         if most is not None and most < limit:
             yield (
                 f"microbatches={count} instead of {microbatches.count}{beside} ({format_mib(most)}; another sum, so other bits)"
@@ -141,8 +143,10 @@ def _smaller_otherwise(
         count *= 2
 
 
-def _most(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches) -> int | None:
-    """Bytes of the largest worker; None where the schedule cannot run the plan."""
+def _largest_worker_bytes(
+    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, microbatches: Microbatches
+) -> int | None:
+    """Predicted memory of the largest worker in bytes; None if the schedule cannot run the plan."""
     try:
         return max(sheet.total for sheet in memory_sheets(profile, plan, schedule, microbatches))
     except PlanError:

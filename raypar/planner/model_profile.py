@@ -57,8 +57,8 @@ class ModelProfile:
     layer feeds the next. `step_ms`: what a step costs beyond compute, transfers and reduction (vote, call, data).
     `processors`: how many workers can compute at the same time, where all share one machine; None: all of them.
     `state`: what the model's tensors take; None: each layer is taken to have one tensor, of its bytes, cut evenly over shards.
-    `kept`: what layers keep for the backward, for each size of microbatch; empty: what each layer's profile says.
-    `recomputable`: indices of layers that were found to compute the same when their forward runs again; others were not tried.
+    `kept`: what layers keep for the backward, by size of microbatch; empty: each layer's `activation_bytes` are used instead.
+    `recomputable`: indices of the layers that passed the check for recomputation; the others failed it or were not checked.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -152,7 +152,7 @@ class ModelProfile:
         return {}
 
     def recompute_ms(self, plan: ParallelPlan, stage: int) -> float:
-        """Time in which one shard of a stage makes the dropped activations of one microbatch again."""
+        """Time that one shard of a stage takes to recompute the dropped activations of one microbatch."""
         place = plan.stages[stage]
         return sum(
             self.stage(replace(place, first=layer, last=layer + 1)).forward_ms for layer in plan.recomputed_layers(stage)
@@ -161,12 +161,12 @@ class ModelProfile:
     def kept_bytes(self, plan: ParallelPlan, stage: int, samples: int, *, recompute: bool) -> dict[str, int]:
         """Kind of kept memory -> bytes that one shard of a stage keeps for a microbatch of so many samples.
 
-        `recompute`: whether the stage's recomputed layers keep their inputs only; else they keep everything, as the others do.
+        `recompute`: whether the stage runs a `CheckpointedForward`; else its recomputed layers keep everything too.
         """
         place, recomputed = plan.stages[stage], plan.recomputed_layers(stage) if recompute else ()
         if self.kept:
             near = min(self.kept, key=lambda kept: abs(kept.samples - samples))
-            found = near.bytes_of(place.first, place.last, recomputed)
+            found = near.bytes_by_kind(place.first, place.last, recomputed)
             if samples and near.samples != samples:
                 found = {kind: nbytes * samples // near.samples for kind, nbytes in found.items()}
         else:
@@ -174,7 +174,7 @@ class ModelProfile:
         return {kind: nbytes // place.shards for kind, nbytes in found.items()}
 
     def _kept_bytes_of_layers(self, place: StagePlan, recomputed: tuple[int, ...]) -> dict[str, int]:
-        """`kept_bytes` where nothing is known but each layer's bytes: of a run of recomputed layers its inputs are kept."""
+        """`kept_bytes` from `activation_bytes` alone; of adjacent recomputed layers only the first one's inputs are kept."""
         here = range(place.first, place.last)
         every = sum(self.layers[i].activation_bytes for i in here)
         kept = sum(self.layers[i].activation_bytes for i in here if i not in recomputed)
@@ -219,7 +219,7 @@ class ModelProfile:
 def largest_work_shares(outline: ModelOutline, shards: int) -> tuple[float, ...]:
     """By layer: the share of its work that the busiest shard computes; 1 for a layer that is computed whole on every shard.
 
-    The work of a module is taken to go by its elements, as that of linear layers does.
+    A module's work is assumed to be proportional to its number of elements, as for linear layers.
     """
     costs = outline.layouts[shards].costs
     aliases = {names[0]: names for names in outline.ties}

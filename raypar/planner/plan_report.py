@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raypar.plan import ParallelPlan
 from raypar.planner.plan_search import EvaluatedCandidate, PlanChoice, format_mib
-from raypar.planner.stage_balance import NEAR_SHARE, StageBalance
+from raypar.planner.stage_balance import TIE_SHARE, StageBalance
 from raypar.schedule.timeline import Timeline
 
 REPORT_COLUMNS = ("replicas x stages", "schedule", "workers", "step ms", "bubble", "memory", "verdict")
@@ -27,7 +27,7 @@ def plan_report(choice: PlanChoice, *, rows: int = 12) -> str:
 
 
 def stage_balance_text(balance: StageBalance) -> str:
-    """A line that says where the layers of a plan without split points were cut, and why there."""
+    """A line that names the split points of a plan that gave none, and why they were chosen."""
     even, best = list(balance.even.split_points), list(balance.best.split_points)
     if balance.best_is_chosen:
         text = f"stages cut by measured times, plan.cuts={best}: "
@@ -39,19 +39,19 @@ def stage_balance_text(balance: StageBalance) -> str:
         return f"{text}predicted {faster}; with a processor each workers are busy {after} of the time instead of {before}"
     text = f"stages cut by number of layers, plan.cuts={even}: "
     if best == even:
-        return f"{text}no other cut is predicted to be faster by more than {100 * NEAR_SHARE:g} %"
+        return f"{text}no other cut is predicted to be faster by more than {100 * TIE_SHARE:g} %"
     gain_ms = balance.even_step.makespan_ms - balance.best_step.makespan_ms
     return f"{text}by measured times, {best}, a step is predicted to be {gain_ms:.1f} ms faster, too little to tell"
 
 
 def _busy_text(step: Timeline) -> str:
-    """The least and the most that a worker is busy in a step, in per cent."""
+    """The smallest and the largest share of a step in which a worker is busy."""
     busy = [round(100 * (1 - bubble)) for bubble in step.bubbles]
     return f"{min(busy)} to {max(busy)} %"
 
 
 def stage_balance_as_dict(balance: StageBalance) -> dict[str, object]:
-    """The same as plain data. Times are of workers that have a processor each; `busy` is by worker, as a share of the step."""
+    """The balance as plain data. `busy`: by worker, as a share of the step. Times are for workers with a processor each."""
 
     def cut(plan: ParallelPlan, step: Timeline, lacks_bytes: int) -> dict[str, object]:
         return {

@@ -24,7 +24,7 @@ from raypar.schedule.timeline import KeptBytes, Timeline
 MakeSchedule = Callable[[MicrobatchRouting], Schedule]
 """Makes the orders of a plan's workers."""
 BALANCED_CANDIDATES = 3
-"""The fastest so many candidates are cut anew by simulation (`balance_stages`)."""
+"""Number of candidates, the fastest ones, whose split points are chosen by simulation (`balance_stages`)."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def search_plans(
     """The fastest uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
 
     All stages have `shards` shards; the bits depend on that number, so it is not chosen here. Every plan recomputes the layers
-    with the indices `recompute`; one that does not fit recomputes all that may be (`profile.recomputable`). Of equal
+    with the indices `recompute`; one that does not fit recomputes all layers that can be (`profile.recomputable`). Of equal
     predictions the one with fewer workers wins, then the one with less memory. A candidate whose busiest worker alone computes
     longer than the best whole step found so far is not simulated.
     """
@@ -117,7 +117,7 @@ def search_plans(
 
 
 def _balanced(profile: ModelProfile, verdict: EvaluatedCandidate, microbatches: Microbatches) -> EvaluatedCandidate:
-    """The candidate with its layers cut as `balance_stages` does, if that is faster than the cut it has."""
+    """The candidate with the split points of `balance_stages`, if they are faster than its own."""
     candidate = verdict.candidate
     if candidate.stages == 1:
         return verdict
@@ -137,13 +137,13 @@ def possible_shard_counts(plan: ParallelPlan) -> tuple[int, ...]:
 def balance_stages(
     profile: ModelProfile, even: ParallelPlan, schedule: str | MakeSchedule, microbatches: Microbatches
 ) -> StageBalance:
-    """The best cut of the layers of `even` into its stages under a schedule (its name, or its maker), beside `even` itself.
+    """The best cut of the layers of `even` into its stages, beside `even` itself. `schedule`: its name, or what makes it.
 
-    Results do not depend on it. Where no cut fits into memory, memory does not count.
+    If no cut fits into memory, the fastest one is the best.
     """
     make = partial(registry.build_schedule, schedule) if isinstance(schedule, str) else schedule
     orders = make(MicrobatchRouting(even, microbatches))
-    # Workers that share processors have the same work under any cut; but the run may join a cluster that has more of them.
+    # Where workers share this machine's processors every cut takes equally long. But the run may join a larger cluster.
     alone = replace(profile, processors=None)
     by_layer = tuple(StagePlan(i, i + 1, i, shards=shards) for i, shards in enumerate(even.shards_by_layer))
     layer_costs = simulation_costs(alone, replace(even, stages=by_layer), split=any(map(splits_backward, orders)))
@@ -206,9 +206,9 @@ def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, 
 
 
 def kept_bytes_by_kind(profile: ModelProfile, routing: MicrobatchRouting, orders: Schedule) -> KeptBytes:
-    """Kind of kept memory -> by stage and microbatch, what one shard of the stage keeps under this schedule."""
+    """Kind of kept memory -> by stage and microbatch, bytes that one shard of the stage keeps under this schedule."""
     cut, stages = routing.microbatches, range(len(routing.plan.stages))
-    lean = {(i.stage, i.microbatch) for order in orders for i in order if KEPT_INPUTS in i.allocates}
+    checkpointed = {(i.stage, i.microbatch) for order in orders for i in order if KEPT_INPUTS in i.allocates}
     found = {
         (s, size, again): profile.kept_bytes(routing.plan, s, size, recompute=again)
         for s in stages
@@ -216,7 +216,7 @@ def kept_bytes_by_kind(profile: ModelProfile, routing: MicrobatchRouting, orders
         for again in (False, True)
     }
     return {
-        kind: [[found[s, len(cut.samples(m)), (s, m) in lean][kind] for m in range(cut.count)] for s in stages]
+        kind: [[found[s, len(cut.samples(m)), (s, m) in checkpointed][kind] for m in range(cut.count)] for s in stages]
         for kind in KEPT_SIZE
     }
 

@@ -1,8 +1,10 @@
-"""Where a plan's layers are cut into stages: where the simulated step on measured times is fastest.
+"""Chooses a plan's split points: those with the fastest simulated step, from the measured times of the layers.
 
-Equal numbers of layers leave workers idle: an embedding costs little and a head much, a worker with two chunks has the sum of
-both, and a position with more replicas can have more layers. Results do not depend on the cut. They do depend on each layer's
-number of shards, so a cut between stages with different numbers of shards stays where it is.
+With equal numbers of layers some workers idle: an embedding costs little and an output layer much, a worker with two chunks
+has the work of both, and a position with more replicas can take more layers. Results do not depend on split points. They do
+depend on each layer's number of shards, so a split point between stages with different numbers of shards does not move.
+
+A "cut" here is a choice of all split points of a plan; the "even" cut gives all stages nearly equal numbers of layers.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Order, Schedul
 from raypar.schedule.simulate import SimulationCosts
 from raypar.schedule.timeline import Timeline
 
-WORTH_SHARE, WORTH_MS = 0.02, 1.0
-"""A step must be predicted to become faster by this share and by so many ms, or the layers stay shared out by their number:
-measured times differ by as much from run to run, and the cut should not."""
-NEAR_SHARE = 0.005
-"""Of the cuts that are predicted to be slower than the fastest by at most this share the one nearest to the even cut is taken,
-so that noise does not decide between equal ones."""
-MOST_COMPARED = 5000
-"""Of up to so many cuts the best is found; of more a local search looks at some."""
-MOST_SIMULATED = 80_000
-"""Instructions that are simulated for one plan: at most about 0.5 s (AMD EPYC, 2026)."""
-PATIENCE = 12
-"""The local search gives up when the moves from so many cuts in a row have led to nothing better."""
+MIN_GAIN_SHARE, MIN_GAIN_MS = 0.02, 1.0
+"""The even cut stays unless another is predicted to be faster by more than this share and by more than this many ms: measured
+times vary by as much from run to run, and the cut should not."""
+TIE_SHARE = 0.005
+"""Cuts that are slower than the fastest by at most this share count as equal. Of these the one nearest to the even cut is
+taken, so that noise does not decide."""
+MAX_COMPARED_CUTS = 5000
+"""Up to so many possible cuts are searched exhaustively; among more the search is local."""
+MAX_SIMULATED_INSTRUCTIONS = 80_000
+"""Budget of simulated instructions for one plan: about 0.5 s (AMD EPYC, 2026)."""
+MAX_FRUITLESS_CUTS = 12
+"""The local search ends when the neighbours of so many cuts in a row were no improvement."""
 SIMULATION_OVERHEAD = 200
-"""The cost of a simulation beside its instructions, in instructions."""
+"""Fixed cost of one simulation, in instructions."""
 
 SplitPoints = tuple[int, ...]
 """First layers of stages 1, 2, ..."""
@@ -43,9 +45,9 @@ PredictStep = Callable[[ParallelPlan], tuple[Timeline, int]]
 
 @dataclass(frozen=True)
 class StageBalance:
-    """The best cut of a plan's layers into stages beside the one by number of layers, and which of them was chosen.
+    """The best cut of a plan, beside the even cut, and which of the two was chosen.
 
-    The steps are those of workers that have a processor each: where they share some, every cut takes as long.
+    Steps are predicted for workers with a processor each: where workers share processors, every cut takes equally long.
     """
 
     even: ParallelPlan
@@ -53,15 +55,15 @@ class StageBalance:
     even_step: Timeline
     """Its predicted step."""
     even_lacks_bytes: int
-    """Bytes of memory that its largest worker lacks."""
+    """Bytes by which its largest worker exceeds its memory."""
     best: ParallelPlan
-    """The plan whose step is predicted to be the fastest (to `NEAR_SHARE`), of those that lack the least memory."""
+    """The plan with the fastest predicted step (within `TIE_SHARE`) among those that exceed memory the least."""
     best_step: Timeline
     """Its predicted step."""
     best_lacks_bytes: int
-    """Bytes of memory that its largest worker lacks."""
+    """Bytes by which its largest worker exceeds its memory."""
     fastest_ms: float
-    """The shortest predicted step of any of those; that of `best` is at most `NEAR_SHARE` longer."""
+    """The fastest predicted step; that of `best` is slower by at most `TIE_SHARE`."""
 
     @property
     def gain(self) -> float:
@@ -74,7 +76,7 @@ class StageBalance:
         """Whether `best` is chosen: it is clearly faster, or it fits into memory and `even` does not."""
         if self.best_lacks_bytes < self.even_lacks_bytes:
             return True
-        return self.even_step.makespan_ms > max(self.fastest_ms * (1 + WORTH_SHARE), self.fastest_ms + WORTH_MS)
+        return self.even_step.makespan_ms > max(self.fastest_ms * (1 + MIN_GAIN_SHARE), self.fastest_ms + MIN_GAIN_MS)
 
     @property
     def plan(self) -> ParallelPlan:
@@ -90,31 +92,29 @@ def find_balanced_stages(
     *,
     is_chain: bool = True,
 ) -> StageBalance:
-    """The best cut of the layers of `even` over its stages.
+    """The best cut of the layers of `even` into its stages.
 
-    `schedule`: that of `even`; under another cut what makes values and gradients is the same. `layer_costs`: what each layer
-    costs as a stage of its own, as its shards compute it. `predict`: the objective. `is_chain`: whether every layer needs the
-    one before it. Deterministic, in a time that `MOST_SIMULATED` limits; exact for up to `MOST_COMPARED` cuts unless that
-    limit is reached.
+    `schedule`: that of `even`; other cuts have the same forwards and backwards. `layer_costs`: of each layer as a stage of its
+    own, on its busiest shard. `predict`: the objective. `is_chain`: whether every layer needs the one before it. Deterministic.
+    Exact for up to `MAX_COMPARED_CUTS` possible cuts, unless the budget `MAX_SIMULATED_INSTRUCTIONS` is used up before.
     """
     given = even.split_points
     search = _SplitPointSearch(even, schedule, layer_costs, predict, is_chain)
-    if math.prod(math.comb(len(range(*part)), len(at)) for part, at in search.free_parts) <= MOST_COMPARED:
-        search.compare(search.all_cuts())
+    if math.prod(math.comb(len(range(*part)), len(at)) for part, at in search.movable) <= MAX_COMPARED_CUTS:
+        search.simulate_best_first(search.all_cuts())
     else:
-        search.descend()
-    best = search.nearest_of_the_best()
-    (even_step, even_lacks), (best_step, best_lacks) = search.seen[given], search.seen[best]
-    fastest_ms = search.seen[search.best][0].makespan_ms
+        search.search_locally()
+    best = search.nearest_to_even()
+    (even_step, even_lacks), (best_step, best_lacks) = search.predicted[given], search.predicted[best]
+    fastest_ms = search.predicted[search.best][0].makespan_ms
     return StageBalance(even, even_step, even_lacks, even.with_split_points(best), best_step, best_lacks, fastest_ms)
 
 
-class StepBound:
-    """A time that no step can be below, by the split points alone: much cheaper than a simulation."""
+class StepLowerBound:
+    """A lower bound of the step time of any split points, much cheaper than a simulation."""
 
     fill_ms: tuple[float, ...]
-    """By layer: time until the first microbatch has come through all layers before it; zeros where layers do not need each
-    other."""
+    """By layer: time of one microbatch in all layers before it; zeros if the layers are not a chain."""
     drain_ms: tuple[float, ...]
     """By layer: time of one microbatch's input gradients in all layers before it."""
     work: list[list[_StageWork]]
@@ -137,16 +137,16 @@ class StepBound:
         for order in busiest.values():
             parts: dict[int, list[tuple[tuple[float, ...], int, bool]]] = {}
             for (stage, kind), count in sorted(Counter((i.stage, type(i)) for i in order).items(), key=lambda item: item[0][0]):
-                if kind.makes:  # what makes nothing for others may be missing under another cut
+                if kind.makes:  # recomputation, which makes no results, may be missing under another cut
                     is_urgent = VALUES in kind.makes or INPUT_GRADIENTS in kind.makes
                     parts.setdefault(stage, []).append((sums[kind], count, is_urgent))
             self.work.append([_StageWork(stage, tuple(of_stage)) for stage, of_stage in parts.items()])
 
     def ms(self, points: SplitPoints) -> float:
-        """The bound for these split points.
+        """The lower bound for these split points.
 
-        A worker waits until a microbatch has come through the layers before its first one, does its work, and after its last
-        input gradients those layers still compute theirs; weight gradients may be computed beside that.
+        A worker first waits until a microbatch has passed the layers before its own, then does its work. After its last input
+        gradient those layers still compute theirs; the worker may compute weight gradients meanwhile.
         """
         at = (0, *points, self.layers)
         most = 0.0
@@ -170,8 +170,8 @@ class _StageWork(NamedTuple):
     stage: int
     """The stage's index."""
     parts: tuple[tuple[tuple[float, ...], int, bool], ...]
-    """By class of instructions: (prefix sums [layers + 1] of what one takes in each layer, how many there are, whether other
-    workers wait for them)."""
+    """By class of instructions: (prefix sums [layers + 1] of the ms that one takes in each layer, number of instructions,
+    whether other workers wait for them)."""
 
 
 class _SplitPointSearch:
@@ -179,22 +179,22 @@ class _SplitPointSearch:
 
     even: ParallelPlan
     """The plan with nearly equal numbers of layers in all stages."""
-    given: SplitPoints
+    even_points: SplitPoints
     """Its split points."""
     predict: PredictStep
     """The objective."""
-    bound: StepBound
+    bound: StepLowerBound
     """A lower bound of the objective."""
     work_sums: tuple[float, ...]
     """Prefix sums [layers + 1] of the time of each layer for one microbatch."""
-    price: int
-    """What a simulation costs, in instructions."""
-    left: int
+    simulation_cost: int
+    """Cost of one simulation, in instructions."""
+    budget: int
     """Instructions that may still be simulated."""
-    free_parts: list[tuple[tuple[int, int], range]]
-    """((first possible place, behind the last one), indices of the split points between) wherever these may move."""
-    seen: dict[SplitPoints, tuple[Timeline, int]]
-    """Split points -> what was predicted of them."""
+    movable: list[tuple[tuple[int, int], range]]
+    """((first possible layer, last possible layer + 1), range of indices) of each run of split points that may move."""
+    predicted: dict[SplitPoints, tuple[Timeline, int]]
+    """Split points -> result of `predict`."""
     best: SplitPoints
     """The best split points so far."""
 
@@ -202,76 +202,77 @@ class _SplitPointSearch:
         self, even: ParallelPlan, schedule: Schedule, costs: SimulationCosts, predict: PredictStep, is_chain: bool
     ) -> None:
         self.even, self.predict = even, predict
-        self.given = self.best = even.split_points
-        self.seen = {self.given: predict(even)}  # first of all: it refuses a schedule that does not fit the plan
-        self.bound = StepBound(even, schedule, costs, is_chain)
+        self.even_points = self.best = even.split_points
+        self.predicted = {self.even_points: predict(even)}  # first, because it refuses a schedule that does not fit the plan
+        self.bound = StepLowerBound(even, schedule, costs, is_chain)
         whole = zip(costs.forward_ms, costs.input_ms, costs.weight_ms, strict=True)
         self.work_sums = (0.0, *itertools.accumulate(map(sum, whole)))
-        self.left, self.price = MOST_SIMULATED, SIMULATION_OVERHEAD + sum(map(len, schedule))
-        self.free_parts = list(_free_parts(even))
+        self.budget, self.simulation_cost = MAX_SIMULATED_INSTRUCTIONS, SIMULATION_OVERHEAD + sum(map(len, schedule))
+        self.movable = list(_movable_split_points(even))
 
     def score(self, points: SplitPoints) -> tuple[int, float, int, SplitPoints]:
-        """Sort key of a cut: memory that lacks, ms (to a nanosecond: equal steps differ in their last bits), distance."""
-        found = self.seen.get(points)
+        """Sort key of a cut: missing memory, ms (rounded to a nanosecond: equal steps differ in their last bits), distance."""
+        found = self.predicted.get(points)
         if found is None:
-            self.left -= self.price
-            found = self.seen[points] = self.predict(self.even.with_split_points(points))
+            self.budget -= self.simulation_cost
+            found = self.predicted[points] = self.predict(self.even.with_split_points(points))
         step, lacks = found
         return lacks, round(step.makespan_ms, 6), self.distance(points), points
 
     def distance(self, points: SplitPoints) -> int:
-        """By how many layers the split points are away from the even ones, in all."""
-        return sum(abs(a - b) for a, b in zip(points, self.given, strict=True))
+        """Sum of the distances of the split points from the even ones, in layers."""
+        return sum(abs(a - b) for a, b in zip(points, self.even_points, strict=True))
 
-    def compare(self, cuts: Iterable[SplitPoints]) -> None:
-        """Simulate these cuts, the lowest bound first, as long as one of them may be as good as the best; keep the best."""
+    def simulate_best_first(self, cuts: Iterable[SplitPoints]) -> None:
+        """Simulate the cuts in the order of their lower bounds, until none of the others can be as good as the best one."""
         for bound, _, points in sorted((self.bound.ms(points), self.distance(points), points) for points in cuts):
             lacks, best_ms, _, _ = self.score(self.best)
-            if self.left < self.price or (lacks == 0 and bound > best_ms * (1 + NEAR_SHARE)):
+            if self.budget < self.simulation_cost or (lacks == 0 and bound > best_ms * (1 + TIE_SHARE)):
                 break
             self.best = min(self.best, points, key=self.score)
 
-    def nearest_of_the_best(self) -> SplitPoints:
-        """Of the cuts that are as good as the best, to `NEAR_SHARE`, the one nearest to the even cut."""
+    def nearest_to_even(self) -> SplitPoints:
+        """Among the cuts that are as good as the best (within `TIE_SHARE`), the one nearest to the even cut."""
         lacks, best_ms, _, _ = self.score(self.best)
-        limit_ms = best_ms * (1 + NEAR_SHARE)
-        good = [points for points in self.seen if self.score(points)[0] == lacks and self.score(points)[1] <= limit_ms]
+        limit_ms = best_ms * (1 + TIE_SHARE)
+        good = [points for points in self.predicted if self.score(points)[0] == lacks and self.score(points)[1] <= limit_ms]
         return min(good, key=lambda points: (self.distance(points), self.score(points)))
 
     def all_cuts(self) -> Iterator[SplitPoints]:
-        """All split points that leave every stage a layer."""
-        ways = [itertools.combinations(range(*part), len(at)) for part, at in self.free_parts]
+        """All split points with at least one layer in every stage."""
+        ways = [itertools.combinations(range(*part), len(at)) for part, at in self.movable]
         for chosen in itertools.product(*ways):
-            points = list(self.given)
-            for (_, at), places in zip(self.free_parts, chosen, strict=True):
+            points = list(self.even_points)
+            for (_, at), places in zip(self.movable, chosen, strict=True):
                 points[at.start : at.stop] = places
             yield tuple(points)
 
-    def descend(self) -> None:
-        """Look around the even cut and the one with the fastest slowest stage, then around the best cut seen, again and again.
-
-        Ends when moves from `PATIENCE` cuts in a row have led to nothing better.
-        """
-        self.compare([self._lowest_bound(start) for start in (self.given, self._balanced())])
-        looked_around: set[SplitPoints] = set()
-        in_vain = 0
-        while in_vain < PATIENCE and self.left >= self.price and (left := self.seen.keys() - looked_around):
+    def search_locally(self) -> None:
+        """Simulate good starting cuts, then again and again the neighbours of the best cut that was not expanded yet."""
+        self.simulate_best_first([self._lowest_bound(start) for start in (self.even_points, self._balanced())])
+        expanded: set[SplitPoints] = set()
+        fruitless = 0
+        while (
+            fruitless < MAX_FRUITLESS_CUTS
+            and self.budget >= self.simulation_cost
+            and (left := self.predicted.keys() - expanded)
+        ):
             points, before = min(left, key=self.score), self.best
-            looked_around.add(points)
-            self.compare(move for move in self._moves(points) if move not in self.seen)
-            in_vain = 0 if self.best != before else in_vain + 1
+            expanded.add(points)
+            self.simulate_best_first(move for move in self._moves(points) if move not in self.predicted)
+            fruitless = 0 if self.best != before else fruitless + 1
 
     def _balanced(self) -> SplitPoints:
-        """The cut whose slowest stage is fastest, between the split points that cannot move."""
-        points = list(self.given)
-        for (low, high), at in self.free_parts:
+        """The cut whose slowest stage is fastest; split points that cannot move stay."""
+        points = list(self.even_points)
+        for (low, high), at in self.movable:
             first = low - 1
             part = [ms - self.work_sums[first] for ms in self.work_sums[first : high + 1]]
             points[at.start : at.stop] = [first + place for place in balanced_cuts(part, len(at) + 1)]
         return tuple(points)
 
     def _lowest_bound(self, points: SplitPoints) -> SplitPoints:
-        """The cut with the lowest bound that moves lead to."""
+        """The local minimum of the lower bound that steepest descent from these split points leads to."""
         bound = self.bound.ms(points)
         while True:
             lower, there = min(((self.bound.ms(moved), moved) for moved in self._moves(points)), default=(math.inf, points))
@@ -280,8 +281,8 @@ class _SplitPointSearch:
             bound, points = lower, there
 
     def _moves(self, points: SplitPoints) -> Iterator[SplitPoints]:
-        """The cuts in which one stage gives a layer to another; the stages between them move by one."""
-        for (low, high), at in self.free_parts:
+        """The neighbours of a cut: one stage gives a layer to another, and the stages between shift by one layer."""
+        for (low, high), at in self.movable:
             for first in at:
                 left = points[first - 1] if first > at.start else low - 1
                 for last in range(first, at.stop):
@@ -292,8 +293,8 @@ class _SplitPointSearch:
                         yield (*points[:first], *(p + 1 for p in points[first : last + 1]), *points[last + 1 :])
 
 
-def _free_parts(plan: ParallelPlan) -> Iterator[tuple[tuple[int, int], range]]:
-    """See `_SplitPointSearch.free_parts`: runs of stages with the same number of shards."""
+def _movable_split_points(plan: ParallelPlan) -> Iterator[tuple[tuple[int, int], range]]:
+    """See `_SplitPointSearch.movable`: runs of stages with the same number of shards."""
     stages = list(enumerate(plan.stages))
     for _, run in itertools.groupby(stages, key=lambda item: item[1].shards):
         members = list(run)

@@ -38,7 +38,7 @@ KEPT_SIZE: dict[str, int] = {ACTIVATIONS: 1, KEPT_INPUTS: 0, STASH: 1}
 """Kind of kept memory -> its size, in activations of one microbatch, where no bytes are known.
 
 The stash, which a split backward pass keeps for the weight gradients, is as large as all that the forward has saved; to compute
-activations again does not make it smaller. Kept inputs of recomputed layers are small beside activations and not counted.
+activations again does not make it smaller. Kept inputs of recomputed layers are small beside activations, and count 0.
 """
 
 
@@ -125,9 +125,9 @@ class Forward(Compute):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointedForward(Compute):
-    """Run the stage on one microbatch and drop the activations of its recomputed layers; what these read is kept.
+    """Run the stage on one microbatch. Drop the activations of its recomputed layers and keep what these read.
 
-    Activation checkpointing (Chen et al. 2016, arXiv:1604.06174); `recomputation.py` puts it in the place of `Forward`.
+    Activation checkpointing (Chen et al. 2016, arXiv:1604.06174); `recomputation.py` replaces `Forward` by it.
     """
 
     letter = "C"
@@ -141,7 +141,7 @@ class CheckpointedForward(Compute):
 
 @dataclass(frozen=True, slots=True)
 class Recompute(Compute):
-    """Make the dropped activations of one microbatch again. Waits for no other worker, so it may fill a bubble."""
+    """Recompute the dropped activations of one microbatch. Waits for no other worker, so it may fill a bubble."""
 
     letter = "R"
     cost = ("recompute",)

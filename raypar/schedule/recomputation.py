@@ -1,11 +1,11 @@
-"""Recomputation in a schedule: forwards that keep their inputs only, and an instruction that makes the activations again.
+"""Inserts activation recomputation (Chen et al. 2016, arXiv:1604.06174) into a schedule.
 
-The forward of a microbatch is exchanged for one that keeps its inputs, and `Recompute` is put right before the instruction
-that needs the activations. `Recompute` waits for nothing from other workers. So where the worker would wait for the gradient
-anyway, in the cooldown of 1F1B or after the warmup, it costs no time. (Recomputation: Chen et al. 2016, arXiv:1604.06174.)
+`Forward` becomes `CheckpointedForward`, which keeps its inputs only, and `Recompute` is put right before the instruction that
+needs the activations. `Recompute` waits for no other worker. So it costs no time where the worker would wait for a gradient
+anyway, as in the cooldown of 1F1B or after the warmup.
 
-A forward that is followed at once by the instruction that needs its activations keeps them: to drop them would free no memory
-for anybody. So does every forward of the last stage under 1F1B.
+A forward keeps its activations if the next instruction needs them: dropping them would free memory for nothing. Under 1F1B this
+holds for every forward of the last stage.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from raypar.schedule.instructions import (
 )
 
 _CHECKPOINTED: dict[type[Compute], type[Compute]] = {Forward: CheckpointedForward}
-"""Instruction that keeps its activations -> the one that keeps its inputs in their place."""
+"""Forward that keeps its activations -> the one that keeps its inputs only."""
 
 
 def insert_recomputation(schedule: Schedule, plan: ParallelPlan) -> Schedule:
-    """The schedule with the recomputation that the plan asks for; the schedule as it is where it has recomputation already."""
+    """The schedule with the recomputation that the plan asks for. A schedule that recomputes already is returned unchanged."""
     stages = {index for index in range(len(plan.stages)) if plan.recomputed_layers(index)}
     if not stages or any(map(has_recomputation, schedule)):
         return schedule
@@ -39,12 +39,12 @@ def insert_recomputation(schedule: Schedule, plan: ParallelPlan) -> Schedule:
 
 
 def has_recomputation(order: Iterable[Instruction]) -> bool:
-    """Whether some forward in the list keeps its inputs only."""
+    """Whether some forward of the order keeps its inputs only."""
     return any(KEPT_INPUTS in i.allocates for i in order)
 
 
 def check_recomputed_stages(schedule: Sequence[Iterable[Instruction]], plan: ParallelPlan) -> None:
-    """Raise `ScheduleError` if a schedule recomputes a stage of which the plan says that no layer is to be recomputed."""
+    """Raise `ScheduleError` if the schedule recomputes a stage that has no recomputed layers in the plan."""
     for rank, order in enumerate(schedule):
         for i in order:
             if isinstance(i, Compute) and KEPT_INPUTS in i.allocates and not plan.recomputed_layers(i.stage):
@@ -55,29 +55,38 @@ def check_recomputed_stages(schedule: Sequence[Iterable[Instruction]], plan: Par
                 )
 
 
-def stages_that_keep_activations(schedule: Schedule, plan: ParallelPlan) -> tuple[int, ...]:
-    """Stages with layers to recompute of which every forward keeps its activations all the same, ascending."""
+def stages_not_worth_recomputing(schedule: Schedule, plan: ParallelPlan) -> tuple[int, ...]:
+    """Stages with recomputed layers that the schedule never recomputes, because each backward follows its forward at once."""
     recomputed = {i.stage for order in schedule for i in order if KEPT_INPUTS in i.allocates}
     return tuple(s for s in range(len(plan.stages)) if plan.recomputed_layers(s) and s not in recomputed)
+
+
+def describe_stages_not_worth_recomputing(stages: Sequence[int]) -> str:
+    """Why these stages keep their activations, as text; empty for no stage."""
+    if not stages:
+        return ""
+    keep = "stage {} keeps its" if len(stages) == 1 else "stages {} keep their"
+    named = keep.format(", ".join(map(str, stages)))
+    return f"{named} activations: each backward follows its forward at once, so nothing would be gained"
 
 
 def _insert(order: Order, stages: set[int]) -> Order:
     """One worker's order with recomputation on these stages."""
     found: list[Compute] = []
-    lean: set[tuple[int, int]] = set()
+    dropped: set[tuple[int, int]] = set()  # (stage, microbatch) whose activations are dropped
     for place, i in enumerate(order):
         key = (i.stage, i.microbatch)
-        if i.stage in stages and type(i) in _CHECKPOINTED and not _is_used_at_once(order, place):
-            lean.add(key)
+        if i.stage in stages and type(i) in _CHECKPOINTED and not _backward_follows_at_once(order, place):
+            dropped.add(key)
             found.append(_CHECKPOINTED[type(i)](i.stage, i.microbatch))
             continue
-        if ACTIVATIONS in i.frees and key in lean:
+        if ACTIVATIONS in i.frees and key in dropped:
             found.append(Recompute(i.stage, i.microbatch))
         found.append(i)
     return tuple(found)
 
 
-def _is_used_at_once(order: Order, place: int) -> bool:
-    """Whether the next instruction is the one that needs the activations of the forward at `place`."""
+def _backward_follows_at_once(order: Order, place: int) -> bool:
+    """Whether the instruction after the forward at `place` needs its activations."""
     i, after = order[place], order[place + 1 : place + 2]
     return any(ACTIVATIONS in n.frees and (n.stage, n.microbatch) == (i.stage, i.microbatch) for n in after)

@@ -68,9 +68,9 @@ class SimulationCosts:
     activation_bytes: tuple[int, ...] = ()
     """Bytes kept from forward to backward for one microbatch; empty: not known."""
     kept_bytes: KeptBytes | None = None
-    """The bytes of every kind of kept memory, by stage and microbatch; None: those that `activation_bytes` says."""
+    """Bytes of every kind of kept memory, by stage and microbatch; None: only `activation_bytes` is known."""
     recompute_ms: tuple[float, ...] = ()
-    """Making the dropped activations of one microbatch again; empty: as long as its forward."""
+    """Recomputing the dropped activations of one microbatch; empty: as long as its forward."""
 
     @staticmethod
     def uniform(stages: int, forward_ms: float = 1, backward_ms: float = 2, weight_ms: float | None = None) -> SimulationCosts:
@@ -89,7 +89,7 @@ class SimulationCosts:
         return [sum(parts[part][stage] for part in kind.cost) for stage in range(len(self.forward_ms))]
 
     def kept_inputs_share(self) -> tuple[float, ...]:
-        """By stage, what a forward that keeps its inputs only keeps, in activations of a microbatch; empty: not known."""
+        """By stage, the memory of a `CheckpointedForward` as a share of the activations of a microbatch; empty: not known."""
         if self.kept_bytes is None:
             return ()
         pairs = zip(self.kept_bytes[KEPT_INPUTS], self.kept_bytes[ACTIVATIONS], strict=True)

@@ -110,7 +110,7 @@ class Timeline:
 def peak_activations(order: Sequence[Instruction], chunks: int = 0, kept_inputs: Sequence[float] = ()) -> float:
     """The most microbatches alive at once in one worker's order; a chunk counts 1/chunks (0: as many as the order names).
 
-    `kept_inputs`: by stage, what a forward that keeps its inputs only keeps, in activations of a microbatch; empty: nothing.
+    `kept_inputs`: by stage, the memory of a `CheckpointedForward` as a share of the activations of a microbatch; empty: zero.
     """
     stages = {i.stage for i in compute_instructions(order)}
     return _peak(order, [1] * (max(stages, default=0) + 1), kept_inputs) / (chunks or len(stages) or 1)
@@ -122,7 +122,7 @@ def peak_activation_memory(order: Sequence[Instruction], activation_bytes: Seque
 
 
 def peak_kept_bytes(order: Sequence[Instruction], sizes: KeptBytes) -> dict[str, int]:
-    """Kind of kept memory -> its bytes at the moment when one worker's order keeps most of all kinds together."""
+    """Kind of kept memory -> its bytes at the moment when one worker's order keeps the most, all kinds together."""
     kept = dict.fromkeys(sizes, 0)
     peak, most = dict(kept), 0
     for instruction in compute_instructions(order):

@@ -1,4 +1,4 @@
-"""The check, before a run, that a layer to be recomputed computes the same when its forward runs again."""
+"""Checks, before a run, that a layer computes the same when recomputation runs its forward a second time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from raypar.worker.stage.stage import Stage
 
 
 def check_layer_recomputes(name: str, stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> None:
-    """Raise `UserCodeError` for a layer that computes something else, or changes a buffer, when its forward runs again.
+    """Run the layer twice. Raise `UserCodeError` if the second run gives other results, or if a run changes a buffer.
 
-    `stage`: of this layer alone, which the plan recomputes.
+    `stage`: a stage of this layer alone, under a plan that recomputes it.
     """
     stage.begin_step(0)
     first = {value: tensor.clone() for value, tensor in _run(stage, received, fields).items()}
@@ -34,18 +34,18 @@ def check_layer_recomputes(name: str, stage: Stage, received: Mapping[str, Tenso
                 "activations would not be those of the forward",
                 cure="leave the layer out of plan.recompute, or let its forward depend on its inputs and parameters only",
             )
-    stage.recompute(0)  # refuses other saved tensors
+    stage.recompute(0)  # raises if it saves other tensors
     stage.begin_step(0)
 
 
 def _run(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What other stages read of microbatch 0, and its loss where the stage has one."""
-    outputs = stage.forward_keeping_inputs(0, received, fields)
+    """A forward of microbatch 0: the values that other stages read, and the loss if the stage has one."""
+    outputs = stage.checkpointed_forward(0, received, fields)
     return outputs if stage.loss is None else outputs | {"loss": torch.as_tensor(stage.losses[0][0])}
 
 
 def _copy_buffers(stage: Stage) -> dict[str, Tensor]:
-    """Qualified name -> copy of each buffer as it is now."""
+    """Qualified name -> copy of the buffer."""
     return {
         f"{layer}.{path}": tensor.clone() for layer, module in stage.modules.items() for path, tensor in module.named_buffers()
     }

@@ -1,4 +1,4 @@
-"""Measures which storages a model's layers keep for the backward of one microbatch."""
+"""Measures which storages a model's layers keep for the backward of one microbatch (`planner/kept_storages.py`)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def run_forward(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[st
 
 
 def random_gradients(outputs: Mapping[str, Tensor]) -> dict[str, list[Tensor | None]]:
-    """A gradient for each value that can have one, as `Stage.backward` takes them."""
+    """A random gradient for each floating point value, as `Stage.backward` takes them."""
     return {name: [torch.randn_like(v) if v.is_floating_point() else None] for name, v in outputs.items()}
 
 
 class KeptStoragesMeasurement:
-    """Measures what a model's layers keep of one microbatch, one layer after the other, each as a stage of its own.
+    """Measures what a model's layers keep of one microbatch: layer by layer, each as a stage of its own.
 
-    Values go from layer to layer as they are, so that a storage which two layers keep is known to be one.
+    Each layer reads the very tensors that the layer before returned, so a storage that both keep is recognised as one.
     """
 
     def __init__(self, graph: Graph, batch: Mapping[str, Tensor]) -> None:
         self._graph, self._batch = graph, batch
         self._values: dict[str, Tensor] = {}
-        """Values that later layers read."""
+        """Values that layers still to be measured read."""
         self._numbers: dict[int, int] = {}
-        """Address of a storage that is alive, a value's or a field's -> its number."""
+        """Address of a live storage of a value or batch field -> its number."""
         self._sizes: list[int] = []
         """Number of a storage -> its bytes."""
         self._layers: list[LayerStorages] = []
@@ -49,7 +49,7 @@ class KeptStoragesMeasurement:
         return received, {name: self._batch[name] for name in stage.batch_fields}
 
     def measure(self, index: int, whole: Stage, split: Stage) -> dict[str, Tensor]:
-        """Measure the next layer, given as a stage and as one that splits its backward. Returns the layer's outputs."""
+        """Measure the next layer and return its outputs. `whole`: its stage; `split`: its stage with a split backward."""
         received, fields = self.inputs(whole)
         known = dict(self._numbers)
         parameters = {t.untyped_storage().data_ptr() for t in (*whole.parameters.values(), *whole.buffers.values())}
@@ -84,7 +84,7 @@ class KeptStoragesMeasurement:
         fields: Mapping[str, Tensor],
         gradients: Mapping[str, Sequence[Tensor | None]],
     ) -> tuple[int, ...]:
-        """Numbers of the storages that the input half of a backward pass keeps for the weight half."""
+        """Numbers of the storages that `BackwardInput` keeps for `BackwardWeight`."""
         run_forward(split, received, fields)
         split.backward_input(0, gradients)
         known = dict(self._numbers)
@@ -92,7 +92,7 @@ class KeptStoragesMeasurement:
         return tuple(dict.fromkeys(self._number(tensor, known) for tensor in kept))
 
     def _number(self, tensor: Tensor, known: dict[int, int]) -> int:
-        """The number of a tensor's storage; a new one if `known` (by address, all of them alive) does not have it."""
+        """The number of a tensor's storage; a new one if its address is not in `known`, whose storages must all be alive."""
         storage = tensor.untyped_storage()
         found = known.get(storage.data_ptr())
         if found is None:
@@ -106,8 +106,8 @@ class KeptStoragesMeasurement:
         return ReadStorage(self._number(tensor, self._numbers), BATCH if producer is None else producer, has_gradient)
 
     def activation_bytes(self, index: int) -> int:
-        """What a stage of this layer alone keeps."""
-        return self.result().bytes_of(index, index + 1)[ACTIVATIONS]
+        """Bytes of activations that a stage of this layer alone keeps."""
+        return self.result().bytes_by_kind(index, index + 1)[ACTIVATIONS]
 
     def result(self) -> KeptStorages:
         """What the layers measured so far keep."""

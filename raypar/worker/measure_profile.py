@@ -59,7 +59,7 @@ def profile_job(
 
     `shards`: numbers of shards that a stage may have, for each of which the profile says what a shard holds
     (`make_model_outline_with_layouts`). `recompute`: indices of layers that the plan recomputes; raises `UserCodeError` for one
-    whose forward cannot run twice. None: the planner may choose, so all layers are tried, and none is refused.
+    that fails the check for recomputation. None: the planner may choose, so all layers are checked, and none is refused.
 
     `workers` share this machine's free memory and processors; of a GPU's memory nothing is known here. One layer is held at a
     time, so that models larger than this process can be profiled.
@@ -122,7 +122,7 @@ class MeasuredLayers(NamedTuple):
     kept: tuple[KeptStorages, ...]
     """What layers keep for the backward, for each size of microbatch."""
     recomputable: tuple[int, ...]
-    """Indices of the layers that were tried and may be recomputed."""
+    """Indices of the layers that passed the check for recomputation."""
 
 
 def profile_layers(

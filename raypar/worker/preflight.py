@@ -15,7 +15,7 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype, parameter_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
-from raypar.model.without_dynamo import references_without_dynamo
+from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan import ParallelPlan
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec, Ref
@@ -127,7 +127,7 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
             )
         try:
             inputs = [values[name] for name in layer.inputs]
-            with torch.no_grad(), references_without_dynamo(), refuse_input_writes(layer, inputs):
+            with torch.no_grad(), meta_operations_without_dynamo(), refuse_input_writes(layer, inputs):
                 out = convert_module_dtype(build_on_meta(layer), _dtype(spec))(*inputs)
         except NotImplementedError:
             return
@@ -163,7 +163,7 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
             cure=f"choose data.target: one of {list(batch)}",
         )
     try:
-        with torch.no_grad(), references_without_dynamo():
+        with torch.no_grad(), meta_operations_without_dynamo():
             found = make_loss_function(spec.loss)(values[graph.output], values[target])
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)

@@ -110,7 +110,7 @@ def build_stage(
 
 
 def stage_recomputation(graph: Graph, plan: ParallelPlan, index: int, spec: JobSpec) -> StageRecomputation:
-    """The layers of a stage that the plan recomputes, and the values that they need for that."""
+    """Which layers of a stage the plan recomputes, and which values must be kept for that."""
     here = plan.stages[index]
     target = loss_target_name(spec) if here.last == len(graph.layers) else None
     positions = [layer - here.first for layer in plan.recomputed_layers(index)]

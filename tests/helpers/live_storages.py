@@ -1,8 +1,8 @@
-"""What stages keep in memory while a plan runs: distinct storages alive, counted after every compute instruction.
+"""The memory that stages keep while a plan runs: distinct storages alive, counted after every compute instruction.
 
-A dispatch mode sees every storage that is made inside a worker's compute instruction, by autograd too; weak references say
-which of them are alive. Stages get copies of what they receive and messages get copies of what they make, so that a storage
-which is alive is kept by the stage itself. Gradients of parameters and losses are known by where they are, and left out.
+A dispatch mode sees every storage that a worker's compute instruction makes, in autograd too. Weak references tell which of
+them are alive. Stages receive copies, and messages carry copies, so a storage that is alive is kept by the stage itself.
+Gradients of parameters and losses are recognised by their addresses and left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Kept:
     """The instruction."""
     total: int
     stash: int
-    """The part of it that waits for weight gradients."""
+    """The part that is kept for weight gradients."""
 
 
 @dataclass

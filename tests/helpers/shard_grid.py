@@ -12,6 +12,7 @@ import torch
 from helpers import reference, same_shards
 from helpers import sharded_models as models
 from helpers.on_shards import SEED, error, graph_of
+from helpers.recomputed_layouts import count_recomputations
 from torch import Tensor, nn
 
 from examples import gpt
@@ -165,13 +166,16 @@ def cells() -> list[Cell]:
 
 
 def recomputing_cells() -> list[Cell]:
-    """Every third cell of the grid, with everything recomputed or a part: its first layers, every second one, the last."""
+    """Every second cell of the grid, without the naive schedule, recomputing all layers, every second one or the last in turn.
+
+    Cells under which nothing is recomputed (single stages under 1F1B, all of the naive schedule) are left out.
+    """
     found = []
-    for number, cell in enumerate(cells()[::3]):
+    for number, cell in enumerate([cell for cell in cells() if cell.schedule != "naive"][::2]):
         layers = range(len(cell.graph.layers))
         parts = (layers, layers[1::2], layers, layers[:-1:2], layers[-1:])
         found.append(replace(cell, recompute=tuple(parts[number % len(parts)])))
-    return found
+    return [cell for cell in found if count_recomputations(cell.plan, cell.schedule, cell.job.batching)]
 
 
 def check(cell: Cell, order_seed: int = 0) -> None:

@@ -84,6 +84,9 @@ def this_process_stays_as_it_is(monkeypatch):
         torch.overrides._pop_mode()
     while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:
+        pass
     torch.set_autocast_enabled("cpu", False)
     torch.clear_autocast_cache()
     torch.set_grad_enabled(True)
@@ -289,8 +292,8 @@ CALLERS = {
     "model": "the model function layers",
     "constructor": "the constructor of layer 'a'",
 }
-AUTOGRAD_SETS = {(leak, "backward") for leak in ("grad", "default device", "device context", "autocast", "saved tensors")}
-"""Back after each node of a backward pass: most of what belongs to a thread."""
+AUTOGRAD_SETS = {(leak, "backward") for leak in ("grad", "default device", "device context", "saved tensors")}
+"""Back after each node of a backward pass: most of what belongs to a thread. (Of autocast its state, and not its depth.)"""
 CELLS = [
     *((leak, place) for leak in LEAKS for place in ("layer", "loss", "data set") if leak != "no leak"),
     *((leak, place) for leak in COMPUTE for place in ("backward", "optimizer")),
@@ -335,6 +338,27 @@ def test_generators_are_seeded_before_each_call_whatever_was_done_to_them(genera
 
 def test_layers_may_draw_from_pythons_and_numpys_generators_wherever_they_are():
     check_same(undisturbed(1)[: 3 * STEPS], undisturbed(3)[: 3 * STEPS])
+
+
+class Casting(Sensitive):
+    """Enters an autocast of its own, which keeps the cast of its weight until it is the outermost one that is left."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.linear(self.linear(x)).float()
+
+
+def casting_layers(in_backward: str = "") -> nn.Sequential:
+    made = layers(in_backward=in_backward or "no leak")
+    made.c = Casting()
+    return made
+
+
+def test_an_autocast_that_is_entered_in_a_backward_pass_and_not_left_keeps_no_cast_of_former_weights():
+    """Autograd switches it off, and does not count it down."""
+    runs = [outcome(replace(job(), model=Ref(casting_layers, {"in_backward": leak})), stages=1) for leak in ("", "autocast")]
+    check_same(runs[1][0], runs[0][0])
+    assert [line.startswith(f"{CALLERS['backward']} left torch.autocast") for line in runs[1][1]] == [True]
 
 
 class Quiet(Sensitive):

@@ -309,7 +309,7 @@ def stage_of(middle: Callable[[], nn.Module], **changes: object) -> tuple[Stage,
     return stage, {"x": torch.randn(3, S, generator=generator), "y": torch.rand(3, generator=generator)}
 
 
-def test_without_a_precision_calls_are_not_wrapped():
+def test_without_mixed_precision_calls_are_not_wrapped():
     stage, _ = stage_of(Again, precision=Precision())
     assert all(isinstance(layer.call, LayerCall) for layer in stage.layers)
 
@@ -390,8 +390,7 @@ def test_an_autocast_that_a_layer_does_not_leave_decides_no_bits_of_other_calls(
             run.step(step)
         found, lines = run.parameters(), run.warnings
     torch.autocast_increment_nesting()
-    while torch.autocast_decrement_nesting() > 0:  # else the next test's reference would keep casts
-        pass
+    assert torch.autocast_decrement_nesting() == 0, "else the next autocast would keep casts"
     assert not [d for n, p in want.parameters.items() for d in differences(want, n, found[n], p)]
     assert any("layer 'b'" in line and "torch.autocast" in line for line in lines)
     assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()

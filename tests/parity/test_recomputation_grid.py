@@ -1,17 +1,17 @@
 """Recomputation changes no bit: every layout has losses, gradients and parameters of one process that recomputes nothing."""
 
 import pytest
-from helpers.recomputed import check_recomputed, recomputed_layouts
+from helpers.recomputed_layouts import check_recomputed, recomputed_layouts
 from helpers.shard_grid import check, recomputing_cells
 
 CELLS = recomputed_layouts()
-SAMPLE = CELLS[::17]
+SAMPLE = CELLS[::12]
 SHARDED = recomputing_cells()
-SHARDED_SAMPLE = SHARDED[::24]
+SHARDED_SAMPLE = SHARDED[::28]
 
 
-def test_the_grid_has_at_least_60_layouts():
-    assert len(CELLS) >= 60 and len(SHARDED) >= 30
+def test_the_grids_have_at_least_60_layouts_each_that_recompute():
+    assert len(CELLS) >= 60 and len(SHARDED) >= 60
     assert len(set(map(str, CELLS))) == len(CELLS) and len(set(SHARDED)) == len(SHARDED)
 
 
@@ -33,5 +33,5 @@ def test_shards_that_recompute_have_the_bits_of_the_same_shards_in_one_process(c
 
 @pytest.mark.full
 @pytest.mark.parametrize("cell", [cell for cell in SHARDED if cell not in SHARDED_SAMPLE], ids=str)
-def test_every_other_layout_of_shards_that_recompute_has_them_too(cell):
+def test_every_other_layout_of_shards_that_recompute_has_the_bits_of_one_process(cell):
     check(cell)

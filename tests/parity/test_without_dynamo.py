@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import Optimizer
 
 from raypar.model import without_dynamo as module
-from raypar.model.without_dynamo import references_without_dynamo, without_dynamo
+from raypar.model.without_dynamo import meta_operations_without_dynamo, without_dynamo
 from raypar.worker.job_spec import OptimizerSpec, Ref
 from raypar.worker.stage.backward_pass import run_backward_pass
 from raypar.worker.step.optimizer import build_optimizer
@@ -194,15 +194,15 @@ def test_operations_on_meta_tensors_do_the_same_without_the_compiler_and_find_py
     for function in before:
         monkeypatch.delattr(function, "__dynamo_disable")
     assert module._references() and not answers()
-    with references_without_dynamo():
-        with references_without_dynamo():
+    with meta_operations_without_dynamo():
+        with meta_operations_without_dynamo():
             pass
         assert answers()
         without = on_meta()
     assert not answers() and "torch._dynamo" not in sys.modules
     monkeypatch.undo()
     assert answers() == before
-    with references_without_dynamo():
+    with meta_operations_without_dynamo():
         assert on_meta() == without
 
 
@@ -214,7 +214,7 @@ def test_threads_that_check_models_at_the_same_time_leave_no_answer_behind(monke
     def check() -> None:
         try:
             for _ in range(50):
-                with references_without_dynamo():
+                with meta_operations_without_dynamo():
                     all_in.wait(20)
                     assert len(answers()) == len(module._references())
                     all_in.wait(20)
@@ -232,8 +232,8 @@ def test_threads_that_check_models_at_the_same_time_leave_no_answer_behind(monke
 
 COMPILED = """
 import torch
-from raypar.model.without_dynamo import _references, references_without_dynamo
-with references_without_dynamo():
+from raypar.model.without_dynamo import _references, meta_operations_without_dynamo
+with meta_operations_without_dynamo():
     torch.empty(3, device="meta").normal_()
 graphs = []
 def backend(graph, inputs):

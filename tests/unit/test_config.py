@@ -11,7 +11,7 @@ import yaml
 
 import raypar
 from raypar.config import Job, load_job, parse_job, parse_plan_section
-from raypar.config.findings import all_keys
+from raypar.config.validation_errors import dotted_keys
 from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
 from raypar.keys_of_other_frameworks import ADVICE
 from raypar.run_folder import RunFolder
@@ -323,7 +323,7 @@ def test_a_name_of_another_framework_gets_advice_of_its_own(setting, cure):
 
 
 def test_advice_about_names_of_other_frameworks_names_keys_that_there_are_and_no_key_needs_it():
-    keys = {*all_keys(Job), *inspect.signature(raypar.Trainer).parameters}
+    keys = {*dotted_keys(Job), *inspect.signature(raypar.Trainer).parameters}
     assert not {key.rpartition(".")[2] for key in keys} & set(ADVICE)
     for advice in ADVICE.values():
         named = re.findall(r"\b[a-z]+(?:[._][a-z]+)+\b|(?<=`)[a-z]+(?=`)", advice)

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "atomic_write": "untrusted_files errors",
     "jsonl_lines": "untrusted_files run_folder_checks errors",
     "user_code": "errors",
-    "user_frames": "errors",
+    "traceback_filter": "errors",
     "keys_of_other_frameworks": "",
     "token_files": "untrusted_files errors torch numpy",
     "plan": "errors",
@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "actors": "worker model elastic planner comm schedule plan run_folder jsonl_lines atomic_write callbacks errors user_code "
     "torch numpy ray",
     "config": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.weights_source "
-    "untrusted_files run_folder_checks safe_yaml user_frames pydantic yaml",
+    "untrusted_files run_folder_checks safe_yaml traceback_filter pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 

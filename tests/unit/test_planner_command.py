@@ -105,9 +105,7 @@ def test_a_plan_shows_what_it_recomputes_and_its_memory_sheet():
     assert found["recompute"] == [0, 1, 2, 3] and found["stages_that_keep_activations"] == [1]
     assert [sum(sheet.values()) for sheet in found["memory_sheet"]] == found["memory_bytes"]
     text = plan_as_text(found)
-    assert (
-        "recomputed in the backward pass: all 4 layers; not on stage 1, where each backward follows its forward at once" in text
-    )
+    assert "plan.recompute names all 4 layers; stage 1 keeps its activations: each backward follows its forward" in text
     header, first = next(pair for pair in pairwise(text.splitlines()) if pair[0].startswith("memory in MiB"))
     assert header.split()[-2:] == ["in", "all"] and "activations" in header and first.startswith("worker 0")
 

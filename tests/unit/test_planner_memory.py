@@ -82,23 +82,23 @@ KEPT = KeptStorages(
 
 
 def test_a_storage_that_two_layers_of_a_stage_keep_counts_once():
-    assert KEPT.bytes_of(0, 2) == {ACTIVATIONS: 10 + 100 + 7, KEPT_INPUTS: 10 + 100 + 7, STASH: 10 + 100 + 7}
-    assert KEPT.bytes_of(1, 2)[ACTIVATIONS] == 100 + 7
+    assert KEPT.bytes_by_kind(0, 2) == {ACTIVATIONS: 10 + 100 + 7, KEPT_INPUTS: 10 + 100 + 7, STASH: 10 + 100 + 7}
+    assert KEPT.bytes_by_kind(1, 2)[ACTIVATIONS] == 100 + 7
 
 
 def test_a_stage_keeps_what_it_receives_from_other_stages_even_if_no_layer_saves_it():
-    assert KEPT.bytes_of(2, 3) == {ACTIVATIONS: 100 + 200 + 30, KEPT_INPUTS: 100 + 200 + 30, STASH: 0}
-    assert KEPT.bytes_of(0, 3)[ACTIVATIONS] == 10 + 100 + 7 + 30
+    assert KEPT.bytes_by_kind(2, 3) == {ACTIVATIONS: 100 + 200 + 30, KEPT_INPUTS: 100 + 200 + 30, STASH: 0}
+    assert KEPT.bytes_by_kind(0, 3)[ACTIVATIONS] == 10 + 100 + 7 + 30
 
 
 def test_a_stage_that_recomputes_keeps_what_recomputed_layers_read_and_none_of_them_makes():
-    assert KEPT.bytes_of(0, 3, range(3)) == {ACTIVATIONS: 10 + 100 + 7 + 30, KEPT_INPUTS: 10, STASH: 117}
-    assert KEPT.bytes_of(0, 3, (1,))[KEPT_INPUTS] == 10 + 100 + 30
-    assert KEPT.bytes_of(1, 3, (1, 2))[KEPT_INPUTS] == 100
+    assert KEPT.bytes_by_kind(0, 3, range(3)) == {ACTIVATIONS: 10 + 100 + 7 + 30, KEPT_INPUTS: 10, STASH: 117}
+    assert KEPT.bytes_by_kind(0, 3, (1,))[KEPT_INPUTS] == 10 + 100 + 30
+    assert KEPT.bytes_by_kind(1, 3, (1, 2))[KEPT_INPUTS] == 100
 
 
 def test_what_is_made_again_is_another_storage_than_what_a_kept_layer_keeps_of_the_first_forward():
-    assert KEPT.bytes_of(0, 2, (0,))[ACTIVATIONS] == 10 + 100 + 7 + 100
+    assert KEPT.bytes_by_kind(0, 2, (0,))[ACTIVATIONS] == 10 + 100 + 7 + 100
 
 
 def test_a_microbatch_of_another_size_takes_its_part():

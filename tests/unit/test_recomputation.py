@@ -12,7 +12,7 @@ from raypar.schedule import registry
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH
 from raypar.schedule.lower import lower_schedule
 from raypar.schedule.program_assignment import assign_programs_to_ranks
-from raypar.schedule.recomputation import insert_recomputation, stages_that_keep_activations
+from raypar.schedule.recomputation import insert_recomputation, stages_not_worth_recomputing
 from raypar.schedule.schedule_csv import format_schedule_csv, parse_schedule_csv
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.swimlane_svg import swimlane_svg
@@ -96,12 +96,12 @@ def test_only_stages_with_recomputed_layers_have_it():
     plan = ParallelPlan.mesh(pp=3, layers=6, recompute=(2,))
     orders = registry.build_schedule("gpipe", MicrobatchRouting(plan, Microbatches(2)))
     assert order_grid(orders) == "F0 F1 B0 B1\nC0 C1 R0 B0 R1 B1\nF0 F1 B0 B1"
-    assert stages_that_keep_activations(orders, plan) == ()
+    assert stages_not_worth_recomputing(orders, plan) == ()
 
 
 def test_stages_that_gain_nothing_are_known():
     plan = full(3)
-    assert stages_that_keep_activations(registry.build_schedule("1f1b", MicrobatchRouting(plan, Microbatches(4))), plan) == (2,)
+    assert stages_not_worth_recomputing(registry.build_schedule("1f1b", MicrobatchRouting(plan, Microbatches(4))), plan) == (2,)
 
 
 def test_without_recomputation_a_schedule_stays_as_it_is():

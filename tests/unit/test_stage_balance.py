@@ -72,7 +72,7 @@ def test_ten_layers_under_zb_v_on_two_workers_keep_both_busy():
     assert min(1 - bubble for bubble in found.best_step.bubbles) > 0.9
     assert found.plan is found.best and found.gain > 0.15
     every = {other: step_ms(gpt, other, "zb-v", Microbatches(8)) for other in all_cuts(even)}
-    assert every[found.plan] <= min(every.values()) * (1 + stage_balance.NEAR_SHARE)
+    assert every[found.plan] <= min(every.values()) * (1 + stage_balance.TIE_SHARE)
 
 
 def test_the_line_about_the_cut_names_it_the_other_and_what_it_gains():
@@ -117,7 +117,7 @@ def test_which_of_many_equal_cuts_is_taken_is_not_left_to_noise():
 def test_a_step_of_a_few_ms_keeps_its_cut_and_the_line_says_why():
     tiny = profile(0.002, 0.02, 0.02, 0.04)
     found = balance_stages(tiny, plan_of("1f1b", 2, 4), "1f1b", Microbatches(4))
-    assert found.gain > stage_balance.WORTH_SHARE and found.plan.split_points == (2,)
+    assert found.gain > stage_balance.MIN_GAIN_SHARE and found.plan.split_points == (2,)
     assert stage_balance_text(found) == (
         "stages cut by number of layers, plan.cuts=[2]: by measured times, [3], a step is predicted to be 0.2 ms faster, "
         "too little to tell"
@@ -167,10 +167,10 @@ def check_against_every_cut(seed: int, schedule: str, chunks: int) -> None:
     model, even, cut = random_case(seed, schedule, chunks)
     found = balance_stages(model, even, schedule, cut)
     every = [step_ms(model, other, schedule, cut) for other in all_cuts(even)]
-    assert min(every) * (1 - 1e-9) <= found.best_step.makespan_ms <= min(every) * (1 + stage_balance.NEAR_SHARE)
+    assert min(every) * (1 - 1e-9) <= found.best_step.makespan_ms <= min(every) * (1 + stage_balance.TIE_SHARE)
     assert found.best.shards_by_layer == even.shards_by_layer
     chosen = step_ms(model, found.plan, schedule, cut)
-    assert chosen <= max(min(every) * (1 + stage_balance.WORTH_SHARE), min(every) + stage_balance.WORTH_MS)
+    assert chosen <= max(min(every) * (1 + stage_balance.MIN_GAIN_SHARE), min(every) + stage_balance.MIN_GAIN_MS)
     assert found == balance_stages(model, even, schedule, cut)
 
 
@@ -213,7 +213,7 @@ def searched(model: ModelProfile, even: ParallelPlan, schedule: str, cut: Microb
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage_balance, "_SplitPointSearch", Watched)
-        patch.setattr(stage_balance, "MOST_COMPARED", most_compared)
+        patch.setattr(stage_balance, "MAX_COMPARED_CUTS", most_compared)
         balance_stages(model, even, schedule, cut)
     return made[-1]
 
@@ -233,8 +233,8 @@ def test_two_hundred_layers_on_sixteen_workers_are_cut_by_few_simulations(schedu
     chance = random.Random(1)
     times = [chance.choice((0.2, 1, 1, 1, 3)) for _ in range(200)]
     even = plan_of(schedule, 16, 200)
-    search = searched(profile(*times), even, schedule, Microbatches(64), most_compared=stage_balance.MOST_COMPARED)
-    assert len(search.seen) * search.price <= stage_balance.MOST_SIMULATED + search.price
+    search = searched(profile(*times), even, schedule, Microbatches(64), most_compared=stage_balance.MAX_COMPARED_CUTS)
+    assert len(search.predicted) * search.simulation_cost <= stage_balance.MAX_SIMULATED_INSTRUCTIONS + search.simulation_cost
     assert step_ms(profile(*times), even, schedule, Microbatches(64)) > 1.15 * search.score(search.best)[1]
 
 
@@ -250,9 +250,9 @@ def test_layers_keep_their_numbers_of_shards_because_results_depend_on_them():
 
 
 def test_where_every_stage_has_other_shards_or_one_layer_nothing_can_move():
-    assert not plan_of("1f1b", 2, 9, shards=[1, 2]).has_other_cuts
-    assert not plan_of("1f1b", 4, 4).has_other_cuts and not plan_of("1f1b", 1, 4).has_other_cuts
-    assert plan_of("1f1b", 3, 9, shards=[1, 2, 2]).has_other_cuts
+    assert not plan_of("1f1b", 2, 9, shards=[1, 2]).has_movable_split_points
+    assert not plan_of("1f1b", 4, 4).has_movable_split_points and not plan_of("1f1b", 1, 4).has_movable_split_points
+    assert plan_of("1f1b", 3, 9, shards=[1, 2, 2]).has_movable_split_points
     found = balance_stages(profile(*range(1, 10)), plan_of("1f1b", 2, 9, shards=[1, 2]), "1f1b", Microbatches(8))
     assert found.plan == found.best == found.even
 
@@ -278,7 +278,7 @@ def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_searched():
         balance_stages(profile(*[1.0] * 6), even, lambda routing: made[:1], Microbatches(4))
 
 
-def test_the_planner_cuts_its_fastest_candidates_so_too():
+def test_the_planner_balances_its_fastest_candidates_too():
     gpt = profile(0.2, *[5.0] * 8, 1.2, link=LinkProfile(0.1, 100.0))
     heavy = replace(gpt, layers=tuple(replace(x, parameter_bytes=100_000) for x in gpt.layers))
     cut = Microbatches(8)

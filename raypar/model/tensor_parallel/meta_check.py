@@ -18,7 +18,7 @@ from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.materialise_shard import build_shard_modules, sharded_loss
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
-from raypar.model.without_dynamo import references_without_dynamo
+from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan.shard_ranges import count_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.user_code import USER_CODE_ERRORS, reraise_ctrl_c
@@ -46,7 +46,7 @@ def check_shards_on_meta(
     for shard in sorted({0, layout.shards - 1, *kinds.values()}):
         group = ShardGroup(_NoTransport(shard, layout.shards), range(layout.shards), sequence_parallel=sequence)
         values = {name: tensor.to("meta") for name, tensor in batch.items()}
-        with torch.enable_grad(), references_without_dynamo(), torch.device("meta"):
+        with torch.enable_grad(), meta_operations_without_dynamo(), torch.device("meta"):
             modules = build_shard_modules(
                 graph,
                 0,

@@ -1,6 +1,6 @@
-"""Says in words what a thread is doing, from its stack: for people who wait for it.
+"""Describes in words what a thread is doing, by looking for known functions in its stack.
 
-The thread itself tells nobody, so that this costs nothing as long as nobody asks.
+The thread itself reports nothing, so this costs nothing until somebody asks.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/actors/run_recorder.py", "start_callbacks", "starting callbacks"),
     ("raypar/actors/run_recorder.py", "_call", "running callbacks: {hook}"),
 )
-"""(file, function, what a thread is doing that is in it, with the function's variables in braces)."""
+"""(file, function, activity of a thread that executes the function, with the function's variables in braces)."""
 
 COMPUTING = {"raypar/worker/stage/layer_call.py", "raypar/worker/stage/backward_pass.py"}
-"""Files of activities that are part of others: a layer is also computed while it is measured."""
+"""Files whose activities count only if no frame further out has one: a layer is also computed while it is measured."""
 
 
 def describe_thread_activity(thread: int) -> str | None:
-    """What the thread with this `ident` is doing, such as `reading sample 17`; None if nothing of it has words.
+    """What the thread with this `ident` is doing, such as `reading sample 17`; None if none of its frames is in `ACTIVITIES`.
 
-    What lies deepest in its stack counts: a sample is read in the middle of a step.
+    The innermost known frame counts: a sample is read in the middle of a step.
     """
     frame = sys._current_frames().get(thread)
     return describe_stack(frame)
 
 
 def describe_stack(frame: FrameType | None) -> str | None:
-    """What a thread is doing whose innermost frame is this one."""
+    """What the thread with this innermost frame is doing."""
     computing: str | None = None
     while frame is not None:
         code = frame.f_code
@@ -79,7 +79,7 @@ def describe_stack(frame: FrameType | None) -> str | None:
 
 
 def _fill_in(words: str, frame: FrameType) -> str:
-    """The words with the function's variables; up to the first brace if one is not set yet."""
+    """The words with the function's variables filled in; only those before the first brace if a variable is not set yet."""
     try:
         return words.format(**frame.f_locals)
     except Exception:  # also what a user's `__repr__` raises

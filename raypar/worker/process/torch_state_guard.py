@@ -47,16 +47,25 @@ class AutocastState(NamedTuple):
     """The dtype to which it casts on the CPU."""
     caches: bool
     """Whether casts of weights are kept until the outermost `autocast` is left."""
+    depth: int
+    """Number of nested `autocast` contexts. One that is entered in a backward pass and not left is switched off when the pass
+    ends, but still counted. Then no `autocast` is the outermost one any more, and cached casts outlive their weights."""
 
 
 _AUTOCAST_KINDS = ("cpu", "cuda")
+
+
+def _read_autocast_depth() -> int:
+    torch.autocast_increment_nesting()  # PyTorch tells the depth to whoever changes it
+    return torch.autocast_decrement_nesting()
 
 
 def read_autocast_state() -> AutocastState:
     """The present `AutocastState` of this thread."""
     enabled = _C._is_any_autocast_enabled()
     kinds = tuple([kind for kind in _AUTOCAST_KINDS if torch.is_autocast_enabled(kind)]) if enabled else ()
-    return AutocastState(enabled, kinds, torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
+    caches, depth = torch.is_autocast_cache_enabled(), _read_autocast_depth()
+    return AutocastState(enabled, kinds, torch.get_autocast_dtype("cpu"), caches, depth)
 
 
 class GlobalTorchState(NamedTuple):
@@ -140,6 +149,7 @@ _QUICK: tuple[Callable[[], object], ...] = (
     torch.is_inference_mode_enabled,
     torch.is_grad_enabled,
     _C._is_any_autocast_enabled,
+    _read_autocast_depth,
     torch.get_default_dtype,
     torch.get_num_threads,
     _C._len_torch_function_stack,
@@ -160,7 +170,7 @@ def read_per_call_state() -> PerCallState:
 def select_per_call_state(state: GlobalTorchState) -> PerCallState:
     """The fields of a state that `read_per_call_state` would return."""
     return (
-        *(state.inference, state.grad, state.autocast.enabled, state.default_dtype, state.threads),
+        *(state.inference, state.grad, state.autocast.enabled, state.autocast.depth, state.default_dtype, state.threads),
         *(state.function_modes, state.dispatch_modes, state.anomaly[0], state.deterministic[0]),
         *(state.saved_tensors_hooks, state.flush_denormal),
     )
@@ -198,17 +208,16 @@ def _set_inference(value: bool) -> None:
 
 
 def _set_autocast(value: AutocastState) -> None:
-    """Leave every `autocast` that is entered, but for one around the call, and clear its cache of cast weights."""
+    """Restore the state of `autocast`, and clear its cache of cast weights."""
     for kind in _AUTOCAST_KINDS:
         torch.set_autocast_enabled(kind, kind in value.kinds)
     torch.set_autocast_dtype("cpu", value.cpu_dtype)
     torch.set_autocast_cache_enabled(value.caches)
-    torch.autocast_increment_nesting()
-    while torch.autocast_decrement_nesting() > 0:
-        pass
+    while _read_autocast_depth() > value.depth:
+        torch.autocast_decrement_nesting()
+    while _read_autocast_depth() < value.depth:
+        torch.autocast_increment_nesting()
     torch.clear_autocast_cache()
-    if value.enabled:
-        torch.autocast_increment_nesting()  # which whoever has entered it will decrement
 
 
 def _set_function_modes(value: int) -> None:
@@ -359,7 +368,7 @@ class ExpectedTorchState(NamedTuple):
 
     @staticmethod
     def of(training: GlobalTorchState) -> ExpectedTorchState:
-        """What is expected if this is expected in training."""
+        """The expected states, made from the one in training."""
         evaluating = training._replace(grad=False)
         quick = {False: select_per_call_state(training), True: select_per_call_state(evaluating)}
         return ExpectedTorchState(training, evaluating, quick)
@@ -385,7 +394,7 @@ class TorchStateGuard(EnvironmentGuard):
         """`threads`: the job's. `base`: the expected state; by default the present one, so make the guard before users' code is
         imported."""
         super().__init__()
-        off = DEFAULT_TORCH_STATE.autocast._replace(enabled=False, kinds=())
+        off = DEFAULT_TORCH_STATE.autocast._replace(enabled=False, kinds=(), depth=0)
         self._expected = ExpectedTorchState.of((base or state_with_default_contexts())._replace(threads=threads, autocast=off))
         self.compare_everything = False
         self._threads = threading.local()

@@ -1,4 +1,4 @@
-"""Runs autograd's backward pass from the outputs of a stage; as `torch.autograd.backward`, without loading sympy."""
+"""Runs the autograd engine from the outputs of a stage: `torch.autograd.backward` without loading sympy."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.autograd import graph
 from torch.autograd.graph import GradientEdge
 
 _run_engine = getattr(graph, "_engine_run_backward", None)
-"""What `torch.autograd.backward` calls in the end; None in a release of PyTorch that does not have it."""
+"""The private function that `torch.autograd.backward` calls; None in releases of PyTorch that do not have it."""
 
 
 def run_backward_pass(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
-    """Add to the `grad` of every leaf below the roots what comes from the gradient of each root (None: 1, of a scalar tensor).
+    """Accumulate into `.grad` of every leaf, as `torch.autograd.backward` does. A gradient of None is 1, for a scalar root.
 
-    `torch.autograd.backward` compares the shapes of roots and gradients by code that knows symbols too, and so loads sympy with
-    the first gradient: half a second of a processor in each process. Here shapes are numbers. What is not alike, not plain, or
-    one of autograd's own errors is left to it.
+    `torch.autograd.backward` compares the shapes of roots and gradients with code for symbolic shapes, and so loads sympy with
+    the first gradient: half a processor-second in each process. Here all shapes are numbers. Roots or gradients that are not
+    plain tensors of equal shapes are passed to `torch.autograd.backward`, which also raises its own errors for them.
     """
     plain = _run_engine is not None and all(map(_is_plain, roots, gradients))
     if not plain:
@@ -31,7 +31,7 @@ def run_backward_pass(roots: Sequence[Tensor | GradientEdge], gradients: Sequenc
 
 
 def _is_plain(root: Tensor | GradientEdge, gradient: Tensor | None) -> bool:
-    """Whether `torch.autograd.backward` would start at the root with this gradient, or with 1, and nothing else."""
+    """Whether `torch.autograd.backward` would start at the root with just this gradient (None: 1), without casts or errors."""
     if isinstance(root, GradientEdge):
         value = root.node._input_metadata[root.output_nr]  # type: ignore[attr-defined]
         if value.is_nested_tensor or value.is_cpp_nested_tensor or not value.dtype.is_floating_point or gradient is None:

@@ -3,14 +3,13 @@
 Everything that can decide the bits of a layer's forward is an argument of `LayerCall`: the pass (which random numbers), the
 weights and the inputs.
 
-- Recomputation (`worker/stage/recomputation.py`) makes the same call twice. The second one has the same bits, because the call
-  seeds the generators itself. Where the pass says so, what autograd saves goes to `SavedTensors`: these hooks are around the
-  user's forward alone, because they belong to a thread, and workers of one process that wait inside layers share one guard.
-- Mixed precision (`precision.py`) enters `torch.autocast` around the call, for each call anew: it belongs to a thread, and
-  a stage is run by a generator that may go on in another one. What recomputation repeats contains it.
+- Recomputation (`recomputation.py`) makes the same call twice. The second one has the same bits, because the call seeds the
+  generators itself. The hooks that keep saved tensors (`PassContext.saved`) are active during the user's forward only: they
+  belong to a thread, and workers of one process that wait inside layers share one guard.
+- Mixed precision (`precision.py`) wraps the call in `torch.autocast`. Recomputation repeats the wrapped call.
 
-A wrapper has the type `LayerFunction`, takes the place of the call in `Stage.layers`, and enters contexts of its own (autocast)
-together with `TorchStateGuard.accepting_contexts`. Otherwise the check after the layer would undo them.
+A wrapper has the type `LayerFunction` and replaces the call in `Stage.layers`. It enters its own contexts (autocast) together
+with `TorchStateGuard.accepting_contexts`; otherwise the check after the layer would undo them.
 `tests/parity/test_layer_call.py` wraps calls.
 """
 
@@ -45,7 +44,18 @@ class PassContext(NamedTuple):
     seeds: Mapping[str, int]
     """Layer name -> seed of the layer's random numbers in this pass (rule 3 of the numerics contract)."""
     saved: SavedTensors | None = None
-    """Takes what autograd saves in the call; None: autograd keeps it."""
+    """Keeps the tensors that autograd saves in the call; None: autograd keeps them itself."""
+
+    def saving_to(self, saved: SavedTensors | None) -> PassContext:
+        """This pass, for a call whose saved tensors go to `saved`; None: autograd keeps them."""
+        return self if saved is None else self._replace(saved=saved)
+
+    def call(self, function: Callable[..., Any], *args: Tensor) -> Any:
+        """Call the user's function. What autograd saves in the call goes to `saved`, if there is one."""
+        if self.saved is None:
+            return function(*args)
+        with self.saved.recording():
+            return function(*args)
 
 
 # Both compute the seeds of all layers at once: between two layers this code would be out of the processor's cache.
@@ -96,11 +106,7 @@ class LayerCall:
         input_versions = [tensor._version for tensor in inputs]
         self._seed_generators(forward_pass.seeds[self.layer.name])
         try:
-            if forward_pass.saved is None:
-                result = weights.module(*inputs)
-            else:
-                with forward_pass.saved.recording():
-                    result = weights.module(*inputs)
+            result = forward_pass.call(weights.module, *inputs)
         except USER_CODE_ERRORS as error:
             raise self._error(forward_pass, inputs, input_versions, error) from error
         changed = self._guard.check(self.label, evaluating=not training)

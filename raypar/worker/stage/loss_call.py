@@ -53,11 +53,7 @@ class LossCall:
         try:
             if output.requires_grad:
                 output = make_input_alias(output, self._hooks)
-            if forward_pass.saved is None:
-                found = self._function(output, target)
-            else:
-                with forward_pass.saved.recording():
-                    found = self._function(output, target)
+            found = forward_pass.call(self._function, output, target)
         except USER_CODE_ERRORS as error:
             code = f"the loss (output {list(output.shape)}, target {list(target.shape)})"
             raise self._coordinate.user_code_error(code, forward_pass.step, forward_pass.microbatch, error) from error

@@ -1,5 +1,4 @@
-"""Enters the precision of a job around the calls that compute in it: each layer's forward, and the loss (rule 13 of the
-numerics contract)."""
+"""Mixed precision: runs each layer's forward and the loss under `torch.autocast` (rule 13 of the numerics contract)."""
 
 from __future__ import annotations
 
@@ -20,27 +19,27 @@ AUTOCAST_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16}
 
 
 class StagePrecision:
-    """Wraps the calls of one stage so that they compute in the job's precision; calls of a job without one stay as they are.
+    """Wraps the calls of one stage in autocast; without mixed precision it returns them unchanged.
 
-    Autocast is entered for each call anew: it belongs to a thread, and a stage is run by a generator that may go on in another
-    one. Its cache of cast weights is off: every operation casts its operands itself. With the cache the uses of a weight would
-    share a cast if they met in one autocast, and their gradients would be added in bfloat16; which tensors are kept, PyTorch
-    decides by whether they are leaves.
+    Autocast is entered anew for each call, because it belongs to a thread, and the generator that runs a stage may continue in
+    another thread. Its cache of cast weights is off, so every operation casts its operands itself. With the cache two uses of a
+    weight inside one autocast would share a cast, and their gradients would be added in bfloat16. Which casts PyTorch caches
+    depends on which tensors are leaves.
     """
 
     _dtype: torch.dtype | None
-    """The dtype to which autocast casts; None: it is not entered."""
+    """The dtype to which autocast casts; None: no mixed precision."""
     _device: torch.device
-    """Where the stage computes."""
+    """The device of the stage."""
     _guard: TorchStateGuard
-    """Expects autocast to be on inside the calls."""
+    """Told that autocast is on inside the calls."""
 
     def __init__(self, precision: Precision, device: torch.device, guard: TorchStateGuard) -> None:
         self._dtype = None if precision.compute is None else AUTOCAST_DTYPES[precision.compute]
         self._device, self._guard = device, guard
 
     def wrap_layer(self, call: LayerFunction) -> LayerFunction:
-        """The call of a layer, in the job's precision."""
+        """The call of a layer, under autocast."""
         if self._dtype is None:
             return call
 
@@ -51,7 +50,7 @@ class StagePrecision:
         return run
 
     def wrap_loss(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss function (output, target) -> loss, in the job's precision; the sum that it returns becomes float32."""
+        """The loss function (output, target) -> loss, under autocast. The sum that it returns is cast to float32."""
         if self._dtype is None:
             return function
 
@@ -70,9 +69,9 @@ class StagePrecision:
             with torch.autocast(self._device.type, self._dtype, cache_enabled=False), self._guard.accepting_autocast():
                 yield
         finally:
-            torch.clear_autocast_cache()  # of an autocast that the call has entered and not left
+            torch.clear_autocast_cache()  # if the call has entered an autocast of its own and not left it
 
 
 def _as_float32(total: Any) -> Any:
-    """A loss's sum in float32, so that what it is multiplied with does not round it once more."""
+    """The sum of a loss in float32, so that multiplying it does not round it again."""
     return total.float() if isinstance(total, Tensor) and total.dtype in AUTOCAST_DTYPES.values() else total

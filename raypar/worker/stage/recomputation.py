@@ -1,9 +1,9 @@
-"""What a stage drops after a forward pass and makes again before the backward pass: saved tensors of recomputed layers.
+"""Activation recomputation inside a stage: saved tensors are dropped after the forward and refilled before the backward.
 
-The graph of the first forward stays, without the tensors that it has saved. The second forward makes the same calls in the same
-order, so it saves the same tensors; the n-th of them takes the place of the n-th that was dropped, and the second graph goes.
-So hooks, aliases, the age of the graph's nodes and the order of additions are those of a stage that drops nothing. A layer
-notices nothing of either forward: gradients are on, as in training.
+The autograd graph of the first forward stays, without the tensors that it saved. The second forward makes the same calls in the
+same order, so it saves the same tensors: the n-th fills the place of the n-th that was dropped. The second graph is discarded.
+So hooks, aliases, the age of graph nodes and the order of additions are those of a stage that drops nothing. Both forwards run
+with gradients on, as in training, so a layer cannot tell them apart.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from raypar.model.graph import Graph, Layer
 
 @dataclass(frozen=True)
 class StageRecomputation:
-    """The layers of a stage that are recomputed, and what they need for that."""
+    """Which layers of a stage are recomputed, and which values must be kept for that."""
 
     positions: tuple[int, ...] = ()
     """Positions in the stage of the layers whose activations are dropped, ascending."""
-    loss: bool = False
-    """Whether the loss is recomputed: where it follows a recomputed layer."""
-    reads: tuple[str, ...] = ()
-    """Values that recomputed layers and the loss read, and that no recomputed layer makes again."""
+    with_loss: bool = False
+    """Whether the loss is recomputed too: it is if the layer that makes the output is."""
+    inputs: tuple[str, ...] = ()
+    """Values that recomputed layers and a recomputed loss read, except those that recomputed layers write."""
 
     @staticmethod
     def of(graph: Graph, layers: Sequence[Layer], positions: Sequence[int], target: str | None) -> StageRecomputation:
-        """`positions`: of the layers to recompute. `target`: what the loss reads beside the output; None without a loss."""
+        """`positions`: of the layers to recompute. `target`: what the loss reads beside the output; None: there is no loss."""
         loss = target is not None and bool(positions) and graph.output in layers[positions[-1]].outputs
         read = [name for position in positions for name in layers[position].inputs]
         if loss:
@@ -41,14 +41,18 @@ class StageRecomputation:
         return StageRecomputation(tuple(positions), loss, tuple(dict.fromkeys(name for name in read if name not in made)))
 
 
+NO_RECOMPUTATION = StageRecomputation()
+"""No layer is recomputed."""
+
+
 class SavedTensors:
     """The tensors that one call of a layer (or of the loss) saves for its backward, in order.
 
-    While `recording`, autograd saves numbers in their place. They can be dropped, and made again by a second call.
+    Inside `recording` autograd saves their numbers instead. So the tensors can be dropped, and taken from a second call.
     """
 
     label: str
-    """What is called, for messages: `layer 'block3'`."""
+    """Name of the call in messages: `layer 'block3'`."""
     _tensors: list[Tensor]
     """The saved tensors; empty once they are dropped."""
     _versions: list[int]
@@ -62,16 +66,16 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Context in which what autograd saves comes here."""
+        """Context in which tensors that autograd saves are kept here."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     def drop(self) -> None:
-        """Let go of the tensors."""
+        """Release the tensors."""
         self._tensors, self._versions = [], []
 
     def refill(self, again: SavedTensors) -> None:
-        """Take over the tensors that a second call has saved. Raises `UserCodeError` if it has saved others."""
+        """Take over the tensors of a second call. Raises `UserCodeError` if their number, shapes or dtypes differ."""
         if again._layouts != self._layouts:
             first = next((n for n, (a, b) in enumerate(zip(self._layouts, again._layouts, strict=False)) if a != b), None)
             what = f"{len(again._layouts)} tensors where it had saved {len(self._layouts)}"

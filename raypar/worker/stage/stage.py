@@ -28,7 +28,7 @@ from raypar.worker.stage.layer_backward_hooks import LayerBackwardHooks
 from raypar.worker.stage.layer_call import LayerFunction, training_pass_context, validation_pass_context
 from raypar.worker.stage.layer_inputs import LayerInputs
 from raypar.worker.stage.loss_call import LossCall
-from raypar.worker.stage.recomputation import SavedTensors, StageRecomputation
+from raypar.worker.stage.recomputation import NO_RECOMPUTATION, SavedTensors, StageRecomputation
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_sharding import StageSharding
 from raypar.worker.stage.weights import ParameterUse, StageWeights
@@ -99,11 +99,17 @@ class _Microbatch:
     stash: Stash = field(default_factory=list)
     """Weight gradients that split Linears have put off."""
     kept_inputs: dict[str, Tensor] = field(default_factory=dict)
-    """Value -> tensor from which `recompute` will start; empty where nothing was dropped."""
+    """Value -> the tensor that `recompute` will read; empty where nothing was dropped."""
     dropped: list[SavedTensors] = field(default_factory=list)
-    """By recomputed layer, then the loss if it is recomputed: what `recompute` will make again."""
+    """The dropped tensors of each recomputed layer in order, then of the loss if it is recomputed."""
     value_layouts: dict[str, LocalPartLayout] = field(default_factory=dict)
     """Value between layers -> how it is cut over shards, for `recompute`."""
+
+    def drop(self, saved: SavedTensors | None) -> None:
+        """Drop what a recomputed call has saved. None: a call that is not recomputed."""
+        if saved is not None:
+            saved.drop()
+            self.dropped.append(saved)
 
 
 @dataclass(eq=False)
@@ -141,7 +147,7 @@ class Stage:
     gradient_reuse_policy: GradientReusePolicy
     """Keeps the memory of the weight gradients of sharded Linears from step to step."""
     recomputation: StageRecomputation
-    """The layers that `forward_keeping_inputs` keeps no activations of."""
+    """The layers whose activations `checkpointed_forward` drops."""
 
     step: int = -1
     """The step under way, from 0; -1 before the first."""
@@ -252,6 +258,19 @@ class Stage:
 
         `received`: values from other stages; `batch`: fields of this microbatch.
         """
+        return self._run_forward(microbatch, received, batch, NO_RECOMPUTATION)
+
+    def checkpointed_forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """As `forward`, but drops the activations of each recomputed layer as soon as it has run.
+
+        `recompute` must run before the backward pass.
+        """
+        return self._run_forward(microbatch, received, batch, self.recomputation)
+
+    def _run_forward(
+        self, microbatch: int, received: Mapping[str, Tensor], batch: Batch, recomputation: StageRecomputation
+    ) -> dict[str, Tensor]:
+        """`recomputation`: the layers whose activations are dropped."""
         self.gradient_reuse_policy.before_forward()
         live = self._live[microbatch] = _Microbatch()
         self.deferred.stash = live.stash
@@ -259,15 +278,19 @@ class Stage:
         forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
         for position, layer in enumerate(self.layers):
             inputs = layer.inputs.read(values, live.received)
-            outputs = layer.call(forward_pass, self.weights.of_layer(position), inputs)
+            saved = self._new_saved_tensors(position) if position in recomputation.positions else None
+            outputs = layer.call(forward_pass.saving_to(saved), self.weights.of_layer(position), inputs)
+            live.drop(saved)
             values.update(zip(layer.outputs, outputs, strict=True))
         if self.loss is not None:
-            self._keep_loss(live, microbatch, *self.loss(forward_pass, values))
+            saved = SavedTensors("the loss") if recomputation.with_loss else None
+            live.loss, count = self.loss(forward_pass.saving_to(saved), values)
+            live.drop(saved)
+            self.losses[microbatch] = (live.loss.detach(), count)
+        live.kept_inputs = {name: _without_graph(values[name]) for name in recomputation.inputs}
+        if self.shard is not None and recomputation.positions:
+            live.value_layouts = dict(self.shard.group.value_layouts)
         return self._leave(live, values)
-
-    def _keep_loss(self, live: _Microbatch, microbatch: int, total: Tensor, count: Tensor | float) -> None:
-        self.losses[microbatch] = (total.detach(), count)
-        live.loss = total
 
     def _leave(self, live: _Microbatch, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values that other stages read. Of their graph only the edges are kept, not the values themselves."""
@@ -275,37 +298,8 @@ class Stage:
         live.produced = {name: get_gradient_edge(value) for name, value in outgoing.items() if value.requires_grad}
         return {name: as_aligned(value.detach()) for name, value in outgoing.items()}
 
-    def forward_keeping_inputs(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """As `forward`, but the activations of recomputed layers are dropped, each layer's when it is over.
-
-        `recompute` has to come before the backward pass.
-        """
-        self.gradient_reuse_policy.before_forward()
-        live = self._live[microbatch] = _Microbatch()
-        self.deferred.stash = live.stash
-        values: dict[str, Tensor] = {**received, **batch}
-        forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
-        for position, layer in enumerate(self.layers):
-            inputs = layer.inputs.read(values, live.received)
-            saved = self._new_saved_tensors(position) if position in self.recomputation.positions else None
-            outputs = layer.call(forward_pass._replace(saved=saved), self.weights.of_layer(position), inputs)
-            if saved is not None:
-                saved.drop()
-                live.dropped.append(saved)
-            values.update(zip(layer.outputs, outputs, strict=True))
-        if self.loss is not None:
-            saved = SavedTensors("the loss") if self.recomputation.loss else None
-            self._keep_loss(live, microbatch, *self.loss(forward_pass._replace(saved=saved), values))
-            if saved is not None:
-                saved.drop()
-                live.dropped.append(saved)
-        live.kept_inputs = {name: _without_graph(values[name]) for name in self.recomputation.reads}
-        if self.shard is not None:
-            live.value_layouts = dict(self.shard.group.value_layouts)
-        return self._leave(live, values)
-
     def recompute(self, microbatch: int) -> None:
-        """Make the activations again that `forward_keeping_inputs` has dropped, by the same calls; statistics stay as they are.
+        """Recompute the activations that `checkpointed_forward` has dropped, by the same calls. Losses are not counted again.
 
         Raises `UserCodeError` for a layer that does not compute the same again.
         """
@@ -320,12 +314,12 @@ class Stage:
         for position in self.recomputation.positions:
             layer, again = self.layers[position], self._new_saved_tensors(position)
             inputs = layer.inputs.read(values, own_leaves)
-            outputs = layer.call(forward_pass._replace(saved=again), self.weights.of_layer(position), inputs)
+            outputs = layer.call(forward_pass.saving_to(again), self.weights.of_layer(position), inputs)
             next(dropped).refill(again)
             values.update(zip(layer.outputs, outputs, strict=True))
-        if self.loss is not None and self.recomputation.loss:
+        if self.loss is not None and self.recomputation.with_loss:
             again = SavedTensors("the loss")
-            self.loss(forward_pass._replace(saved=again), values)
+            self.loss(forward_pass.saving_to(again), values)
             next(dropped).refill(again)
         live.kept_inputs, live.value_layouts = {}, {}
 

@@ -267,10 +267,10 @@ class Interpreter:
         outputs = self.stages[stage].forward(microbatch, _single(received), self._batch(stage, step, microbatch))
         self._hand_on(stage, microbatch, outputs)
 
-    def _forward_keeping_inputs(self, instruction: CheckpointedForward, step: int, received: Received) -> None:
+    def _checkpointed_forward(self, instruction: CheckpointedForward, step: int, received: Received) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
         batch = self._batch(stage, step, microbatch)
-        outputs = self.stages[stage].forward_keeping_inputs(microbatch, _single(received), batch)
+        outputs = self.stages[stage].checkpointed_forward(microbatch, _single(received), batch)
         self._hand_on(stage, microbatch, outputs)
 
     def _recompute(self, instruction: Recompute, step: int, received: Received) -> None:
@@ -334,7 +334,7 @@ InstructionRule = Callable[[Interpreter, Any, int, Received], Routine[None] | No
 
 TRAINING_RULES: dict[type[Instruction], InstructionRule] = {
     Forward: Interpreter._forward,
-    CheckpointedForward: Interpreter._forward_keeping_inputs,
+    CheckpointedForward: Interpreter._checkpointed_forward,
     Recompute: Interpreter._recompute,
     Backward: Interpreter._backward,
     BackwardInput: Interpreter._backward_input,

@@ -1,7 +1,6 @@
-"""Errors as users see them: with the frames of their own code, and without raypar's.
+"""Leaves raypar's own frames out of the tracebacks that users see; frames of their own code stay.
 
-All frames are shown if the environment variable `RAYPAR_TRACEBACK` is `whole`. The error of a failed run is also written whole
-into the run's folder.
+The environment variable `RAYPAR_TRACEBACK=whole` switches this off. The full error of a failed run is in its folder.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from raypar.errors import RayparError
 
 PACKAGE = Path(__file__).resolve().parent
 """The folder of raypar's own code."""
-WHOLE = "RAYPAR_TRACEBACK"
-"""Environment variable that shows all frames if it is `whole`."""
+TRACEBACK_VARIABLE = "RAYPAR_TRACEBACK"
+"""Environment variable; with the value `whole`, nothing is filtered."""
 HEADER = "Traceback (most recent call last):"
 """The first line of a traceback as text."""
 _FRAME = re.compile(r'  File "([^"]*)", line \d+')
@@ -33,13 +32,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def shows_all_frames() -> bool:
-    """Whether the user has asked for raypar's frames too."""
-    return os.environ.get(WHOLE) == "whole"
+def shows_raypar_frames() -> bool:
+    """Whether the user has switched the filter off."""
+    return os.environ.get(TRACEBACK_VARIABLE) == "whole"
 
 
-def is_own_file(name: str) -> bool:
-    """Whether a frame's file is raypar's, on this machine or on a worker's, where raypar may lie elsewhere."""
+def is_raypar_file(name: str) -> bool:
+    """Whether a frame's file belongs to raypar, here or on a worker's machine, where raypar may be in another folder."""
     path = Path(name)
     if path.is_relative_to(PACKAGE):
         return True
@@ -49,29 +48,29 @@ def is_own_file(name: str) -> bool:
 
 @functools.cache
 def _library_folders() -> tuple[str, ...]:
-    """The folders of Python's own modules and of installed packages, as beginnings of paths."""
+    """Path prefixes of Python's own modules and of installed packages."""
     import sysconfig
 
     paths = sysconfig.get_paths()
     return tuple(f"{paths[kind]}{os.sep}" for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-def is_users_file(name: str) -> bool:
-    """Whether a frame's file is neither raypar's nor a library's."""
+def is_user_file(name: str) -> bool:
+    """Whether a frame's file belongs neither to raypar nor to a library."""
     library = name.startswith(("<frozen", *_library_folders())) or "/site-packages/" in name or "/dist-packages/" in name
-    return not library and not is_own_file(name)
+    return not library and not is_raypar_file(name)
 
 
-def drop_own_frames_of_text(text: str) -> str:
-    """A text without raypar's frames in the tracebacks that it holds. A traceback without other frames loses its header too."""
+def filter_traceback_text(text: str) -> str:
+    """The text without raypar's frames in the tracebacks that it contains. A traceback of nothing else goes with its header."""
     kept: list[str] = []
-    own = False  # whether the present line belongs to a frame of raypar
+    own = False  # whether the line belongs to a frame of raypar
     margin = _GROUP_MARGIN if _GROUP in text else re.compile("")
     for line in text.splitlines():
         bare = margin.sub("", line, count=1)
         frame = _FRAME.match(bare)
         if frame is not None:
-            own = is_own_file(frame[1])
+            own = is_raypar_file(frame[1])
         elif not bare.startswith(("    ", "  [Previous line repeated")):
             own = False
             if kept and kept[-1].endswith(HEADER) and not bare.endswith(HEADER):
@@ -81,12 +80,12 @@ def drop_own_frames_of_text(text: str) -> str:
     return "\n".join(kept)
 
 
-def drop_own_frames(frames: TracebackType | None) -> TracebackType | None:
-    """The frames of a traceback from the first one of the user's on, without raypar's; None if none is the user's."""
+def filter_traceback(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame of the user's code on, without raypar's frames; None if it has no such frame."""
     kept: list[TracebackType] = []
     while frames is not None:
         name = frames.tb_frame.f_code.co_filename
-        if is_users_file(name) or (kept and not is_own_file(name)):
+        if is_user_file(name) or (kept and not is_raypar_file(name)):
             kept.append(frames)
         frames = frames.tb_next
     for number, frame in enumerate(kept):
@@ -94,19 +93,19 @@ def drop_own_frames(frames: TracebackType | None) -> TracebackType | None:
     return kept[0] if kept else None
 
 
-def show_users_frames(error: RayparError) -> bool:
-    """Leave of an error, its text and its causes only what is about the user's code; returns whether frames of its text went.
+def remove_raypar_frames(error: RayparError) -> bool:
+    """Filter the text and the causes of an error, in place. Returns whether its text has lost frames.
 
-    An error of raypar's own (a plain `RayparError`) keeps its text: its frames say what was wrong.
+    A plain `RayparError`, which reports a bug of raypar itself, keeps its text: there raypar's frames matter.
     """
-    what = error.what if type(error) is RayparError else drop_own_frames_of_text(error.what)
+    what = error.what if type(error) is RayparError else filter_traceback_text(error.what)
     changed = what != error.what
     error.what = what
     error.args = (what, error.cure)
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause.__suppress_context__ = True
-        inner = drop_own_frames(cause.__cause__.__traceback__)
+        inner = filter_traceback(cause.__cause__.__traceback__)
         if inner is None or HEADER in what:
             cause.__cause__ = None
             break
@@ -115,10 +114,10 @@ def show_users_frames(error: RayparError) -> bool:
     return changed
 
 
-def hide_own_frames(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, whose `RayparError`s are raised as if by the line that calls it: without the frames below.
+def without_raypar_frames(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: a `RayparError` of the function shows no frames of raypar, as if the user's line had raised it.
 
-    The frames of the user's own code below, if there are any, are kept.
+    Frames of the user's own code that raypar has called are kept.
     """
 
     @functools.wraps(function)
@@ -127,10 +126,10 @@ def hide_own_frames(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*given, **named)
         except RayparError as error:
-            if shows_all_frames():
+            if shows_raypar_frames():
                 raise
-            show_users_frames(error)
-            error.__traceback__ = frames = drop_own_frames(error.__traceback__)
+            remove_raypar_frames(error)
+            error.__traceback__ = frames = filter_traceback(error.__traceback__)
             if sys.version_info < (3, 11):  # a bare `raise` would bring the old frames back
                 raise error.with_traceback(frames)  # noqa: B904
             raise  # a bare one adds no frame of its own
@@ -138,6 +137,6 @@ def hide_own_frames(function: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
-def whole_text(error: BaseException) -> str:
-    """An error with all frames and causes, as text."""
+def full_traceback(error: BaseException) -> str:
+    """The text of an error with all frames and causes."""
     return "".join(traceback.format_exception(error))

@@ -1,4 +1,4 @@
-"""Explains what pydantic finds wrong with a job: one `ConfigError` with the nearest right key, for job files and `Trainer`."""
+"""Turns pydantic's validation errors about a job into one `ConfigError`, worded for a job file or for `Trainer`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raypar.keys_of_other_frameworks import advice_for
 from raypar.untrusted_files import repr_text, shorten
 
 AUTO, GIVEN = "<auto>", "<given>"
-"""Pydantic's names of the branches of `plan` in error locations; removed before a message is shown."""
+"""Tags of the two types of `plan`. Pydantic puts them into error locations; messages leave them out."""
 
 _COMMAND_LINE = {
     "address": "--address",
@@ -24,36 +24,36 @@ _COMMAND_LINE = {
     "workers": "none; with plan: auto the planner uses as many processors as help",
     "resume_from_checkpoint": "`raypar resume RUN`",
 }
-"""Arguments of `Trainer` -> what the command line has for them; no job file has them."""
+"""Arguments of `Trainer` that are not keys of a job file -> the command line's counterpart."""
 
 
-def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a field's type names."""
+def section_types(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The section classes in a field's type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in typing.get_args(annotation):
-        yield from sections_of(inner)
+        yield from section_types(inner)
 
 
 def keys_of(model: type[BaseModel]) -> list[str]:
-    """The keys of a section."""
+    """The keys of a section, without those of sections inside it."""
     return list(model.model_fields)
 
 
-def all_sections(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
-    """(where it is, section) of all sections in a section."""
+def walk_sections(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
+    """(path, class) of every section inside a section, at any depth."""
     for name, info in model.model_fields.items():
-        for inner in sections_of(info.annotation):
+        for inner in section_types(info.annotation):
             yield (*above, name), inner
-            yield from all_sections(inner, (*above, name))
+            yield from walk_sections(inner, (*above, name))
 
 
-def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The keys of a section and of all sections in it, such as `plan.stages`."""
+def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The keys of a section and of all sections inside it, such as `plan.stages`."""
     for name, info in model.model_fields.items():
         yield prefix + name
-        for inner in sections_of(info.annotation):
-            yield from all_keys(inner, f"{prefix}{name}.")
+        for inner in section_types(info.annotation):
+            yield from dotted_keys(inner, f"{prefix}{name}.")
 
 
 def config_error(
@@ -64,15 +64,15 @@ def config_error(
     of_trainer: bool = False,
     more: Sequence[str] = (),
 ) -> ConfigError:
-    """One `ConfigError` for all findings of pydantic, as `ValidationError.errors()` gives them. Unknown keys come first: others
-    may be missing because they are misspelt.
+    """One `ConfigError` for the errors of pydantic (`ValidationError.errors()`), unknown keys first.
 
-    `inside`: the section of `job` that was checked; `of_trainer`: whether the cure speaks of `Trainer`'s arguments, not of a
-    job file; `more`: arguments that are no keys of a job.
+    A missing key often is one that was misspelt, so the misspelt one is the better first message. `inside`: path of the section
+    of `job` that was checked; `of_trainer`: whether to speak of `Trainer`'s arguments instead of a job file; `more`: arguments
+    that are not keys of a job.
     """
-    findings = sorted(errors, key=lambda one: one["type"] != "extra_forbidden")
+    ordered = sorted(errors, key=lambda one: one["type"] != "extra_forbidden")
     explain = _Explainer(job, of_trainer, tuple(more)).explain
-    found = [explain({**one, "loc": (*inside, *one["loc"])}) for one in findings]
+    found = [explain({**one, "loc": (*inside, *one["loc"])}) for one in ordered]
     return ConfigError("; ".join(what for what, _ in found[:5]), cure=found[0][1])
 
 
@@ -81,14 +81,14 @@ _HALF_PRECISION = ("bfloat16", "float16", "bf16", "fp16", "half")
 
 @dataclass(frozen=True)
 class _Explainer:
-    """Explains findings about one model."""
+    """Words for pydantic's errors about a job."""
 
     job: type[BaseModel]
     """The class of jobs."""
     of_trainer: bool
     """Whether the user gave `Trainer`'s arguments, not a job file."""
     more: tuple[str, ...]
-    """Arguments that are no keys of a job."""
+    """Arguments that are not keys of a job."""
 
     def section_at(self, path: Sequence[str | int]) -> type[BaseModel]:
         """The section of a job to which `path` leads."""
@@ -96,13 +96,13 @@ class _Explainer:
         for part in path:
             field = model.model_fields.get(part) if isinstance(part, str) else None
             if field is not None:  # else an item of a list, or a key of values that have no section
-                model = next(sections_of(field.annotation), model)
+                model = next(section_types(field.annotation), model)
         return model
 
     def suggest_keys(self, key: str, path: Sequence[str | int], here: Sequence[str]) -> list[str]:
         """The full names of the most similar key to an unknown one: `here`, where `path` leads, else in other sections."""
         elsewhere: dict[str, list[str]] = {}
-        for full in all_keys(self.job):
+        for full in dotted_keys(self.job):
             elsewhere.setdefault(full.rpartition(".")[2], []).append(full)
         found = difflib.get_close_matches(key, dict.fromkeys([*here, *elsewhere]), n=1, cutoff=0.6)
         if not found:
@@ -110,7 +110,7 @@ class _Explainer:
         return [".".join(map(str, [*path, found[0]]))] if found[0] in here else elsewhere[found[0]]
 
     def explain(self, error: Mapping[str, Any]) -> tuple[str, str]:
-        """(what, cure) of one finding of pydantic."""
+        """(what, cure) for one error of pydantic."""
         path = [part for part in error["loc"] if part not in (AUTO, GIVEN)]
         key = shorten(".".join(map(str, path))) or "the job file"
         argument = self.of_trainer and len(path) == 1
@@ -130,7 +130,7 @@ class _Explainer:
         if error["type"].startswith(("model_", "dict_type")):
             names = [at for at, part in enumerate(path) if isinstance(part, str)]  # an item of a list: the list's section
             known = self.section_at(path[: names[-1]]).model_fields.get(str(path[names[-1]])) if names else None
-            section = next(sections_of(known.annotation), None) if known is not None else None if path else self.job
+            section = next(section_types(known.annotation), None) if known is not None else None if path else self.job
             expected = f"keys and values ({', '.join(keys_of(section))})" if section else "keys and values"
             if section is not None and "function" in section.model_fields:
                 expected = f"module:name, or {expected}"
@@ -143,11 +143,11 @@ class _Explainer:
         if error["loc"] == ("dtype",) and got in _HALF_PRECISION:
             cure += "; for mixed precision leave it float32, and set precision.compute to bf16"
         if path[:1] == ["precision"]:
-            cure += "; its key compute may be bf16, and without precision everything is computed in `dtype`"
+            cure += '; for mixed precision it is {"compute": "bf16"}, and without it everything is computed in `dtype`'
         return f"{key}: expected {expected}, got {shorten(repr_text(got))} ({type(got).__name__})", cure
 
     def explain_unknown_key(self, path: Sequence[str | int], key: str, argument: bool) -> tuple[str, str]:
-        """(what, cure) of a key that is none; `argument`: whether it is an argument of `Trainer`."""
+        """(what, cure) for an unknown key; `argument`: whether it was given as an argument of `Trainer`."""
         what = f"unknown {'argument' if argument else 'key'} {key}"
         advice = advice_for(str(path[-1]))
         if not self.of_trainer and key in _COMMAND_LINE:

@@ -19,7 +19,7 @@ from raypar.console.event_printer import EventPrinter
 from raypar.elastic.phases import Phase
 from raypar.elastic.step_times import StepTimes
 from raypar.elastic.wait_announcements import WaitAnnouncer, describe_waited_workers
-from raypar.launch.silence_watch import SilenceWatch
+from raypar.launch.activity_reporter import ActivityReporter
 from raypar.worker.process.thread_activity import ACTIVITIES, WAITING_FOR_WORKERS, describe_thread_activity
 
 PACKAGE = Path(raypar.__file__).parent
@@ -30,7 +30,7 @@ def test_a_silence_is_broken_after_two_seconds_again_for_another_wait_and_every_
     for tenths in range(700):
         now = tenths / 10
         since, doing = (0.0, "loading PyTorch" if now < 5 else "reading sample 17") if now < 50 else (50.0, "idling")
-        if (line := announcer.line(doing, now, since)) is not None:
+        if (line := announcer.due_line(doing, now, since)) is not None:
             told[now] = line
     assert told == {
         2.0: "loading PyTorch, for 2 s so far",
@@ -42,10 +42,10 @@ def test_a_silence_is_broken_after_two_seconds_again_for_another_wait_and_every_
 
 def test_waits_that_change_all_the_time_get_a_line_every_five_seconds_and_unknown_ones_none():
     announcer = WaitAnnouncer()
-    lines = [announcer.line(f"measuring layer {t}", t / 10, 0.0) for t in range(100)]
+    lines = [announcer.due_line(f"measuring layer {t}", t / 10, 0.0) for t in range(100)]
     assert [t for t, line in enumerate(lines) if line] == [20, 70]
-    assert [WaitAnnouncer().line(None, t, 0.0) for t in range(100)] == [None] * 100
-    assert announcer.line("a step of a minute", 59.0, 1.0, patience_s=120.0) is None
+    assert [WaitAnnouncer().due_line(None, t, 0.0) for t in range(100)] == [None] * 100
+    assert announcer.due_line("a step of a minute", 59.0, 1.0, patience_s=120.0) is None
 
 
 @pytest.mark.parametrize("activities, text", [
@@ -104,7 +104,7 @@ def test_the_deepest_frame_that_has_words_says_what_a_thread_is_doing(file, code
     assert describe_thread_activity(thread.ident) is None
 
 
-def test_what_is_computed_for_something_else_is_that():
+def test_computation_inside_a_measurement_is_described_as_the_measurement():
     """A layer is measured by its backward pass too."""
     space = {}
     outer = "def _profile_layer(inner):\n    index = 3\n    inner()"
@@ -117,15 +117,15 @@ def test_what_is_computed_for_something_else_is_that():
 
 
 def test_a_command_says_what_it_is_doing_unless_it_or_the_driver_has_told_something(monkeypatch):
-    monkeypatch.setattr("raypar.launch.silence_watch.LOOK_S", 0.02)
+    monkeypatch.setattr("raypar.launch.activity_reporter.POLL_S", 0.02)
     told = []
-    watch = SilenceWatch(told.append, patience_s=0.2)
-    read = {"sleep": time.sleep, "watch": watch}
+    reporter = ActivityReporter(told.append, patience_s=0.2)
+    read = {"sleep": time.sleep, "reporter": reporter}
     code = "def read(times, act):\n    index = 17\n    for _ in range(times):\n        sleep(0.05)\n        act()"
     exec(compile(code, str(PACKAGE / "worker/microbatch_loader.py"), "exec"), read)
-    with watch.watching():
-        read["read"](10, watch.heard)
-        read["read"](10, lambda: watch({"kind": "step"}))
+    with reporter.reporting():
+        read["read"](10, reporter.note_driver_answer)
+        read["read"](10, lambda: reporter({"kind": "step"}))
         assert {event["kind"] for event in told} == {"step"}
         read["read"](12, lambda: None)
     assert told[10:] == [{"kind": "waiting_for", "text": "reading sample 17, for 0 s so far"}]
@@ -163,8 +163,8 @@ class Worker:
 
 def reported(monkeypatch, unanswered: set[int], hellos: set[int], tells: bool = False, step_s: float = 0.0) -> list[str]:
     """What a driver of four workers tells within 0.6 s, if 0.1 s is a silence."""
-    monkeypatch.setattr(wait_reporter, "LOOK_S", 0.02)
-    monkeypatch.setattr(wait_reporter, "ANSWER_S", 0.05)
+    monkeypatch.setattr(wait_reporter, "POLL_S", 0.02)
+    monkeypatch.setattr(wait_reporter, "ANSWER_TIMEOUT_S", 0.05)
     monkeypatch.setattr(wait_reporter, "SILENCE_S", 0.1)
     doing = ["reading sample 17", WAITING_FOR_WORKERS, None, WAITING_FOR_WORKERS]
     steps = StepTimes()

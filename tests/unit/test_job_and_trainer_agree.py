@@ -1,4 +1,4 @@
-"""A job file, `Trainer(...)` and `Trainer.from_yaml` are one way in: the same keys, types, defaults and errors."""
+"""Job files, `Trainer(...)` and `Trainer.from_yaml` agree: the same keys, types, defaults and errors."""
 
 import copy
 import datetime
@@ -18,14 +18,14 @@ import yaml
 import raypar
 from raypar import trainer as trainer_module
 from raypar.config import RUN_ARGUMENTS, CheckpointConfig, Job, PlanConfig, load_job, parse_job
-from raypar.config.findings import sections_of
+from raypar.config.validation_errors import section_types
 from raypar.errors import ConfigError, RayparError
 from raypar.launch import train_job
 from raypar.launch.result import Result
 from raypar.launch.submitted_job import choose_lasting_run_dir
 from raypar.safe_yaml import dump_yaml, parse_yaml
 from raypar.trainer import Trainer
-from raypar.trainer_arguments import FORMER_ARGUMENTS
+from raypar.trainer_arguments import DEPRECATED_ARGUMENTS
 from raypar.worker.job_spec import contract_of_job
 from raypar.worker.microbatch_loader import make_dataset
 
@@ -78,7 +78,7 @@ def paths(model: Any = Job, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]
     found = []
     for name, info in model.model_fields.items():
         found.append((*above, name))
-        for inner in sections_of(info.annotation):
+        for inner in section_types(info.annotation):
             found += paths(inner, (*above, name, *((0,) if name in ("callbacks", "trackers") else ())))
     return found
 
@@ -231,7 +231,7 @@ def test_a_section_that_is_made_by_name_is_checked_when_it_is_made():
 
 
 def test_no_former_argument_is_left_in_the_signature():
-    assert not set(FORMER_ARGUMENTS) & set(inspect.signature(Trainer).parameters)
+    assert not set(DEPRECATED_ARGUMENTS) & set(inspect.signature(Trainer).parameters)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.stem)

@@ -72,7 +72,7 @@ def test_layers_that_are_cut_by_measured_times_give_the_bits_of_one_process(monk
         assert not [d for n, p in want.parameters.items() for d in parity.differences(want, n, parameters[n], p)]
 
 
-def test_where_stages_have_other_shards_each_layer_keeps_its_own_and_so_the_bits(monkeypatch):
+def test_each_layer_keeps_its_number_of_shards_and_so_its_results(monkeypatch):
     spec = gpt_of_six_layers()
     measures(monkeypatch, 1.0, 1.0, 20.0, 20.0, 1.0, 1.0)
     plan = chosen(spec, stages=3, shards=[2, 2, 1]).plan
@@ -101,7 +101,7 @@ def test_cuts_that_are_given_stay_and_nothing_is_said_of_them(monkeypatch):
     assert alone.balance is None, "with a layer in every stage there is nothing to choose"
 
 
-def test_the_start_says_where_and_why_and_plan_json_too(monkeypatch):
+def test_the_start_and_plan_json_say_which_split_points_were_chosen_and_why(monkeypatch):
     spec = ugly_models.job("plain", microbatches=4, steps=1, virtual_replicas=0)
     layers = len(preflight(spec).graph.layers)
     measures(monkeypatch, *[40.0, *[1.0] * (layers - 1)])

@@ -16,8 +16,8 @@ import raypar
 from raypar.console.event_printer import EventPrinter
 from raypar.errors import ConfigError, InputError, Interrupted, RayparError, UserCodeError, error_first_line
 from raypar.launch.result import Result, raise_run_failure
+from raypar.traceback_filter import filter_traceback_text, is_raypar_file, is_user_file
 from raypar.user_code import error_text
-from raypar.user_frames import drop_own_frames_of_text, is_own_file, is_users_file
 
 PACKAGE = Path(raypar.__file__).parent
 ROOT = PACKAGE.parent
@@ -40,25 +40,25 @@ ZeroDivisionError: division by zero"""
 
 
 def test_raypars_frames_go_and_all_others_stay():
-    shown = drop_own_frames_of_text(TEXT)
+    shown = filter_traceback_text(TEXT)
     assert "/raypar/" not in shown and "repeated" not in shown and "self.forward" not in shown
     assert shown.splitlines()[:3] == TEXT.splitlines()[:3] and shown.splitlines()[-4:] == TEXT.splitlines()[-4:]
-    assert "module.py" in shown and drop_own_frames_of_text(shown) == shown
+    assert "module.py" in shown and filter_traceback_text(shown) == shown
 
 
-def test_a_traceback_with_nothing_but_raypars_frames_goes_whole():
+def test_a_traceback_of_raypars_frames_alone_is_removed_with_its_header():
     frame = f'  File "{PACKAGE}/cli.py", line 1, in f\n    f(1)\n'
     text = f"data set raised TypeError: f() takes 1\nTraceback (most recent call last):\n{frame}TypeError: f()"
-    assert drop_own_frames_of_text(text) == "data set raised TypeError: f() takes 1\nTypeError: f()"
+    assert filter_traceback_text(text) == "data set raised TypeError: f() takes 1\nTypeError: f()"
 
 
-def test_whose_a_file_is(tmp_path: Path):
-    assert is_own_file(str(PACKAGE / "trainer.py")) and is_own_file("/other/site-packages/raypar/worker/job_spec.py")
+def test_which_files_are_raypars_and_which_the_users(tmp_path: Path):
+    assert is_raypar_file(str(PACKAGE / "trainer.py")) and is_raypar_file("/other/site-packages/raypar/worker/job_spec.py")
     (tmp_path / "raypar").mkdir()
     (tmp_path / "raypar/callbacks.py").write_text("")  # a user's, in a folder of that name
-    assert is_users_file(str(tmp_path / "raypar/callbacks.py")) and is_users_file(str(ROOT / "examples/gpt.py"))
-    assert not any(is_users_file(name) for name in (traceback.__file__, pytest.__file__, "<frozen importlib._bootstrap>"))
-    assert is_users_file("<stdin>") and is_users_file("/home/me/raypar/model.py")
+    assert is_user_file(str(tmp_path / "raypar/callbacks.py")) and is_user_file(str(ROOT / "examples/gpt.py"))
+    assert not any(is_user_file(name) for name in (traceback.__file__, pytest.__file__, "<frozen importlib._bootstrap>"))
+    assert is_user_file("<stdin>") and is_user_file("/home/me/raypar/model.py")
 
 
 SCRIPT = """
@@ -184,7 +184,7 @@ def test_raypars_frames_go_from_a_group_of_exceptions_too():
     header = "    | Traceback (most recent call last):\n"
     inner = f'{header}    |   File "{PACKAGE}/cli.py", line 2, in g\n    |     g()\n    | KeyError: 1\n'
     text = f"raised\n  + Exception Group Traceback (most recent call last):\n{frames}{users}  | ExceptionGroup: two\n{inner}"
-    shown = drop_own_frames_of_text(text)
+    shown = filter_traceback_text(text)
     assert "/raypar/" not in shown and "f(1)" not in shown and "    | Traceback" not in shown
     assert shown.splitlines() == [
         "raised",

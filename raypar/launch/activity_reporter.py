@@ -1,4 +1,7 @@
-"""Tells the user what this process is doing, whenever nothing else has been told for a while: a thread looks at its stack."""
+"""Tells the user what this process is doing while it prints nothing else: a second thread reads the stack of the first.
+
+`actors/wait_reporter.py` does the same for the driver and the workers, once the driver answers.
+"""
 
 from __future__ import annotations
 
@@ -11,58 +14,58 @@ from typing import Any
 from raypar.elastic.wait_announcements import SILENCE_S, WaitAnnouncer
 from raypar.launch.result_neutral_options import EventHandler
 
-LOOK_S = 0.25
-"""Time from one look to the next."""
-END_S = 1.0
-"""How long the end waits for a line that is being printed; nobody may be reading it."""
+POLL_S = 0.25
+"""Time from one look at the stack to the next."""
+JOIN_TIMEOUT_S = 1.0
+"""How long to wait, at the end, for a line that is being printed: the terminal may be stopped."""
 
 
-class SilenceWatch:
-    """Passes events on, one at a time, and notes when. Call it with each event."""
+class ActivityReporter:
+    """An event handler that passes every event on, and adds events of kind `waiting_for` when there were none for a while."""
 
     def __init__(self, tell: EventHandler, patience_s: float = SILENCE_S) -> None:
         self.tell = tell
         """Gets every event, from one thread at a time."""
         self.patience_s = patience_s
-        """How long nothing may be told."""
+        """How long a silence may last before a line says what is waited for."""
         self.told_s = time.monotonic()
-        """When an event was last passed on, or the driver answered, which tells what it waits for itself."""
+        """When an event was last passed on, or when the driver last answered: a driver that answers reports its own waits."""
         self._watched = threading.get_ident()
-        """The thread that is waited for."""
+        """Ident of the thread whose stack is read."""
         self._over = threading.Event()
-        """Set at the end."""
+        """Set when `reporting` ends."""
         self._telling = threading.RLock()
-        """Held while an event is told."""
+        """Held while an event is passed on, so that two threads never print at once."""
 
     def __call__(self, event: dict[str, Any]) -> None:
-        """Tell an event."""
+        """Pass an event on."""
         with self._telling:
             self.told_s = time.monotonic()
             self.tell(event)
 
-    def heard(self) -> None:
-        """Note that the driver has answered."""
+    def note_driver_answer(self) -> None:
+        """Note that the driver has answered: from now on it is not this process that keeps the user waiting."""
         self.told_s = time.monotonic()
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within: events of kind `waiting_for` tell what the calling thread is doing while nothing else is told."""
+    def reporting(self) -> Iterator[None]:
+        """Context in which silences of the calling thread are reported."""
         self._watched, self.told_s = threading.get_ident(), time.monotonic()
-        thread = threading.Thread(target=self._watch, name="raypar-silence", daemon=True)
+        thread = threading.Thread(target=self._watch, name="raypar-activity", daemon=True)
         thread.start()
         try:
             yield
         finally:
             self._over.set()
-            thread.join(END_S)
+            thread.join(JOIN_TIMEOUT_S)
 
     def _watch(self) -> None:
         from raypar.worker.process.thread_activity import describe_thread_activity
 
         announcer = WaitAnnouncer()
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(POLL_S):
             since_s, doing = self.told_s, describe_thread_activity(self._watched)
-            line = announcer.line(doing, time.monotonic(), since_s, self.patience_s)
+            line = announcer.due_line(doing, time.monotonic(), since_s, self.patience_s)
             if line is None:
                 continue
             with self._telling, contextlib.suppress(Exception):  # the watched thread meets the same error with its next event
