@@ -108,9 +108,17 @@ class Interrupted(RayparError):
     exit_code = 130
 
 
+def error_message(error: BaseException) -> str:
+    """`str(error)`; where that raises, as a user's own exception may, what Python prints then."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
 def error_first_line(error: Exception) -> str:
     """The first line of an error's message, which says what happened where Ray and workers write many."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (error_message(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def exception_chain(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:

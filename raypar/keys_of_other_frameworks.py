@@ -21,6 +21,11 @@ _RECOMPUTATION = (
 _FOLDER = "runs are stored under run_dir"
 _SAVING = "checkpoints are saved every checkpoint.every steps"
 _VALIDATION = "validation takes place every validation.every steps"
+_RECOMPUTE = "which layers are computed again (activation checkpointing) is plan.recompute: none, full, or patterns of layers"
+_DEVICE = "the kind of device is `device`: cpu or gpu"
+_CHUNKS = "stages of one worker (virtual pipeline stages) are plan.chunks"
+_TRACKING = "experiment trackers are `trackers`: tensorboard, wandb or mlflow"
+_RESUMING = "a run is resumed by `raypar resume RUN`, or from Python by resume_from_checkpoint"
 _SHARDED_STATE = "state that replicas share out (ZeRO, FSDP) is not there yet; plan.stages and plan.shards divide a model"
 
 ADVICE: dict[str, str] = {
@@ -49,6 +54,12 @@ ADVICE: dict[str, str] = {
     **dict.fromkeys(("eval_dataset", "val_dataloader", "val_dataloaders", "valid_dataset"), _DATA),
     **dict.fromkeys(("dataloader_num_workers", "prefetch_factor", "pin_memory"), _LOADING),
     **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type", "warmup_steps", "warmup_ratio"), _SCHEDULER),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "activation_checkpoint"), _RECOMPUTE),
+    **dict.fromkeys(("checkpoint_activations", "recompute_granularity", "recompute_activations"), _RECOMPUTE),
+    **dict.fromkeys(("use_gpu", "use_cpu", "no_cuda", "accelerator", "gpus"), _DEVICE),
+    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "num_virtual_stages", "interleave"), _CHUNKS),
+    **dict.fromkeys(("logger", "loggers", "report_to"), _TRACKING),
+    **dict.fromkeys(("resume", "resume_from", "ckpt_path", "load_checkpoint"), _RESUMING),
     **dict.fromkeys(("loss_fn", "criterion", "loss_function"), "the loss function is `loss`"),
     **dict.fromkeys(("failure_config", "fault_tolerance", "max_restarts"), "lost workers are replaced if `elastic` is set"),
     "train_loop_per_worker": "raypar runs the loop: give `model`, `loss`, `data` and `optimizer`",

@@ -42,7 +42,8 @@ DOCUMENT_BYTES = 16 << 20
 
 
 def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
-    """`given` as a path. Raises `ConfigError` for a URI: as a path it would name a folder on this machine's disk.
+    """`given` as a path, with `~` as the home folder. Raises `ConfigError` for a URI: as a path it would name a folder on this
+    machine's disk.
 
     `what`: the argument or key that gave it.
     """
@@ -50,7 +51,10 @@ def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
 
     if storage_scheme(given):
         raise unknown_storage_error(given, what)
-    return Path(given)
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{what} is {shorten(given)}: {error}", cure="give the whole path of the folder") from None
 
 
 def resume_argument(path: str | os.PathLike[str]) -> str:

@@ -51,11 +51,11 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key in (key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
-            seen.add(key)
+        seen: set[tuple[str, str]] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", node.start_mark)
+            seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
 
 

@@ -24,6 +24,9 @@ TRACEBACK_VARIABLE = "RAYPAR_TRACEBACK"
 HEADER = "Traceback (most recent call last):"
 """The first line of a traceback as text."""
 _FRAME = re.compile(r'  File "([^"]*)", line \d+')
+_GROUP = "Exception Group Traceback"
+_GROUP_MARGIN = re.compile(r"(?: +\| )?")
+"""What an `ExceptionGroup` has before each line of its tracebacks."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,13 +65,15 @@ def filter_traceback_text(text: str) -> str:
     """The text without raypar's frames in the tracebacks that it contains. A traceback of nothing else goes with its header."""
     kept: list[str] = []
     own = False  # whether the line belongs to a frame of raypar
+    margin = _GROUP_MARGIN if _GROUP in text else re.compile("")
     for line in text.splitlines():
-        frame = _FRAME.match(line)
+        bare = margin.sub("", line, count=1)
+        frame = _FRAME.match(bare)
         if frame is not None:
             own = is_raypar_file(frame[1])
-        elif not line.startswith(("    ", "  [Previous line repeated")):
+        elif not bare.startswith(("    ", "  [Previous line repeated")):
             own = False
-            if kept and kept[-1].endswith(HEADER) and line != HEADER:
+            if kept and kept[-1].endswith(HEADER) and not bare.endswith(HEADER):
                 kept.pop()
         if not own:
             kept.append(line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypar.config import (
@@ -32,12 +31,15 @@ from raypar.trainer_arguments import (
     SampleSource,
     check_workers,
     job_from_trainer_arguments,
+    lets_planner_choose,
     with_checked_argument_names,
 )
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec
 from raypar.worker.weights_source import InitialWeightsFile
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from raypar.callbacks import Callback
 
 DEFAULTS = {name: info.default for name, info in Job.model_fields.items()}
@@ -57,7 +59,7 @@ class Trainer:
     - `data()`: a map-style data set, or the data set itself; `{"function": any of these, "input": "ids", "target": "labels"}`
       names the fields of dict samples that the first layer and the loss read. `validation` likewise, with the same fields;
     - `optimizer`: a class of `torch.optim`; `lr_schedule(step)`: factor on its learning rates;
-    - `callbacks`: objects of classes derived from `raypar.Callback`.
+    - `callbacks`: objects of classes derived from `raypar.Callback`, or functions that make them.
 
     `plan`: {"stages": pipeline parallel, "replicas": data parallel, "shards": tensor parallel (not ZeRO or FSDP)}, "auto", or a
     `ParallelPlan`, whose schedule is `schedule`. Only shards and their styles change the results. Without `plan` there is one
@@ -152,7 +154,7 @@ class Trainer:
         local_nodes: int = 1,
         stop_at_step: int | None = None,
         resume_from_checkpoint: Any = None,
-    ) -> Trainer:
+    ) -> Self:
         """The trainer of a job file, after overrides such as `"plan.stages=4"`, as `raypar train --set` has them.
 
         Its functions are imported from the current folder. Raises `ConfigError` or `PlanError`.
@@ -165,7 +167,7 @@ class Trainer:
             "resume_from_checkpoint": resume_from_checkpoint,
         }
         check_run_arguments(run_arguments)
-        job = load_job(Path(path), overrides)
+        job = load_job(path, overrides, defaults={"plan": "auto"} if lets_planner_choose(workers) else None)
         check_workers(job, workers)
         trainer = cls.__new__(cls)
         trainer._set_attributes(job, run_arguments)

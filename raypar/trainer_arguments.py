@@ -154,13 +154,17 @@ def job_from_trainer_arguments(given: Arguments) -> tuple[Job, dict[str, Any]]:
     for setting in settings_from_ray_train(*(tree.pop(name, None) for name in RAY_TRAIN_ARGUMENTS)):
         setting.apply_to(tree)
     workers = tree.get("workers")
-    if _same(given["plan"], Job.model_fields["plan"].default) and isinstance(workers, int) and workers > 1:
-        tree["plan"] = plan_section(
-            "auto", given["schedule"]
-        )  # a number of workers without a plan: the planner may use them all
+    if _same(given["plan"], Job.model_fields["plan"].default) and lets_planner_choose(workers):
+        tree["plan"] = plan_section("auto", given["schedule"])
     job = job_from_argument_tree(tree)
-    check_workers(job, workers, exactly=given.get("workers") is None and job.elastic is None)
+    between = isinstance(getattr(given.get("scaling_config"), "num_workers", None), tuple)  # the limits of an elastic run
+    check_workers(job, workers, exactly=given.get("workers") is None and not between)
     return job, {name: tree[name] for name in RUN_ARGUMENTS if name in tree}
+
+
+def lets_planner_choose(workers: Any) -> bool:
+    """Whether a job without a plan gets `plan: auto`: who says how many workers there are lets the planner use them."""
+    return isinstance(workers, int) and workers > 1
 
 
 def check_workers(job: Job, workers: int | None, *, exactly: bool = False) -> None:
@@ -234,8 +238,17 @@ def _callback_sections(given: Any) -> Any:
         return given  # wrong types: the job's own checks report them
     if not isinstance(given, Iterable):
         check_callbacks(given)  # one callback alone, or its class: raises an error of its own
-    plain = (str, int, float, Mapping, FunctionConfig, type(None))
-    return [one if isinstance(one, plain) else {"function": Given(check_callbacks([one])[0])} for one in given]
+    return [one if _makes_callback(one) else {"function": Given(check_callbacks([one])[0])} for one in given]
+
+
+def _makes_callback(value: Any) -> bool:
+    """Whether an item of `callbacks` is a function that makes a callback, in one of its forms, and not the callback itself.
+
+    Numbers and None count as such too: the job's checks refuse them.
+    """
+    pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+    plain = isinstance(value, (str, int, float, Mapping, FunctionConfig, type(None)))
+    return pair or plain or inspect.isroutine(value) or isinstance(value, functools.partial)
 
 
 def function_section(key: str, value: Any) -> Any:
@@ -345,9 +358,14 @@ def _check_loss(section: Arguments) -> None:
 
 @dataclass(frozen=True)
 class Given:
-    """A factory that returns what it was given; pickled to the workers with it. Checkpoints' contracts hold its name."""
+    """A factory that returns what it was given; pickled to the workers with it. Checkpoints' contracts hold its `repr`."""
 
     value: Any
+
+    @property
+    def label_in_messages(self) -> str:
+        """The class of the object: the text of a data set may take seconds to make."""
+        return type(self.value).__name__
 
     def __call__(self) -> Any:
         return self.value

@@ -147,9 +147,17 @@ def json_nesting_depth(content: bytes) -> int:
 
 def shorten(value: object, most: int = 200) -> str:
     """A path, or a value from a file, as text for a message: one line of at most `most` characters."""
-    text = str(value) if isinstance(value, (str, os.PathLike)) else repr(value)
+    text = str(value) if isinstance(value, (str, os.PathLike)) else repr_text(value)
     text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogateescape").decode() for c in text[: 2 * most])
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
+
+
+def repr_text(value: object) -> str:
+    """`repr(value)`; the name of its type where that raises, as of a number with thousands of digits."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
 
 
 def _without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

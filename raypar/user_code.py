@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from raypar.errors import error_message
+
 USER_CODE_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
 """For `except` around a call of user code; call `reraise_ctrl_c(error)` first in the handler."""
 
@@ -64,7 +66,7 @@ def error_text(error: BaseException) -> str:
         return f"SystemExit: {error.code} (sys.exit or exit was called: that would have ended the process)"
     if isinstance(error, KeyboardInterrupt):
         return "KeyboardInterrupt (raised by the code itself: nobody has pressed Ctrl-C)"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error_message(error)}"
 
 
 def make_importable(folder: Path) -> None:

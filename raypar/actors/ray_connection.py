@@ -100,10 +100,10 @@ def connect_ray(
             f"{nodes} local nodes would each offer all GPUs of this machine",
             cure="leave --local-nodes out for workers on GPUs, or set device: cpu",
         )
-    address = address or os.environ.get("RAY_ADDRESS")
+    given, address = address, address or os.environ.get("RAY_ADDRESS")
     # The local cluster is for workers only: unlike Ray's default, other processes of the machine do not come before them.
     ours = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": worker_python_path(working_dir), "RAY_worker_niceness": "0", **PATIENT}
-    with temporary_environment_variables(QUIET if address else {**QUIET, **ours}):
+    with temporary_environment_variables(QUIET if address else {**QUIET, **ours}), without_ray_leftovers():
         import ray
 
         from raypar.actors.working_dir_guard import wait_until_working_dir_unpacked
@@ -114,6 +114,12 @@ def connect_ray(
                     f"{nodes} local nodes, but this process has joined a Ray already", cure="call ray.shutdown() before"
                 )
             there = ray.get_runtime_context().gcs_address
+            # By its port: a host has several names.
+            if given not in (None, "auto") and given.rpartition(":")[2] != there.rpartition(":")[2]:
+                raise ConfigError(
+                    f"this process has joined the Ray at {there} already, and address is {given!r}",
+                    cure="leave the address out, or call ray.shutdown() before",
+                )
             wait_until_working_dir_unpacked()
             yield RayConnection("found", f"using the Ray this process has joined, {there}", there)
         elif address:
@@ -282,6 +288,25 @@ def describe_local_ray(cpus: int, nodes: tuple[LocalNode, ...]) -> str:
         return f"a local Ray cluster with {cpus} logical CPUs"
     pids = ", ".join(f"{node.pid}" + " (the head: the run ends with it)" * node.head for node in nodes)
     return f"a local Ray cluster with {len(nodes)} nodes (pids of the raylets {pids}), {cpus} logical CPUs"
+
+
+@contextlib.contextmanager
+def without_ray_leftovers() -> Iterator[None]:
+    """Put back what Ray changes of this process and leaves so after `ray.shutdown`: its SIGTERM handler, which would end the
+    process by `SystemExit`, the breakpoint hook and the level of its logger."""
+    logger, hook = logging.getLogger("ray"), os.environ.get("PYTHONBREAKPOINT")
+    in_main = threading.current_thread() is threading.main_thread()
+    handler, level = signal.getsignal(signal.SIGTERM), logger.level
+    try:
+        yield
+    finally:
+        if in_main and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+        logger.setLevel(level)
+        if hook is None:
+            os.environ.pop("PYTHONBREAKPOINT", None)
+        else:
+            os.environ["PYTHONBREAKPOINT"] = hook
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import pickle
 from dataclasses import dataclass
 
 from raypar.elastic.events import FailureKind
-from raypar.errors import RayparError
+from raypar.errors import RayparError, error_message
 
 
 @dataclass(frozen=True)
@@ -42,4 +42,4 @@ def pickle_error_for_client(error: Exception | None) -> bytes | None:
     try:
         return pickle.dumps(error)
     except Exception:
-        return pickle.dumps(RayparError(f"{type(error).__name__}: {error}"))
+        return pickle.dumps(RayparError(f"{type(error).__name__}: {error_message(error)}"))

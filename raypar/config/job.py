@@ -26,23 +26,29 @@ from pydantic import (
     model_validator,
 )
 
-from raypar.config.plain_values import to_plain_values
+from raypar.config.plain_values import is_importable_name, to_plain_values
 from raypar.config.validation_errors import AUTO, GIVEN, config_error, walk_sections
 from raypar.errors import ConfigError, PlanError
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
 from raypar.plan.recomputation import RecomputePolicy
 from raypar.run_folder_checks import MAX_STEPS
-from raypar.safe_yaml import dump_yaml
+from raypar.safe_yaml import dump_yaml, parse_yaml
 from raypar.traceback_filter import without_raypar_frames
 from raypar.untrusted_files import shorten
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Precision, Ref, ValidationSpec
 from raypar.worker.weights_source import InitialWeightsFile
 
+JOB_BYTES = 1 << 20
+"""Size limit of a job file."""
 MAX_WORKERS, MAX_PARTS, MAX_SAMPLES = 2**16, 2**16, 2**24
 """Limits of numbers in a job file, because lists of that length are made: of workers; of microbatches, blocks or chunks of a
 step; of samples of a step."""
 Workers = Annotated[PositiveInt, Field(le=MAX_WORKERS)]
 Parts = Annotated[PositiveInt, Field(le=MAX_PARTS)]
+
+
+PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+"""A path; from Python also a `pathlib.Path`."""
 
 
 class _Section(BaseModel):
@@ -62,9 +68,18 @@ class _Section(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # sections in a tree are validated without it
 
 
+RUN_NAME_CURE = "letters, digits, '.', '_' and '-' only: it names the run's folder"
+"""What the name of a job must be, for messages."""
+
+
+def is_run_name(text: str) -> bool:
+    """Whether a text can name a run's folder."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", text) is not None
+
+
 def _function(value: Any) -> Any:
     """`value`, if it is a callable or a text `module:name`. Raises `ValueError`."""
-    if not callable(value) and not (isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", value)):
+    if not callable(value) and not (isinstance(value, str) and is_importable_name(value)):
         raise ValueError("module:name, for example torch.optim:AdamW")
     return value
 
@@ -80,7 +95,9 @@ class FunctionConfig(_Section):
     @model_validator(mode="before")
     @classmethod
     def _short(cls, value: Any) -> Any:
-        return {"function": value} if isinstance(value, str) else value
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+            return {"function": value[0], "args": dict(value[1])}
+        return {"function": value} if isinstance(value, str) or callable(value) else value
 
     def to_ref(self) -> Ref:
         """The function as a `Ref`, for `JobSpec`."""
@@ -176,7 +193,7 @@ class PlanConfig(_Section):
     """Stages per worker; None: the schedule's default."""
     cuts: Annotated[tuple[PositiveInt, ...] | None, Field(strict=False)] = None
     """First layer of stages 1, 2, ...; None: by measured times, so that workers are equally busy."""
-    schedule_file: str | None = None
+    schedule_file: PathText | None = None
     """A file with the schedule, in place of `schedule`."""
     warmup: Annotated[tuple[NonNegativeInt, ...] | None, Field(strict=False)] = None
     """By worker position: forwards before the first backward; None: as the schedule has it."""
@@ -360,7 +377,7 @@ def _switch(value: Any) -> Any:
 class InitFromConfig(_Section):
     """Weights to begin with: `{path: FILE, strip_prefix: "model.", ...}`, or just the path."""
 
-    path: str
+    path: PathText
     """A .safetensors file, a folder with an index, a state_dict, an export, a checkpoint or a run of raypar."""
     strip_prefix: str = ""
     """Removed from the beginning of the file's names."""
@@ -462,7 +479,7 @@ class Job(_Section):
     """How the run survives lost workers; None: it does not."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When checkpoints are saved."""
-    run_dir: str = "runs/"
+    run_dir: PathText = "runs/"
     """The folder in which run folders are made."""
     reduction: Literal["canonical", "fast"] = "canonical"
     """How gradients are summed: in an order that does not depend on the number of replicas and stages, or in a faster one."""
@@ -501,8 +518,8 @@ class Job(_Section):
     @field_validator("name")
     @classmethod
     def _usable_as_folder(cls, name: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
-            raise ValueError("letters, digits, '.', '_' and '-' only: it names the run's folder")
+        if not is_run_name(name):
+            raise ValueError(RUN_NAME_CURE)
         return name
 
     @model_validator(mode="after")
@@ -602,10 +619,15 @@ class Job(_Section):
     @property
     def is_writable(self) -> bool:
         """Whether `to_yaml` can write the job: its functions have names that workers can import."""
-        return not to_plain_values(self)[1]
+        try:
+            self.to_yaml()
+        except ConfigError:
+            return False
+        return True
 
     def to_yaml(self) -> str:
-        """The text of a job file that loads to this job, with all defaults written out; callables are written `module:name`.
+        """The text of a job file that loads to this job, with all defaults written out; callables are written `module:name`,
+        tuples among arguments as lists.
 
         Raises `ConfigError` that names every value that no text can stand for, such as a lambda or a data set object.
         """
@@ -613,6 +635,18 @@ class Job(_Section):
         if unwritable:
             raise ConfigError(
                 f"the job cannot be written as a job file: {'; '.join(unwritable)}",
-                cure="put functions and classes into a module that workers can import, and give what they need as args",
+                cure="put functions and classes into a module that workers can import, and give what they need as args: "
+                "numbers, texts, lists and dicts",
             )
-        return dump_yaml(tree)
+        try:
+            text = dump_yaml(tree)
+            if len(text) > JOB_BYTES:
+                raise ConfigError(f"{len(text):,} characters, and a job file has at most {JOB_BYTES:,}")
+            parse_yaml(text, "the text")  # what would not be read is not written
+        except (ConfigError, ValueError) as error:  # ValueError: a number of more digits than Python writes
+            what = error.what if isinstance(error, ConfigError) else str(error)
+            raise ConfigError(
+                f"the job cannot be written as a job file: {what}",
+                cure="have the functions read long lists and large values from a file that args names",
+            ) from None
+        return text

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
-from raypar.untrusted_files import shorten
+from raypar.untrusted_files import MAX_DEPTH, repr_text, shorten
+
+PLAIN = (type(None), bool, int, float, str, bytes, datetime.date, datetime.datetime)
+"""Types of single values that YAML has, and that are read as the same values again."""
+
+
+def is_importable_name(text: str) -> bool:
+    """Whether a text is `module:name`, both of names with dots."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
 
 
 def to_plain_values(section: BaseModel) -> tuple[Any, list[str]]:
@@ -17,24 +27,30 @@ def to_plain_values(section: BaseModel) -> tuple[Any, list[str]]:
     return _plain_value(section, "", unwritable), unwritable
 
 
-def _plain_value(value: Any, key: str, unwritable: list[str]) -> Any:
-    """`value` as plain values; a section without those of its keys that are None.
-
-    A line is added to `unwritable` for each part without a plain form. A callable among the arguments of a function is one: it
-    would be read back as text.
-    """
+def _plain_value(value: Any, key: str, unwritable: list[str], depth: int = 0) -> Any:
+    """`value` in plain values of YAML, where a tuple is a list; a section without its keys that are None. What has no such form
+    is added, in words, to `unwritable`: also a callable among the arguments of a function, which would be read as a text."""
+    if depth > MAX_DEPTH:
+        unwritable.append(f"{shorten(key)} has more than {MAX_DEPTH} levels within each other")
+        return None
     if isinstance(value, BaseModel):
         unwritable += getattr(value, "unwritable_parts", [])
         value = {name: part for name, part in value if part is not None}
         if callable(value.get("function")):
             value["function"] = _function_name(value["function"], f"{key}.function", unwritable)
     if isinstance(value, Mapping):
-        return {name: _plain_value(part, f"{key}.{name}" if key else str(name), unwritable) for name, part in value.items()}
+        odd = [name for name in value if type(name) not in PLAIN]
+        unwritable += [f"{key} has the key {shorten(repr_text(name))} ({type(name).__name__})" for name in odd]
+        return {
+            name: _plain_value(part, f"{key}.{name}" if key else str(name), unwritable, depth + 1)
+            for name, part in value.items()
+            if type(name) in PLAIN
+        }
     if isinstance(value, (list, tuple)):
-        return [_plain_value(part, f"{key}.{index}", unwritable) for index, part in enumerate(value)]
-    if value is None or type(value) in (bool, int, float, str):
+        return [_plain_value(part, f"{key}.{index}", unwritable, depth + 1) for index, part in enumerate(value)]
+    if type(value) in PLAIN:
         return value
-    unwritable.append(f"{key} is {shorten(repr(value))} ({type(value).__name__})")
+    unwritable.append(f"{key} is {shorten(repr_text(value))} ({type(value).__name__})")
     return None
 
 
@@ -50,6 +66,8 @@ def importable_name(function: Callable[..., Any]) -> str | None:
     """`module:name` by which workers can import a function or class; None if they cannot."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
+        return None
+    if not is_importable_name(f"{module}:{name}"):
         return None
     found: Any = sys.modules.get(module)
     for part in name.split("."):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, PositiveInt, ValidationError
 
-from raypar.config.job import Job, PlanConfig, Workers, _Section
-from raypar.config.validation_errors import config_error, keys_of
+from raypar.config.job import JOB_BYTES, RUN_NAME_CURE, Job, PlanConfig, Workers, _Section, is_run_name
+from raypar.config.validation_errors import config_error, keys_of, section_types
 from raypar.errors import ConfigError
 from raypar.safe_yaml import parse_yaml
-from raypar.untrusted_files import read_limited_text
-
-JOB_BYTES = 1 << 20
-"""Size limit of a job file."""
+from raypar.untrusted_files import read_limited_text, repr_text, shorten
 
 
 class _RunArguments(_Section):
@@ -36,24 +35,48 @@ RUN_ARGUMENTS = tuple(_RunArguments.model_fields)
 """Arguments of `Trainer` that are not keys of a job."""
 
 
-def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """The checked job of a job file, after overrides `a.b=c` (values in YAML). Raises `ConfigError` or `PlanError`."""
+def load_job(path: str | os.PathLike[str], overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> Job:
+    """The checked job of a job file, after overrides `a.b=c` (values in YAML). Raises `ConfigError` or `PlanError`.
+
+    `defaults`: values of keys that the job gives neither way.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"the job file is {shorten(repr_text(path))}, not a path", cure="give the path of a YAML file")
+    if isinstance(overrides, str) or not isinstance(overrides, Sequence) or not all(isinstance(one, str) for one in overrides):
+        raise ConfigError(
+            f"overrides is {shorten(repr_text(overrides))}, not a list of texts", cure='for example ["plan.stages=4", "seed=7"]'
+        )
     path = Path(path)
     cure = "give the path of a YAML file such as jobs/quickstart.yaml"
     text = read_limited_text(path, follow=True, limit=JOB_BYTES, cure=cure, what="job file ")
-    return parse_job(text, overrides, source=str(path), name=path.stem)
+    return parse_job(text, overrides, source=str(path), name=path.stem, defaults=defaults)
 
 
-def parse_job(text: str, overrides: Sequence[str] = (), *, source: str = "job", name: str | None = None) -> Job:
-    """The checked job of a YAML text. `name`: the job's name if the text gives none; `source`: name of the text in messages."""
+def parse_job(
+    text: str,
+    overrides: Sequence[str] = (),
+    *,
+    source: str = "job",
+    name: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Job:
+    """The checked job of a YAML text. `name`: the job's name if the text gives none; `source`: name of the text in messages.
+    `defaults`: see `load_job`."""
     tree = parse_yaml(text, source)
     if not isinstance(tree, dict):
         what = f"{source} holds a {type(tree).__name__}, not keys and values"
         raise ConfigError(what, cure=f"keys: {', '.join(keys_of(Job))}")
     for override in overrides:
         _apply_override(tree, override)
-    if name is not None:
-        tree.setdefault("name", name)
+    if name is not None and "name" not in tree:
+        if not is_run_name(name):
+            raise ConfigError(
+                f"the job has no name, and that of its file, {shorten(repr(name))}, cannot name a run's folder",
+                cure=f"add name to the job file: {RUN_NAME_CURE}",
+            )
+        tree["name"] = name
+    for key, value in (defaults or {}).items():
+        tree.setdefault(key, value)
     try:
         return Job.model_validate(tree)
     except ValidationError as error:
@@ -96,35 +119,49 @@ def job_from_argument_tree(tree: Mapping[str, Any]) -> Job:
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one key by `a.b=c`. A `module:name` entry or `plan: auto` becomes a mapping if a key inside it is set."""
+    """Set one key by `a.b=c`. The short form of a section (`module:name`, a path, `plan: auto`, `elastic: true`) is written out
+    if a key inside it is set."""
     path, equals, text = override.partition("=")
     parts = path.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError(f"override {override!r} is not key=value", cure="for example --set plan.stages=4")
     value = parse_yaml(text, f"--set {override}")
     here: Any = tree
-    for index, part in enumerate(parts[:-1]):
+    model: type[BaseModel] | None = Job  # the section that `here` is; None among values that have no section
+    for index, part in enumerate(parts):
         at = ".".join(parts[: index + 1])
+        key: Any = part
         if isinstance(here, list):
-            here = _item(here, part, at)
-            continue
-        inside = here.get(part)
-        if inside is None or (at == "plan" and inside == "auto"):
-            inside = here[part] = {}
-        elif isinstance(inside, str) and ":" in inside:
-            inside = here[part] = {"function": inside}
-        if not isinstance(inside, (dict, list)):
-            raise ConfigError(f"--set {override}: {at} is {inside!r} and has no keys", cure=f"set {at} itself")
+            key = _place(here, part, at)
+        else:
+            field = model.model_fields.get(part) if model is not None else None
+            model = next(section_types(field.annotation), None) if field is not None else None
+        if index == len(parts) - 1:
+            here[key] = value
+            return
+        inside = here[key] if isinstance(here, list) else here.get(key)
+        if not isinstance(inside, list):
+            inside = _written_out(inside, model, f"--set {override}: {at}", at)
+        inside = copy.copy(inside)  # an alias in YAML is the same object as what it stands for
+        here[key] = inside
         here = inside
-    if isinstance(here, list):
-        _item(here, parts[-1], path)
-        here[int(parts[-1])] = value
-    else:
-        here[parts[-1]] = value
 
 
-def _item(items: list[Any], part: str, at: str) -> Any:
-    """The item of a list by its number as text. Raises `ConfigError`."""
-    if not part.isdigit() or int(part) >= len(items):
+def _written_out(value: Any, model: type[BaseModel] | None, what: str, at: str) -> dict[str, Any]:
+    """The keys of a section that has none yet, or is given in its short form. Raises `ConfigError` for a value without keys."""
+    if isinstance(value, dict):
+        return value
+    if value is None or (value == "auto" and at == "plan") or (value is True and at == "elastic"):
+        return {}
+    if isinstance(value, str) and model is not None and model.model_fields:
+        first = next(iter(model.model_fields))  # the key that a text alone stands for, if one does
+        if model.model_fields[first].is_required():
+            return {first: value}
+    raise ConfigError(f"{what} is {shorten(repr_text(value))} and has no keys", cure=f"set {at} itself")
+
+
+def _place(items: list[Any], part: str, at: str) -> int:
+    """The place in a list that a text names. Raises `ConfigError`."""
+    if not part.isdecimal() or int(part) >= len(items):
         raise ConfigError(f"{at}: there are {len(items)} entries, numbered from 0", cure="give the number of one of them")
-    return items[int(part)]
+    return int(part)

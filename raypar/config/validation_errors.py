@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from raypar.errors import ConfigError
 from raypar.keys_of_other_frameworks import advice_for
-from raypar.untrusted_files import shorten
+from raypar.untrusted_files import repr_text, shorten
 
 AUTO, GIVEN = "<auto>", "<given>"
 """Tags of the two types of `plan`. Pydantic puts them into error locations; messages leave them out."""
@@ -21,6 +21,7 @@ _COMMAND_LINE = {
     "address": "--address",
     "local_nodes": "--local-nodes",
     "stop_at_step": "--stop-at-step",
+    "workers": "none; with plan: auto the planner uses as many processors as help",
     "resume_from_checkpoint": "`raypar resume RUN`",
 }
 """Arguments of `Trainer` that are not keys of a job file -> the command line's counterpart."""
@@ -98,16 +99,15 @@ class _Explainer:
                 model = next(section_types(field.annotation), model)
         return model
 
-    def suggest_key(self, key: str, path: Sequence[str | int], here: Sequence[str]) -> str | None:
-        """The full name of the key that was probably meant: the same key in another section, else the most similar of `here`.
-
-        `here`: the valid keys at `path`.
-        """
-        elsewhere = [k for k in dotted_keys(self.job) if k.rpartition(".")[2] == key]
-        if elsewhere:
-            return elsewhere[0]
-        found = difflib.get_close_matches(key, here, n=1, cutoff=0.6)
-        return ".".join(map(str, [*path, found[0]])) if found else None
+    def suggest_keys(self, key: str, path: Sequence[str | int], here: Sequence[str]) -> list[str]:
+        """The full names of the most similar key to an unknown one: `here`, where `path` leads, else in other sections."""
+        elsewhere: dict[str, list[str]] = {}
+        for full in dotted_keys(self.job):
+            elsewhere.setdefault(full.rpartition(".")[2], []).append(full)
+        found = difflib.get_close_matches(key, dict.fromkeys([*here, *elsewhere]), n=1, cutoff=0.6)
+        if not found:
+            return []
+        return [".".join(map(str, [*path, found[0]]))] if found[0] in here else elsewhere[found[0]]
 
     def explain(self, error: Mapping[str, Any]) -> tuple[str, str]:
         """(what, cure) for one error of pydantic."""
@@ -116,11 +116,17 @@ class _Explainer:
         argument = self.of_trainer and len(path) == 1
         if error["type"] == "extra_forbidden":
             return self.explain_unknown_key(path, key, argument)
+        if error["type"] == "invalid_key" or path[-1:] == ["[key]"]:
+            where = shorten(".".join(map(str, path[: -2 if path[-1] == "[key]" else -1])))
+            what = f"{f'{where}: ' if where else ''}the key {shorten(repr_text(error['input']))} is no text"
+            return what, "write a key that looks like a number, a date or a truth value in quotes"
         inside = "the job file" if not self.of_trainer else f"the argument {path[0]}"
         inner = key.partition(".")[2] if self.of_trainer else key
         if error["type"] == "missing":
             return f"{key} is missing", f"give the argument {key}" if argument else f"add {inner} to {inside}"
-        expected = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        expected = (
+            error["msg"].removeprefix("Value error, ").removeprefix("Input should be ").replace("a valid tuple", "a list")
+        )
         if error["type"].startswith(("model_", "dict_type")):
             names = [at for at, part in enumerate(path) if isinstance(part, str)]  # an item of a list: the list's section
             known = self.section_at(path[: names[-1]]).model_fields.get(str(path[names[-1]])) if names else None
@@ -138,7 +144,7 @@ class _Explainer:
             cure += "; for mixed precision leave it float32, and set precision.compute to bf16"
         if path[:1] == ["precision"]:
             cure += '; for mixed precision it is {"compute": "bf16"}, and without it everything is computed in `dtype`'
-        return f"{key}: expected {expected}, got {shorten(repr(got))} ({type(got).__name__})", cure
+        return f"{key}: expected {expected}, got {shorten(repr_text(got))} ({type(got).__name__})", cure
 
     def explain_unknown_key(self, path: Sequence[str | int], key: str, argument: bool) -> tuple[str, str]:
         """(what, cure) for an unknown key; `argument`: whether it was given as an argument of `Trainer`."""
@@ -149,9 +155,10 @@ class _Explainer:
         if advice is not None:
             return what, advice
         here = [*keys_of(self.section_at(path[:-1])), *(self.more if argument else ())]
-        near = self.suggest_key(str(path[-1]), path[:-1], here)
-        if argument and near is not None and "." in near:
-            section, _, inner = near.partition(".")
-            return f"{what}: did you mean {near}?", f'give it in the argument {section}: {section}={{"{inner}": ...}}'
+        near = self.suggest_keys(str(path[-1]), path[:-1], here)
+        what += f": did you mean {' or '.join(near[:3])}?" if near else ""
+        if argument and near and "." in near[0]:
+            section, _, inner = near[0].partition(".")
+            return what, f'give it in the argument {section}: {section}={{"{inner}": ...}}'
         valid = "arguments of Trainer" if argument else "valid keys here"
-        return what + (f": did you mean {near}?" if near else ""), f"{valid}: {', '.join(here)}"
+        return what, f"{valid}: {', '.join(here)}"

@@ -144,9 +144,14 @@ class EventPrinter:
         self.put(ended + text + "\n")
 
     def put(self, text: str) -> None:
-        """Print and flush. If the output is a file on a full disk, the text is lost and the run continues."""
+        """Print and flush, with escapes for what the output's encoding does not have. If the output is a file on a full disk,
+        the text is lost and the run continues."""
         try:
-            self.out.write(text)
+            try:
+                self.out.write(text)
+            except UnicodeEncodeError:
+                encoding = self.out.encoding or "ascii"
+                self.out.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self.out.flush()
         except OSError as error:
             if error.errno not in DISK_FULL_ERRNOS:

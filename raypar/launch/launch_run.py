@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,19 @@ def launch_run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions
     what is waited for while nothing else is told.
     """
     reporter = ActivityReporter(tell)
-    with reporter.reporting():
+    with reporter.reporting(), keep_callers_state():
         return _run(spec, choose, options, reporter)
+
+
+@contextlib.contextmanager
+def keep_callers_state() -> Iterator[None]:
+    """Put back on exit what the checks before a run change of this process, which may be a user's notebook: PyTorch's settings
+    (threads, default dtype, grad mode, ...) and the generators of random numbers."""
+    from raypar.model.random_state import preserve_random_state
+    from raypar.worker.process.torch_state_guard import preserve_torch_state
+
+    with preserve_random_state(), preserve_torch_state():
+        yield
 
 
 def _run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: ActivityReporter) -> Result:

@@ -9,6 +9,7 @@ from raypar.errors import ConfigError
 from raypar.launch.chosen_plan import ChosenPlan
 from raypar.launch.result_neutral_options import ResultNeutralOptions
 from raypar.run_folder import RunFolder
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec, contract_of_job
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ def make_run_request(
     policy = build_run_machine_policy(spec, chosen.plan.world, options, backend.deadlines)
     backend.check_plan(spec, checked.graph, chosen.plan, lowered, elastic=options.elastic is not None)
 
+    pickled_spec = pickle_for_workers(spec, given_parts(spec))
+    pickled_callbacks = pickle_for_workers(Callbacks(options.callbacks), {"callbacks": options.callbacks})
+
     def request(folder: RunFolder, host: str | None) -> RunRequest:
         return RunRequest(
             run=folder.name,
@@ -60,9 +64,9 @@ def make_run_request(
             predicted=chosen.predicted,
             crossing=lowered[0].crossing,
             batching=spec.batching,
-            spec=cloudpickle.dumps(spec),
+            spec=pickled_spec,
             assignments=tuple(cloudpickle.dumps(a) for a in lowered),
-            callbacks=cloudpickle.dumps(Callbacks(options.callbacks)),
+            callbacks=pickled_callbacks,
             contract=contract_of_job(spec),
             outline=outline,
             profile=chosen.profile.with_outline(outline),
@@ -79,6 +83,34 @@ def make_run_request(
         )
 
     return request
+
+
+def given_parts(spec: JobSpec) -> dict[str, Any]:
+    """Key of a job -> what the user gave for it, of those that may be objects."""
+    parts = {"model": spec.model, "loss": spec.loss, "data": spec.data, "optimizer": spec.optimizer}
+    return {**parts, "lr_schedule": spec.lr_schedule, "validation": spec.validation}
+
+
+def pickle_for_workers(value: Any, parts: Mapping[str, Any]) -> bytes:
+    """`value` as bytes. Raises `ConfigError` that names the one of `parts` which holds what no other process can have."""
+    from ray import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        which = "the job"
+        for name, part in parts.items():
+            try:
+                cloudpickle.dumps(part)
+            except USER_CODE_ERRORS:
+                which = name
+                break
+        raise ConfigError(
+            f"{which} cannot be sent to other processes: {error_text(error)}",
+            cure="open files, locks and connections where they are used first, or give a function that makes the object there, "
+            "with its arguments: (function, {...})",
+        ) from error
 
 
 def check_worker_limits(elastic: ElasticConfig, world: int) -> None:

@@ -67,7 +67,7 @@ def keep_full_error(result: Result) -> None:
     error, folder = result.error, Path(result.path)
     if error is None:
         return
-    text, kept = full_traceback(error), False
+    text, kept = full_traceback(error).encode(errors="backslashreplace").decode(), False  # a file's name may be no text
     with contextlib.suppress(OSError, RayparError):  # a full disk must not hide the error
         if folder.is_dir():
             write_text_atomically(folder / ERROR_FILE, text)

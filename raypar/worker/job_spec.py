@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from raypar.worker.weights_source import InitialWeightsFile
 
 
+CONTRACT_CHARACTERS = 10_000
+"""The longest text of a function that a contract holds as it is. That of a list of samples is the text of all of them."""
+
+
 @dataclass(frozen=True)
 class Ref:
     """A user's function with its keyword arguments."""
@@ -57,10 +61,18 @@ class Ref:
 
     @property
     def label(self) -> str:
-        """The function's name, in messages and in a checkpoint's contract; of a loss module its class with its options."""
+        """The function's name, in messages; of a loss module its class with its options, of a given object its class."""
         if isinstance(self.target, str):
             return self.target
-        return stable_callable_label(self.target)
+        return str(getattr(self.target, "label_in_messages", "")) or stable_callable_label(self.target)
+
+    @property
+    def contract_text(self) -> str:
+        """The function in a checkpoint's contract: its name; of a given object its `repr`: slow for many samples."""
+        text = self.target if isinstance(self.target, str) else stable_callable_label(self.target)
+        if len(text) <= CONTRACT_CHARACTERS:
+            return text
+        return f"{text[:80]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()})"
 
 
 def stable_callable_label(target: Callable[..., Any], inside: tuple[int, ...] = ()) -> str:
@@ -304,4 +316,4 @@ def _as_text(value: Any) -> str:
 
 
 def _ref(ref: Ref) -> dict[str, Any]:
-    return {"function": ref.label, "args": dict(ref.args)}
+    return {"function": ref.contract_text, "args": dict(ref.args)}

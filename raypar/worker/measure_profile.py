@@ -6,6 +6,7 @@ import os
 import statistics
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.transport import Transport
-from raypar.errors import UserCodeError
+from raypar.errors import RayparError, UserCodeError
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_by_layer
 from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
@@ -25,6 +26,7 @@ from raypar.plan.ownership import StateKind
 from raypar.plan.state_bytes import StateBytes
 from raypar.planner.kept_storages import KeptStorages
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.check_recomputation import check_layer_recomputes
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, random_gradients, run_forward
@@ -229,7 +231,17 @@ def _profile_optimizer(spec: JobSpec, stage: Stage) -> tuple[float, dict[str, in
     optimizer = build_optimizer(spec.optimizer, trainable)
     for parameter in trainable.values():
         parameter.grad = torch.zeros_like(parameter)
-    (took,) = measure_median_ms(optimizer.step)
+    try:
+        (took,) = measure_median_ms(optimizer.step)
+    except RayparError:
+        raise
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        raise UserCodeError(
+            f"the step of optimizer {spec.optimizer.optimizer.label}, with gradients of 0, raised {error_text(error)}\n"
+            f"{traceback.format_exc()}",
+            cure="the last lines of the traceback are where your code, or what it called, raised",
+        ) from error
     state = optimizer_state(optimizer)
     return took, {n: sum(tensor_nbytes(v) for v in entry.values() if isinstance(v, Tensor)) for n, entry in state.items()}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.errors import ConfigError, DataError, InputError, ModelError, PlanError, RayparError, UserCodeError
+from raypar.errors import ConfigError, DataError, InputError, ModelError, PlanError, RayparError, UserCodeError, error_message
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype, parameter_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout
@@ -135,9 +135,10 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
             raise
         except USER_CODE_ERRORS as error:
             reraise_ctrl_c(error)
-            if "meta" in str(error).lower() or "unsupported scalarType" in str(error):  # `torch.autocast("meta")`
+            said = error_message(error)
+            if "meta" in said.lower() or "unsupported scalarType" in said:  # `torch.autocast("meta")`
                 return
-            if spec.precision.compute is not None and "bfloat16" in str(error).lower():
+            if spec.precision.compute is not None and "bfloat16" in said.lower():
                 return  # on the meta device autocast casts nothing; the profile runs the layer with numbers
             shapes = ", ".join(f"{name} {tuple(values[name].shape)} {values[name].dtype}" for name in layer.inputs)
             raise DataError(

@@ -106,7 +106,7 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ({"local_nodes": 0}, r"local_nodes: expected greater than 0"),
         (
             {"data": {"function": "m:f", "names": "xy"}},
-            r"^data.names: expected a valid tuple, got 'xy' .*\n.*argument data",
+            r"^data.names: expected a list, got 'xy' .*\n.*argument data",
         ),
         ({"data": {"function": [1], "processes": -1}}, r"^data.processes: expected greater than or equal to 0"),
         ({"validation": {"function": [1], "every": -1}}, r"^validation.every: expected greater than or equal to 0"),

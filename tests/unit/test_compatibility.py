@@ -251,8 +251,8 @@ def other() -> None:
 
 
 def test_objects_that_trainer_is_given_have_the_names_that_checkpoints_hold():
-    data = raypar.Trainer(model="m:model", loss="m:loss", data=[1, 2], steps=2, batch_size=2, microbatches=1).spec.data
-    assert data.dataset.label == "Given(value=[1, 2])"
+    spec = raypar.Trainer(model="m:model", loss="m:loss", data=[1, 2], steps=2, batch_size=2, microbatches=1).spec
+    assert contract_of_job(spec)["data"]["function"] == "Given(value=[1, 2])" and spec.data.dataset.label == "list"
 
 
 def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.CaptureFixture[str]):

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "run_folder_checks": "untrusted_files",
     "atomic_write": "untrusted_files errors",
     "jsonl_lines": "untrusted_files run_folder_checks errors",
-    "user_code": "",
+    "user_code": "errors",
     "traceback_filter": "errors",
     "keys_of_other_frameworks": "",
     "token_files": "untrusted_files errors torch numpy",

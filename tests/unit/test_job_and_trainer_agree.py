@@ -1,9 +1,12 @@
 """Job files, `Trainer(...)` and `Trainer.from_yaml` agree: the same keys, types, defaults and errors."""
 
 import copy
+import datetime
+import functools
 import inspect
 import random
 import re
+import sys
 import types
 import typing
 from pathlib import Path
@@ -19,10 +22,12 @@ from raypar.config.validation_errors import section_types
 from raypar.errors import ConfigError, RayparError
 from raypar.launch import train_job
 from raypar.launch.result import Result
+from raypar.launch.submitted_job import choose_lasting_run_dir
 from raypar.safe_yaml import dump_yaml, parse_yaml
 from raypar.trainer import Trainer
 from raypar.trainer_arguments import DEPRECATED_ARGUMENTS
 from raypar.worker.job_spec import contract_of_job
+from raypar.worker.microbatch_loader import make_dataset
 
 ROOT = Path(__file__).parents[2]
 FULL: dict[str, Any] = {
@@ -469,3 +474,217 @@ def test_what_contradicts_or_has_no_counterpart_is_one_error_that_names_both(num
     with pytest.raises(ConfigError) as found:
         given_ray_train(**given)
     assert found.value.what == said and found.value.cure
+
+
+# -- what a review by attack found -------------------------------------------------------------------------------------------
+
+
+def test_values_that_yaml_has_are_written_and_read_again():
+    args = {"since": datetime.date(2020, 1, 1), "at": datetime.datetime(2020, 1, 1, 3), "key": b"\xff"}
+    args |= {"nested": {1: "a", "1": "b", None: 2}}
+    job = Trainer(**{**FULL, "model": ("m:layers", args), "callbacks": []}).job
+    assert job.is_writable and parse_job(job.to_yaml()) == job
+    read = parse_job(dump_yaml(FULL), ["model.args.since=2020-01-01"])
+    assert read.is_writable and parse_job(read.to_yaml()) == read
+
+
+def deep() -> list[Any]:
+    """A list in itself."""
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "value, says",
+    [
+        ({(1, 2): 3}, r"model\.args\.v has the key \(1, 2\) \(tuple\)"),
+        ({Path("a"): 3}, r"has the key PosixPath\('a'\)"),
+        (deep(), r"has more than 64 levels"),
+        (list(range(30_000)), r"more than 20,000 keys and values"),
+        ("x" * (1 << 20), r"characters, and a job file has at most 1,048,576"),
+        (10**5000, r"4300 digits"),
+    ],
+    ids=["tuple as key", "path as key", "within itself", "many", "long", "digits"],
+)
+def test_what_would_not_be_read_again_is_not_written(value: Any, says: str):
+    job = Trainer(**{**FULL, "model": ("m:layers", {"v": value}), "callbacks": []}).job
+    assert not job.is_writable
+    with pytest.raises(ConfigError, match=f"the job cannot be written as a job file: .*{says}"):
+        job.to_yaml()
+
+
+def test_a_name_in_any_script_is_a_name_and_one_that_cannot_be_imported_is_not_written(monkeypatch: pytest.MonkeyPatch):
+    assert parse_job(dump_yaml({**FULL, "model": "mödul:модель"})).model.function == "mödul:модель"
+    module = types.ModuleType("with-dash")
+    module.f = types.FunctionType(layers.__code__, {}, "f")  # type: ignore[attr-defined]
+    module.f.__module__ = module.f.__qualname__ = "f"
+    module.f.__module__ = "with-dash"
+    monkeypatch.setitem(sys.modules, "with-dash", module)
+    with pytest.raises(ConfigError, match=r"model\.function is f, a function without a name that can be imported"):
+        Trainer(**{**FULL, "model": module.f}).to_yaml()
+
+
+def test_a_value_without_a_text_is_an_error_that_names_its_type():
+    class Silent:
+        def __repr__(self) -> str:
+            raise RuntimeError("no text")
+
+    for given in ({"steps": 10**5000}, {"plan": {"stages": 10**5000}}, {"steps": Silent()}, {"model": Silent()}):
+        with pytest.raises(ConfigError, match=r"got <(int|Silent)> \((int|Silent)\)"):
+            Trainer(**(FULL | given))
+
+
+def test_setting_a_key_leaves_an_alias_of_its_section_as_it_is():
+    text = dump_yaml({**FULL, "model": "m:layers", "data": "m:text"})
+    text = text.replace("model: m:layers", "model: {function: m:layers, args: &a {n: 1, sizes: [1, 2]}}")
+    text = text.replace("data: m:text", "data: {function: m:text, args: *a}")
+    job = parse_job(text, ["model.args.n=2", "model.args.sizes.0=5"])
+    assert job.model.args == {"n": 2, "sizes": [5, 2]} and job.data.args == {"n": 1, "sizes": [1, 2]}
+
+
+SHORT = {"trackers": ["tensorboard"], "callbacks": ["m:Log"], "elastic": True, "init_from": "a:w.pt", "plan": "auto"}
+
+
+@pytest.mark.parametrize(
+    "override, found",
+    [
+        ("trackers.0.args.log_dir=x", lambda job: job.trackers[0].args == {"log_dir": "x"}),
+        ("trackers.0.tracker=wandb", lambda job: job.trackers[0].tracker == "wandb"),
+        ("callbacks.0.args.every=2", lambda job: job.callbacks[0].args == {"every": 2}),
+        ("callbacks.0.function=m:Other", lambda job: job.callbacks[0].function == "m:Other"),
+        ("elastic.standbys=1", lambda job: job.elastic.standbys == 1),
+        ("init_from.strip_prefix=a", lambda job: (job.init_from.path, job.init_from.strip_prefix) == ("a:w.pt", "a")),
+        ("plan.stages=3", lambda job: job.plan.stages == 3),
+        ("model.args.depth=3", lambda job: job.model.args["depth"] == 3),
+        ("loss.args.weight=3", lambda job: job.loss.function == "m:loss" and job.loss.args == {"weight": 3}),
+    ],
+)
+def test_a_key_inside_a_short_form_can_be_set(override: str, found: Any):
+    assert found(parse_job(dump_yaml(FULL | SHORT), [override]))
+
+
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        ("callbacks.²=m:f", r"callbacks\.²: there are 1 entries"),
+        ("callbacks.1.args.a=1", r"callbacks\.1: there are 1 entries"),
+        ("plan.replicas.0.x=1", r"plan\.replicas\.0 is 1 and has no keys"),
+        ("elastic.min_workers=2", r"elastic is False and has no keys"),
+        ("name.x=2", r"name is 'full' and has no keys"),
+        ("precision.compute.x=1", r"precision\.compute is 'bf16' and has no keys"),
+    ],
+)
+def test_a_key_inside_what_has_none_is_one_error(override: str, says: str):
+    tree = FULL | SHORT | {"plan": FULL["plan"], "elastic": False}
+    with pytest.raises(ConfigError, match=says):
+        parse_job(dump_yaml(tree), [override])
+
+
+@pytest.mark.parametrize(
+    "key, near",
+    [
+        ("replica", "plan.replicas"),
+        ("stage", "plan.stages"),
+        ("min_worker", "elastic.min_workers"),
+        ("recomputation", "plan.recompute"),
+        ("evry", "validation.every or checkpoint.every"),
+        ("step", "steps"),
+        ("virtual_replica", "virtual_replicas"),
+    ],
+)
+def test_the_hint_for_a_misspelt_key_is_the_nearest_key_of_all_sections(key: str, near: str):
+    for make in (lambda: parse_job(dump_yaml({**FULL, key: 2})), lambda: Trainer(**FULL, **{key: 2})):
+        with pytest.raises(ConfigError) as found:
+            make()
+        assert f"{key}: did you mean {near}?" in found.value.what
+
+
+def test_a_key_that_is_no_text_is_said_to_be_one():
+    for tree, says in (({True: 2}, "the key True is no text"), ({"plan": {1: 2}}, "plan: the key 1 is no text")):
+        with pytest.raises(ConfigError, match=f"^{says}") as found:
+            parse_job(dump_yaml({**FULL, **tree}))
+        assert "quotes" in found.value.cure
+
+
+def test_a_job_file_whose_name_cannot_name_a_folder_needs_a_name_of_its_own(tmp_path: Path):
+    path = tmp_path / "my job.yaml"
+    path.write_text(dump_yaml({key: value for key, value in FULL.items() if key != "name"}))
+    with pytest.raises(ConfigError, match="that of its file, 'my job', cannot name") as found:
+        load_job(path)
+    assert "add name" in found.value.cure and load_job(path, ["name=mine"]).name == "mine"
+
+
+def test_from_yaml_with_a_number_of_workers_asks_the_planner_as_the_arguments_do(tmp_path: Path):
+    path = tmp_path / "job.yaml"
+    tree = {key: value for key, value in FULL.items() if key != "plan"}
+    path.write_text(dump_yaml(tree))
+    assert Trainer.from_yaml(path, workers=4).job == Trainer(**tree, workers=4).job
+    assert Trainer.from_yaml(path, ["plan.stages=2"], workers=4).job.plan.stages == 2  # type: ignore[union-attr]
+    assert Trainer.from_yaml(path, workers=1).job.plan == PlanConfig()
+
+
+@pytest.mark.parametrize("given", [(None,), (5,), ("job.yaml", "seed=3"), ("job.yaml", [("seed", 3)]), ("job.yaml", None)])
+def test_from_yaml_refuses_what_is_no_path_or_no_list_of_texts(given: tuple[Any, ...]):
+    with pytest.raises(ConfigError, match=r", not a (path|list of texts)"):
+        Trainer.from_yaml(*given)
+
+
+def test_a_path_object_is_taken_wherever_a_job_has_a_path(tmp_path: Path):
+    table = tmp_path / "schedule.csv"
+    table.write_text("")
+    given = {"run_dir": tmp_path, "init_from": {"path": tmp_path}, "plan": {"schedule_file": table}}
+    job = Trainer(**(FULL | given)).job
+    assert (job.run_dir, job.init_from.path, job.plan.schedule_file) == (str(tmp_path), str(tmp_path), str(table))  # type: ignore[union-attr]
+
+
+def test_callbacks_are_given_in_every_form_of_a_function():
+    forms = [(Log, {}), ("m:Log", {"x": 1}), lambda: Log(), functools.partial(Log), {"function": Log}, "m:Log"]
+    job = Trainer(**(FULL | {"callbacks": forms})).job
+    assert [one.args for one in job.callbacks] == [{}, {"x": 1}, {}, {}, {}, {}]
+    made = [one.to_ref().call() for one in job.callbacks if callable(one.function)]
+    assert [type(one) for one in made] == [Log] * 4
+    assert raypar.Job(**(FULL | {"model": layers, "loss": (layers, {"x": 1})})).loss.args == {"x": 1}
+
+
+def test_a_number_of_workers_of_ray_trains_is_that_of_the_plan_in_an_elastic_run_too():
+    from ray.train import ScalingConfig
+
+    with pytest.raises(ConfigError, match=r"the plan has 2 workers .*, and scaling_config\.num_workers is 4"):
+        given_ray_train(scaling_config=ScalingConfig(num_workers=4), plan={"replicas": 2}, elastic=True)
+    assert given_ray_train(scaling_config=ScalingConfig(num_workers=(1, 4)), plan={"replicas": 2}).workers == 2
+
+
+def test_the_contract_of_a_data_set_given_as_a_list_does_not_hold_its_samples():
+    def contract(samples: list[Any]) -> Any:
+        return contract_of_job(Trainer(**(FULL | {"data": samples})).spec)["data"]["function"]
+
+    many, other = contract([{"x": i} for i in range(5000)]), contract([{"x": i} for i in range(1, 5001)])
+    assert len(many) < 300 and many.startswith("Given(value=[{'x': 0}") and many[-66:] != other[-66:]
+    assert contract([1, 2]) == "Given(value=[1, 2])"
+
+
+def test_the_text_of_a_data_set_is_made_for_its_contract_only():
+    class Samples(list[int]):
+        texts = 0
+
+        def __repr__(self) -> str:
+            Samples.texts += 1
+            return "Samples"
+
+    spec = Trainer(**(FULL | {"data": Samples([1, 2, 3])})).spec
+    assert spec.data.dataset.label == "Samples" and len(make_dataset(spec.data)) == 3 and Samples.texts == 0
+    assert contract_of_job(spec)["data"]["function"] == "Given(value=Samples)" and Samples.texts == 1
+
+
+def test_a_home_folder_is_not_a_folder_called_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert choose_lasting_run_dir("~/runs") == tmp_path / "runs" and choose_lasting_run_dir("a~") == Path("a~")
+    with pytest.raises(ConfigError, match="run_dir is ~nobody_of_this_name/x"):
+        Trainer(**(FULL | {"run_dir": "~nobody_of_this_name/x"}))
+
+
+def test_where_a_list_belongs_the_error_says_so():
+    for key in ("trackers", "callbacks"):
+        with pytest.raises(ConfigError, match=f"^{key}: expected a list, got 'x'"):
+            parse_job(dump_yaml({**FULL, key: "x"}))

@@ -1,17 +1,23 @@
 """An error from Python is its two lines below the user's own frames; raypar's are kept where they can be looked at."""
 
+import io
 import os
 import subprocess
 import sys
+import threading
 import traceback
 from pathlib import Path
 
 import pytest
+import torch
+from helpers import tiny_job
 
 import raypar
-from raypar.errors import ConfigError, Interrupted, RayparError, UserCodeError
+from raypar.console.event_printer import EventPrinter
+from raypar.errors import ConfigError, InputError, Interrupted, RayparError, UserCodeError, error_first_line
 from raypar.launch.result import Result, raise_run_failure
 from raypar.traceback_filter import filter_traceback_text, is_raypar_file, is_user_file
+from raypar.user_code import error_text
 
 PACKAGE = Path(raypar.__file__).parent
 ROOT = PACKAGE.parent
@@ -148,3 +154,99 @@ def test_errors_are_still_errors_of_their_class_with_what_and_cure():
         raypar.Trainer(steps="many")  # type: ignore[call-arg]
     assert found.value.args == (found.value.what, found.value.cure)
     assert found.traceback[-1].path == Path(__file__)
+
+
+class Silent(Exception):
+    """An exception without a text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_exception_without_a_text_is_named_by_its_class():
+    assert error_text(Silent()) == "Silent: <exception str() failed>" and error_first_line(Silent()).startswith("<exception")
+
+
+def test_what_the_model_function_raises_without_a_text_is_an_input_error_with_the_users_frames():
+    def model() -> None:
+        raise Silent
+
+    parts = {"loss": "helpers.tiny_job:loss", "data": "helpers.tiny_job:data"}
+    with pytest.raises(RayparError, match="raised Silent: <exception str") as found:
+        raypar.Trainer(model=model, **parts, steps=2, batch_size=8, microbatches=4).fit(verbose=False)
+    assert not [line for line in str(found.value).splitlines() if str(PACKAGE) in line]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups are of Python 3.11")
+def test_raypars_frames_go_from_a_group_of_exceptions_too():
+    frames = f'  |   File "{PACKAGE}/cli.py", line 1, in f\n  |     f(1)\n  |     ^^^^\n'
+    users = '  |   File "/home/me/model.py", line 12, in forward\n  |     g()\n'
+    header = "    | Traceback (most recent call last):\n"
+    inner = f'{header}    |   File "{PACKAGE}/cli.py", line 2, in g\n    |     g()\n    | KeyError: 1\n'
+    text = f"raised\n  + Exception Group Traceback (most recent call last):\n{frames}{users}  | ExceptionGroup: two\n{inner}"
+    shown = filter_traceback_text(text)
+    assert "/raypar/" not in shown and "f(1)" not in shown and "    | Traceback" not in shown
+    assert shown.splitlines() == [
+        "raised",
+        "  + Exception Group Traceback (most recent call last):",
+        *users.splitlines(),
+        "  | ExceptionGroup: two",
+        "    | KeyError: 1",
+    ]
+
+
+def test_an_error_about_a_file_whose_name_is_no_text_is_kept_too(tmp_path: Path):
+    error = UserCodeError(f"sample 3: cannot read \udcff.png\n{TEXT}", "look at it")
+    with pytest.raises(UserCodeError) as found:
+        raise_run_failure(Result({}, str(tmp_path), "failed", 3, error=error))
+    assert found.value is error and "\\udcff.png" in (tmp_path / "error.txt").read_text()
+
+
+def test_what_an_output_cannot_encode_is_printed_with_escapes():
+    written = io.BytesIO()
+    out = io.TextIOWrapper(written, encoding="ascii")
+    EventPrinter(steps=1, out=out).line("ünï \udcff")
+    assert written.getvalue() == b"\\xfcn\\xef \\udcff\n"
+
+
+class Stepless(torch.optim.SGD):
+    """An optimizer whose step raises."""
+
+    def step(self, *given: object) -> None:  # type: ignore[override]
+        raise ZeroDivisionError("mine")
+
+
+class Locked(raypar.Callback):
+    """A data set and callback that no other process can have."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> object:
+        return tiny_job.data()[index]
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"optimizer": Stepless}, r"^the step of optimizer Stepless, with gradients of 0, raised ZeroDivisionError: mine\n"),
+        (
+            {"data": Locked()},
+            r"^data cannot be sent to other processes: TypeError: cannot pickle .*\n  cure: open files, locks",
+        ),
+        ({"callbacks": [Locked()]}, r"^callbacks cannot be sent to other processes: TypeError: cannot pickle"),
+        ({"data": tiny_job.data(), "validation": Locked()}, r"^validation cannot be sent to other processes: TypeError"),
+    ],
+    ids=["optimizer", "data", "callbacks", "validation"],
+)
+def test_what_fails_before_a_run_is_an_error_before_ray_is_started(
+    given: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ray.init", lambda **settings: pytest.fail("Ray was started"))
+    parts = {"model": "helpers.tiny_job:model", "loss": "helpers.tiny_job:loss", "data": "helpers.tiny_job:data"}
+    with pytest.raises(InputError, match=says) as found:
+        raypar.Trainer(**{**parts, **given}, steps=2, batch_size=8, microbatches=4).fit(verbose=False)
+    assert not [line for line in str(found.value).splitlines() if str(PACKAGE) in line]

@@ -84,5 +84,5 @@ def _fill_in(words: str, frame: FrameType) -> str:
     """The words with the function's variables filled in; only those before the first brace if a variable is not set yet."""
     try:
         return words.format(**frame.f_locals)
-    except (LookupError, AttributeError, TypeError, ValueError):
+    except Exception:  # also what a user's `__repr__` raises
         return words.partition("{")[0].rstrip(" (:")

@@ -334,6 +334,25 @@ SETTINGS: Mapping[str, RestorableSetting] = {
 """By field of `GlobalTorchState`, in its order, in which they are restored."""
 
 
+_CONTEXTS = ("inference", "function_modes", "dispatch_modes", "saved_tensors_hooks")
+"""Fields that only leaving a context can restore."""
+
+
+@contextlib.contextmanager
+def preserve_torch_state() -> Iterator[None]:
+    """Restore on exit the settings that were found on entry; of contexts that are entered, the default device and grad mode."""
+    before, device = read_global_torch_state(), torch.get_default_device()
+    try:
+        yield
+    finally:
+        now = read_global_torch_state()
+        for name in GlobalTorchState._fields:
+            if getattr(now, name) != getattr(before, name) and name not in _CONTEXTS:
+                SETTINGS[name].restore(getattr(before, name))
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
+
+
 # -- the guard ---------------------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
-from raypar.errors import RayparError, UserCodeError
+from raypar.errors import RayparError, UserCodeError, error_message
 from raypar.model.graph import Layer
 from raypar.plan.seeds import seed_of
 from raypar.user_code import USER_CODE_ERRORS
@@ -162,7 +162,7 @@ _WRITTEN_IN_PLACE = (
 
 
 def _is_about_writing(error: Exception) -> bool:
-    return any(words in str(error) for words in _WRITTEN_IN_PLACE)
+    return any(words in error_message(error) for words in _WRITTEN_IN_PLACE)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass
 
-from raypar.errors import RayparError, UserCodeError
+from raypar.errors import RayparError, UserCodeError, error_message
 from raypar.user_code import error_text, reraise_ctrl_c
 
 
@@ -65,7 +65,7 @@ _ABOUT_BFLOAT16 = ("BFloat16", "bfloat16", "equal to src.dtype")
 
 def _cure_for_autocast(error: BaseException) -> str | None:
     """What to do about an operation that does not compute in the dtype that autocast has chosen; None for other errors."""
-    text = str(error)
+    text = error_message(error)
     if "unsafe to autocast" in text:
         return (
             "leave the sigmoid out and use F.binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.errors import ConfigError, PlanError, UserCodeError
+from raypar.errors import ConfigError, PlanError, UserCodeError, error_message
 from raypar.model.without_dynamo import without_dynamo
 from raypar.plan.pieces import Piece
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
@@ -91,7 +91,7 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
         given = {name: value for args in (spec.optimizer.args, *dict(spec.groups).values()) for name, value in args.items()}
         texts = [name for name, value in given.items() if _is_number_in_quotes(value)]
         raise ConfigError(
-            f"optimizer {spec.optimizer.label} refused its arguments: {error}",
+            f"optimizer {spec.optimizer.label} refused its arguments: {error_message(error)}",
             cure=f"{texts[0]} is the text {given[texts[0]]!r}: write the number without quotes"
             if texts
             else "compare optimizer.args and optimizer.groups with the class's signature",
