@@ -50,7 +50,6 @@ def make_run_request(
     backend = make_backend(spec.device)
     policy = build_run_machine_policy(spec, chosen.plan.world, options, backend.deadlines)
     backend.check_plan(spec, checked.graph, chosen.plan, lowered, elastic=options.elastic is not None)
-
     pickled_spec = pickle_for_workers(spec, given_parts(spec))
     pickled_callbacks = pickle_for_workers(Callbacks(options.callbacks), {"callbacks": options.callbacks})
 

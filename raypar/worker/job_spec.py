@@ -69,10 +69,14 @@ class Ref:
     @property
     def contract_text(self) -> str:
         """The function in a checkpoint's contract: its name; of a given object its `repr`: slow for many samples."""
-        text = self.target if isinstance(self.target, str) else stable_callable_label(self.target)
-        if len(text) <= CONTRACT_CHARACTERS:
-            return text
-        return f"{text[:80]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()})"
+        return shorten_contract_text(self.target if isinstance(self.target, str) else stable_callable_label(self.target))
+
+
+def shorten_contract_text(text: str) -> str:
+    """A text as a contract holds it: with its hash in place of most of it if it is longer than `CONTRACT_CHARACTERS`."""
+    if len(text) <= CONTRACT_CHARACTERS:
+        return text
+    return f"{text[:80]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()})"
 
 
 def stable_callable_label(target: Callable[..., Any], inside: tuple[int, ...] = ()) -> str:

@@ -3,6 +3,7 @@
 The texts below are that release's. A key or an argument that gets another name keeps its old one here.
 """
 
+import functools
 import inspect
 import json
 from dataclasses import replace
@@ -20,7 +21,7 @@ from raypar.launch.resume import find_last_whole_checkpoint, prepare_resumed_run
 from raypar.launch.submitted_job import find_unfinished_run
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import list_contract_differences, load_manifest
-from raypar.worker.job_spec import Ref, contract_of_job
+from raypar.worker.job_spec import CONTRACT_CHARACTERS, Ref, contract_of_job, stable_callable_label
 
 JOB = """
 name: old
@@ -296,3 +297,17 @@ def test_a_checkpoint_of_a_job_whose_token_files_were_elsewhere_goes_on(form: st
     assert "raypar.worker.tokens" in json.dumps(former)
     manifest = replace(load_manifest(old.checkpoints / "step_00000005"), contract=former)
     assert list_contract_differences(manifest, spec) == []
+
+
+def test_a_checkpoint_that_holds_a_long_text_whole_is_of_the_same_job(old: RunFolder):
+    """Contracts of before held the text of all samples of a data set that was given as a list."""
+    samples = functools.partial(list, [{"x": i} for i in range(5000)])
+    manifest = load_manifest(old.checkpoints / "step_00000005")
+    job = {"model": "m:model", "loss": "m:loss", "data": "m:data", "steps": 2, "batch_size": 2, "microbatches": 1}
+    spec = replace(raypar.Trainer(**job).spec, lr_schedule=Ref(samples))
+    whole = stable_callable_label(samples)
+    held = contract_of_job(spec) | {"lr_schedule": {"function": whole, "args": {}}}
+    assert len(contract_of_job(spec)["lr_schedule"]["function"]) < 1000 < CONTRACT_CHARACTERS < len(whole)
+    assert list_contract_differences(replace(manifest, contract=held), spec) == []
+    held["lr_schedule"]["function"] = whole.replace("4999", "5000")
+    assert len(list_contract_differences(replace(manifest, contract=held), spec)) == 1

@@ -52,7 +52,7 @@ from raypar.worker.checkpoint.manifest import (
     parse_manifest,
 )
 from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header
-from raypar.worker.job_spec import JobSpec, contract_of_job
+from raypar.worker.job_spec import JobSpec, contract_of_job, shorten_contract_text
 
 __all__ = [  # of the manifest, for those who handle checkpoints
     "BUFFER",
@@ -511,22 +511,25 @@ _MOVED = {"raypar.worker.tokens": "raypar.token_files"}
 """Modules whose classes users name: former path -> present path. Checkpoints and job files of before have the former."""
 
 
-def _with_present_paths(value: Any) -> Any:
-    """A contract in which modules that have moved (`_MOVED`) are called by their present paths."""
+def _as_written_now(value: Any) -> Any:
+    """A contract as it would be written now: with the present paths of modules that have moved (`_MOVED`), and long texts
+    shortened, which former contracts hold whole."""
     if isinstance(value, dict):
-        return {key: _with_present_paths(part) for key, part in value.items()}
+        return {key: _as_written_now(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_with_present_paths(part) for part in value]
-    for former, present in _MOVED.items() if isinstance(value, str) else ():
+        return [_as_written_now(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    for former, present in _MOVED.items():
         value = value.replace(former, present)
-    return value
+    return shorten_contract_text(value)
 
 
 def list_contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
     """A line for each setting of the contract that differs from the checkpoint's, except for those of shards (`_OF_SHARDS`)."""
     # Checkpoints from before there was a choice say nothing of the device; of the precision none does unless it is set.
-    then = _with_present_paths({"device": "cpu", "precision": None, **manifest.contract})
-    now = _with_present_paths({"precision": None, **contract_of_job(spec)})
+    then = _as_written_now({"device": "cpu", "precision": None, **manifest.contract})
+    now = _as_written_now({"precision": None, **contract_of_job(spec)})
     return [
         f"{k} was {shorten(repr(then.get(k)))}, is {v!r}"
         for k, v in now.items()
