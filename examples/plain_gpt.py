@@ -58,14 +58,32 @@ def computing_in(precision):  # every operation casts for itself; parameters, th
     return nullcontext()
 
 
+def refuse(what, cure):
+    raise SystemExit(f"error: {what}, which this page does not compute as raypar does\n  cure: {cure}")
+
+
+def check_model(job, model):
+    if not isinstance(model, torch.nn.Sequential):
+        refuse("the model is no nn.Sequential", "let its function return one, or compare two plans by `raypar train`")
+    if len(list(model.parameters())) != len(list(model.named_parameters(remove_duplicate=False))):
+        refuse("layers share parameters", "leave the tie out, or compare two plans by `raypar train`")
+    if any(isinstance(part, torch.nn.modules.dropout._DropoutNd) and part.p for part in model.modules()):
+        refuse("the model has dropout", "set it to 0, or compare two plans by `raypar train`")
+    defaults = {"init_from": None, "init": "model", "dtype": "float32", "reduction": "canonical", "device": "cpu", "threads": 1}
+    for key, default in defaults.items():
+        if job.get(key, default) != default:
+            refuse(f"the job has {key}", f"leave {key} out, or compare two plans by `raypar train`")
+
+
 def train(job):
-    seed, batch, m = job["seed"], job["batch_size"], job["microbatches"]
+    seed, batch, m = job.get("seed", 0), job["batch_size"], job["microbatches"]
     blocks = job.get("virtual_replicas") or min(m, 16)
     random.seed(seed), numpy.random.seed(seed % 2**32), torch.manual_seed(seed)
     model = function(job["model"])()
+    check_model(job, model)
     data, loss_of = function(job["data"])(), function(job["loss"])
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = function(job["optimizer"])(parameters)
+    optimizer = function(job.get("optimizer") or "torch.optim:AdamW")(parameters)
     base_lr = optimizer.defaults["lr"]
     lr_factor = function(job["lr_schedule"]) if job.get("lr_schedule") else lambda step: 1.0
     orders = {}
@@ -85,9 +103,14 @@ def train(job):
                 places = range(step * batch + microbatch * batch // m, step * batch + (microbatch + 1) * batch // m)
                 where = [divmod(place, len(data)) for place in places]
                 samples = [sample(data, seed, epoch, order(epoch)[entry]) for epoch, entry in where]
+                if not isinstance(samples[0], tuple) or len(samples[0]) != 2:
+                    refuse("a sample is no pair (x, y)", "let the data set return pairs of tensors")
                 x, y = (torch.stack(field) for field in zip(*samples, strict=True))
                 with computing_in(job.get("precision")):
-                    total, count = loss_of(model(x), y)
+                    found = loss_of(model(x), y)
+                if not isinstance(found, tuple):
+                    refuse("the loss returns no pair", "let it return (sum, count)")
+                total, count = found
                 total.float().backward()
                 losses.append((total.item(), float(count)))
             sums.append([p.grad for p in parameters] if len(members) else None)

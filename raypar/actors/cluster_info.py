@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get
 
+from raypar.elastic.message_wording import count_of
 from raypar.errors import ClusterError, ConfigError
 
 ANSWER_S = 10.0
@@ -129,8 +130,8 @@ def require_capacity(workers: int, cluster: ClusterCapacity, gpus: int = 0, plan
     if workers > most:
         scaler = "no autoscaler adds any" if cluster.max_cpus is None else f"its autoscaler stops at {cluster.max_cpus}"
         raise ClusterError(
-            f"the plan needs {workers} workers of 1 CPU each{f' ({plan})' if plan else ''}, but the cluster has "
-            f"{cluster.cpus} CPUs on {cluster.nodes} node(s) and {scaler}",
+            f"the plan needs {count_of(workers, 'worker')} of 1 CPU each{f' ({plan})' if plan else ''}, but the cluster has "
+            f"{count_of(cluster.cpus, 'CPU')} on {count_of(cluster.nodes, 'node')} and {scaler}",
             cure=f"set plan.stages x plan.replicas x plan.shards <= {most}, add nodes, or leave the address out to run on "
             "this machine",
         )

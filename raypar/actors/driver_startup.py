@@ -17,7 +17,7 @@ from raypar.actors.worker_pool import remove_leftover_placement_groups
 from raypar.elastic import events as on
 from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.digest_check import InitialDigestCheck
-from raypar.elastic.message_wording import format_worker_numbers
+from raypar.elastic.message_wording import count_of, format_worker_numbers
 from raypar.elastic.seating import spread_replicas_over_nodes
 from raypar.errors import ClusterError
 from raypar.plan.adopt_order import AdoptOrder
@@ -56,7 +56,9 @@ class DriverStartup:
         members = spread_replicas_over_nodes(plan, nodes) if len(hellos) == plan.world else tuple(range(plan.world))
         parts.machine.membership.members = members
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
-        text = f"{len(hellos)} workers on {len(set(nodes.values()))} node(s), pids {pids}"
+        on = len(set(nodes.values()))
+        pid = "pid" if len(hellos) == 1 else "pids"
+        text = f"{count_of(len(hellos), 'worker')} on {count_of(on, 'node')}, {pid} {pids}"
         precision = request.contract.get("precision")
         facts = {"precision": precision["compute"]} if precision else {}
         parts.side_effects.note("started", text=text, workers=[parts.registry.worker_facts(n) for n in members], **facts)

@@ -6,8 +6,9 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from raypar.schedule.instructions import Schedule
     from raypar.schedule.timeline import Timeline
     from raypar.worker.job_spec import JobSpec
+
+MOST_WHOLE_GROUPS = 8
+"""Groups of layers that the line on what shards hold whole names; it says how many more there are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         plan, name, spec.batching, sizes, profile, shown.schedule, layer_sizes_by_shard(graph, spec, plan, sizes)
     )
     found["cut"] = shard_style_by_layer(graph, spec, plan)
+    found["whole_on_every_shard"] = whole_bytes_on_shards(graph, spec, plan)
     parts = [plan_as_text(found), spec.precision.describe() or ""]
     if profile is not None:
         timeline, _ = predict_step(profile, plan, shown.schedule or name, spec.batching)
@@ -280,9 +285,11 @@ def plan_as_dict(
     }
     if profile is not None:
         from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
+        from raypar.planner.plan_report import processors_of_prediction
         from raypar.planner.plan_search import predict_step
 
         timeline, memory = predict_step(profile, plan, schedule or name, cut)
+        predicted_for = processors_of_prediction(profile.processors, plan.world)
         sheets = memory_sheets(profile, plan, schedule or name, cut)
         if profile.memory_bytes is not None and max(memory) > profile.memory_bytes:
             advice = describe_changes_that_fit(profile, plan, schedule or name, cut, profile.memory_bytes)
@@ -290,6 +297,7 @@ def plan_as_dict(
         found |= {
             "memory_sheet": [{**sheet.state, **sheet.kept} for sheet in sheets],
             "predicted_ms": timeline.makespan_ms,
+            "predicted_for": predicted_for,
             "bubble_of_ideal": timeline.bubble_of_ideal,
             "bubble_of_total": timeline.bubble_of_total,
             "memory_bytes": list(memory),
@@ -329,13 +337,56 @@ def worker_part_as_dict(
 
 
 def group_similar_layers(styles: Mapping[str, str]) -> list[str]:
-    """Layers with their styles; names that differ only in a number are grouped: `block*.up column (4)`."""
-    counts: dict[str, int] = {}
+    """Layers with their styles; names that differ only in numbers are grouped: `block*.fc1 column (4)`."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for name, style in styles.items():
-        what = f"{re.sub(r'[0-9]+', '*', name)} {style}"
-        counts[what] = counts.get(what, 0) + 1
-    names = {f"{re.sub(r'[0-9]+', '*', name)} {style}": f"{name} {style}" for name, style in styles.items()}
-    return [f"{what} ({count})" if count > 1 else names[what] for what, count in counts.items()]
+        groups.setdefault((re.sub(r"[0-9]+", "*", name), style), []).append(name)
+    return [
+        f"{_common_pattern(names)} {style}".rstrip() + (f" ({len(names)})" if len(names) > 1 else "")
+        for (_, style), names in groups.items()
+    ]
+
+
+def _common_pattern(names: Sequence[str]) -> str:
+    """The names with `*` for each number in which they differ: `block*.fc1` for `block0.fc1` and `block1.fc1`."""
+    texts, numbers = re.split(r"[0-9]+", names[0]), [re.findall(r"[0-9]+", name) for name in names]
+    common = [found[0] if len(set(found)) == 1 else "*" for found in zip(*numbers, strict=True)]
+    return "".join(part for pair in zip_longest(texts, common, fillvalue="") for part in pair)
+
+
+def whole_bytes_on_shards(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, int]:
+    """Layer -> bytes of its parameters that every shard holds whole, for stages with shards, the most bytes first.
+
+    Of a layer that is cut in part the parameters are named: `block0.down.bias`.
+    """
+    import torch
+
+    from raypar.model.layer_skeletons import parameter_shapes
+    from raypar.model.tensor_parallel.layout import compute_shard_layout
+
+    most = max(stage.shards for stage in plan.stages)
+    if most == 1:
+        return {}
+    layout, itemsize = compute_shard_layout(graph, most, dict(spec.styles)), getattr(torch, spec.dtype).itemsize
+    cut_layers = {name.rpartition(".")[0] for name in layout.cuts}
+    found: dict[str, int] = {}
+    seen: set[str] = set()
+    for stage in plan.stages:
+        shapes = parameter_shapes(graph, stage.first, stage.last) if stage.shards > 1 else {}
+        for name in shapes.keys() - layout.cuts.keys() - seen:
+            seen.add(name)
+            owner = name.rpartition(".")[0]
+            shown = name if owner in cut_layers else owner
+            found[shown] = found.get(shown, 0) + shapes[name].numel() * itemsize
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+
+def whole_on_shards_line(whole: Mapping[str, int]) -> str:
+    """The largest layers of `whole_bytes_on_shards`, and the MiB of all."""
+    groups = group_similar_layers(dict.fromkeys(whole, ""))
+    more = f" and {len(groups) - MOST_WHOLE_GROUPS} more" if len(groups) > MOST_WHOLE_GROUPS else ""
+    mib = sum(whole.values()) / 2**20
+    return f"whole on every shard: {', '.join(groups[:MOST_WHOLE_GROUPS])}{more}; {mib:.{1 if mib >= 10 else 3}f} MiB in all"
 
 
 def plan_as_text(found: dict[str, Any]) -> str:
@@ -368,6 +419,8 @@ def plan_as_text(found: dict[str, Any]) -> str:
     lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     if found.get("cut"):
         lines.append(f"cut over shards (tensor parallel): {', '.join(group_similar_layers(found['cut']))}")
+    if found.get("whole_on_every_shard"):
+        lines.append(whole_on_shards_line(found["whole_on_every_shard"]))
     lines += recomputation_lines(found)
     if found["imbalance"] > 0.005:
         lines.append(
@@ -382,7 +435,7 @@ def plan_as_text(found: dict[str, Any]) -> str:
     if "predicted_ms" in found:
         lines.append(
             f"predicted step {found['predicted_ms']:.1f} ms, bubble {100 * found['bubble_of_total']:.1f} % of all time "
-            f"(layers timed on this machine; {found['latency_ms']:.2f} ms and "
+            f"(for {found['predicted_for']}; layers timed on this machine; {found['latency_ms']:.2f} ms and "
             f"{found['bandwidth_bytes_per_ms'] / 1e6:.2f} GB/s between workers)"
         )
         lines += ["", *memory_sheet_lines(found)]

@@ -289,7 +289,7 @@ def _tidy(value: float) -> float:
 
 def _report(title: str, timeline: Timeline, columns: int) -> str:
     """The printed report: title, grid if it fits, table."""
-    from raypar.schedule.text_grid import format_milliseconds
+    from raypar.schedule.text_grid import format_activations, format_milliseconds
 
     lines = [title, ""]
     grid = timeline_text_for_width(timeline, columns)
@@ -298,7 +298,7 @@ def _report(title: str, timeline: Timeline, columns: int) -> str:
         ("makespan", format_milliseconds(timeline.makespan_ms)),
         ("bubble", f"{timeline.bubble_of_total:.1%} of total, {timeline.bubble_of_ideal:.1%} of ideal"),
         ("utilization", f"{timeline.utilization:.1%}"),
-        ("peak activations", f"{_values([f'{round(n, 2):g}' for n in timeline.peak_activations])} microbatches, by worker"),
+        ("peak activations", f"{_values([format_activations(n) for n in timeline.peak_activations])} microbatches, by worker"),
     ]
     if timeline.peak_bytes is not None:
         rows.append(

@@ -1,8 +1,13 @@
-"""Parts of messages: worker numbers, and verb forms that fit them."""
+"""Parts of messages: counts, worker numbers, and verb forms that fit them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+
+
+def count_of(number: int, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def format_worker_numbers(workers: Collection[int]) -> str:

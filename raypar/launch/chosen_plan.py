@@ -162,6 +162,8 @@ def describe_recomputation(plan: ParallelPlan, schedule: Schedule) -> str:
 
 def plan_json(chosen: ChosenPlan) -> str:
     """The text of a run folder's plan.json: schedule, stages, workers, and the predicted step."""
+    from raypar.planner.plan_report import processors_of_prediction, stage_balance_as_dict
+
     facts: dict[str, Any] = {
         "schedule": chosen.schedule_name,
         "stages": [asdict(stage) for stage in chosen.plan.stages],
@@ -170,8 +172,7 @@ def plan_json(chosen: ChosenPlan) -> str:
     if chosen.plan.recompute:
         facts["recompute"] = list(chosen.plan.recompute)
     facts |= {"predicted_ms": chosen.predicted.makespan_ms, "predicted_bubble": chosen.predicted.bubble_of_total}
+    facts["predicted_for"] = processors_of_prediction(chosen.profile.processors, chosen.plan.world)
     if chosen.balance is not None:
-        from raypar.planner.plan_report import stage_balance_as_dict
-
         facts["stage_balance"] = stage_balance_as_dict(chosen.balance)
     return json.dumps(facts, indent=1) + "\n"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from raypar.plan import ParallelPlan
 from raypar.planner.plan_search import EvaluatedCandidate, PlanChoice, format_mib
-from raypar.planner.stage_balance import TIE_SHARE, StageBalance
+from raypar.planner.stage_balance import MIN_GAIN_MS, MIN_GAIN_SHARE, StageBalance
 from raypar.schedule.timeline import Timeline
 
 REPORT_COLUMNS = ("replicas x stages", "schedule", "workers", "step ms", "bubble", "memory", "verdict")
+
+LEAST_GAIN = f"{100 * MIN_GAIN_SHARE:g} % and {MIN_GAIN_MS:g} ms"
+"""The gain above which another cut than the even one is taken, in words."""
 
 
 def plan_report(choice: PlanChoice, *, rows: int = 12) -> str:
@@ -39,9 +42,20 @@ def stage_balance_text(balance: StageBalance) -> str:
         return f"{text}predicted {faster}; with a processor each workers are busy {after} of the time instead of {before}"
     text = f"stages cut by number of layers, plan.cuts={even}: "
     if best == even:
-        return f"{text}no other cut is predicted to be faster by more than {100 * TIE_SHARE:g} %"
+        return f"{text}no cut that was compared is predicted to be faster by more than {LEAST_GAIN}"
     gain_ms = balance.even_step.makespan_ms - balance.best_step.makespan_ms
-    return f"{text}by measured times, {best}, a step is predicted to be {gain_ms:.1f} ms faster, too little to tell"
+    gain = f"{gain_ms:.1f} ms ({100 * balance.gain:.1f} %)"
+    return f"{text}by measured times, {best}, a step is predicted to be {gain} faster; only more than {LEAST_GAIN} moves a cut"
+
+
+def processors_of_prediction(processors: int | None, workers: int) -> str:
+    """What a predicted step counts on, in words: `a processor for each worker`, or fewer, on which workers take turns.
+
+    `processors`: of a machine that all workers share (`ModelProfile.processors`); None: each has its own.
+    """
+    if processors is None or processors >= workers:
+        return "a processor for each worker"
+    return f"{workers} workers on {processors} processor{'s' * (processors != 1)}"
 
 
 def _busy_text(step: Timeline) -> str:
@@ -51,7 +65,10 @@ def _busy_text(step: Timeline) -> str:
 
 
 def stage_balance_as_dict(balance: StageBalance) -> dict[str, object]:
-    """The balance as plain data. `busy`: by worker, as a share of the step. Times are for workers with a processor each."""
+    """The balance as plain data. `busy`: by worker, as a share of the step. Times are for workers with a processor each.
+
+    So they are shorter than the plan's own predicted step where workers share processors, and `predicted_for` says so.
+    """
 
     def cut(plan: ParallelPlan, step: Timeline, lacks_bytes: int) -> dict[str, object]:
         return {
@@ -62,6 +79,7 @@ def stage_balance_as_dict(balance: StageBalance) -> dict[str, object]:
         }
 
     return {
+        "predicted_for": processors_of_prediction(None, balance.even.world),
         "chosen": "measured times" if balance.best_is_chosen else "number of layers",
         "by_number_of_layers": cut(balance.even, balance.even_step, balance.even_lacks_bytes),
         "by_measured_times": cut(balance.best, balance.best_step, balance.best_lacks_bytes),

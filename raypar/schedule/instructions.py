@@ -326,7 +326,7 @@ class ExchangeTies(OncePerStep):
     """Add the reduced gradients of parameters used by several layers, in layer order, and send the sum to every holder."""
 
     letter = "T"
-    drawing = DrawingStyle("#8C8C8C", "tied parameters", "ties")
+    drawing = DrawingStyle("#5E4B8B", "gradients of tied parameters", "ties")
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +338,7 @@ class ExchangeVotes(OncePerStep):
 
     letter = "V"
     cost = ("step",)
-    drawing = DrawingStyle("#8C8C8C", "vote", "vote")
+    drawing = DrawingStyle("#8C8C8C", "end of step: all workers agree", "vote")
 
 
 @dataclass(frozen=True, slots=True)

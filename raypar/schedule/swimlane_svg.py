@@ -16,10 +16,12 @@ from raypar.schedule.svg_style import (
     mix_with_white,
     readable_text_colour,
 )
-from raypar.schedule.text_grid import format_milliseconds, round_tick_step
+from raypar.schedule.text_grid import format_activations, format_milliseconds, round_tick_step
 from raypar.schedule.timeline import Timeline, TimelineSpan
 
 _SMALLEST_NUMBER = 7.0
+_MARGIN, _TITLE_SIZE, _NOTE_SIZE, _SEMI_BOLD = 24.0, 22.0, 12.0, 1.1
+_NOTE = "numbers: microbatches; busy: share of the makespan; peak: activations held, in microbatches"
 _MOST_LANES, _MOST_ARROWS, _MOST_TOOLTIPS = 96, 400, 4000
 
 
@@ -49,14 +51,10 @@ def swimlanes_svg(
     right = 132.0
     width = width or _width(drawn, extent, left + right)
     sheet = _Sheet(left, (width - left - right) / extent, width, extent)
-    top = 30.0
-    body = [
-        f'<text x="24" y="{top + 14:g}" font-size="22" font-weight="600">{escape(title)}</text>'
-        f'<text x="{width - 24}" y="{top + 14:g}" font-size="12" text-anchor="end" fill="{QUIET}">'
-        "numbers: microbatches; busy: share of the makespan; peak: activations held, in microbatches</text>"
-    ]
-    body += _legend(drawn, top + 44)
-    top += 64
+    body, top = _title(title, width)
+    legend, top = _legend(drawn, top + 30, width)
+    body += legend
+    top += 20
     for panel in drawn:
         body += panel.draw(sheet, top, edges)
         top += panel.height
@@ -145,7 +143,7 @@ class _Panel:
                 f"{escape(timeline.names[rank])}</text>"
                 f'<g text-anchor="end" fill="{QUIET}"><text x="{sheet.width - 70}" y="{middle:g}">'
                 f'{1 - timeline.bubbles[rank]:.0%}</text><text x="{sheet.width - 24}" y="{middle:g}">'
-                f"{timeline.peak_activations[rank]:g}</text></g></g>"
+                f"{format_activations(timeline.peak_activations[rank])}</text></g></g>"
             )
         out += _axis(sheet, timeline.makespan_ms, lanes_top, bottom)
         tooltips = sum(len(timeline.spans[rank]) for rank in self.ranks) <= _MOST_TOOLTIPS
@@ -163,7 +161,7 @@ class _Panel:
             largest = self.font
         small: dict[str, list[tuple[float, float]]] = {}
         last_colour = ""
-        for span in row:
+        for span in filter(_takes_time, row):
             colour = self._colour(span.instruction)
             x, w = sheet.x(span.start_ms), (span.end_ms - span.start_ms) * sheet.per_ms
             # Reductions run beside compute: a strip at the foot of the lane.
@@ -249,7 +247,7 @@ def _caption(panel: _Panel, sheet: _Sheet, y: float) -> str:
     facts = [
         f"makespan {format_milliseconds(timeline.makespan_ms)}",
         f"bubble {timeline.bubble_of_total:.1%} of total ({timeline.bubble_of_ideal:.1%} of ideal)",
-        f"peak activations {peak:g} microbatches",
+        f"peak activations {format_activations(peak)} microbatches",
     ]
     if len(panel.ranks) < world:
         facts.append(f"{len(panel.ranks)} of {world:,} workers drawn")
@@ -277,8 +275,26 @@ def _axis(sheet: _Sheet, makespan_ms: float, top: float, bottom: float) -> list[
     return out
 
 
-def _legend(panels: Sequence[_Panel], y: float) -> list[str]:
-    kinds = {type(s.instruction) for p in panels for r in p.ranks for s in p.timeline.spans[r]}
+def _takes_time(span: TimelineSpan) -> bool:
+    return span.end_ms > span.start_ms
+
+
+def _title(title: str, width: float) -> tuple[list[str], float]:
+    """The title, with the note on numbers beside it or, where there is no room, below it; and the y of the lowest line."""
+    y, room = 44.0, width - 2 * _MARGIN
+    wide = _SEMI_BOLD * estimate_text_width(title, _TITLE_SIZE)
+    size = min(_TITLE_SIZE, _TITLE_SIZE * room / max(wide, 1.0))
+    body = [f'<text x="{_MARGIN:g}" y="{y:g}" font-size="{size:.3g}" font-weight="600">{escape(title)}</text>']
+    place = f'x="{width - _MARGIN:g}" text-anchor="end"'
+    if wide + _MARGIN + estimate_text_width(_NOTE, _NOTE_SIZE) > room:
+        y, place = y + 22, f'x="{_MARGIN:g}"'
+    body.append(f'<text {place} y="{y:g}" font-size="{_NOTE_SIZE:g}" fill="{QUIET}">{_NOTE}</text>')
+    return body, y
+
+
+def _legend(panels: Sequence[_Panel], y: float, width: float) -> tuple[list[str], float]:
+    """The colours of what is drawn, in as many lines as they need, the first at y; and the y of the last line."""
+    kinds = {type(s.instruction) for p in panels for r in p.ranks for s in p.timeline.spans[r] if _takes_time(s)}
     chunks = max((max(p.timeline.chunk_of.values(), default=0) + 1 for p in panels), default=1)
     ordered = [kind for kind in INSTRUCTIONS.values() if kind in kinds]
     items = [(drawing_style(kind).colour, drawing_style(kind).legend) for kind in ordered]
@@ -288,10 +304,12 @@ def _legend(panels: Sequence[_Panel], y: float) -> list[str]:
     items.append(("url(#idle)", "idle"))
     out, x = [f'<g font-size="13" fill="{QUIET}">'], 24.0
     for colour, text in items:
+        if x > _MARGIN and x + 22 + estimate_text_width(text, 13) > width - _MARGIN:
+            x, y = _MARGIN, y + 20
         out.append(
             f'<rect x="{x:.0f}" y="{y - 11:g}" width="16" height="13" rx="2.5" fill="{colour}" stroke="{LINE}"/>'
             f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'
         )
         x += 22 + estimate_text_width(text, 13) + 26
     out.append("</g>")
-    return out
+    return out, y

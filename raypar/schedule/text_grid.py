@@ -134,6 +134,11 @@ def format_milliseconds(time_ms: float) -> str:
     return (text.rstrip("0").rstrip(".") or "0") + " ms"
 
 
+def format_activations(microbatches: float) -> str:
+    """Activations held, in microbatches: `4`, `1.05`, `12.3`, `1234`; at most three significant digits below 1000."""
+    return f"{microbatches:.3g}" if microbatches < 999.5 else f"{microbatches:.0f}"
+
+
 def round_tick_step(extent: float, ticks: int) -> float:
     """The smallest of 1, 2, 5 x 10^k that cuts `extent` into at most `ticks` parts; 1 when there is no extent."""
     if extent <= 0:

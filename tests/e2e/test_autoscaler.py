@@ -156,6 +156,6 @@ def test_a_head_that_only_reads_does_not_grow(tmp_path):
     try:
         assert not head.grows()
         refused = head.train(tmp_path, "plan.stages=2")
-        assert refused.returncode == 1 and "the cluster has 1 CPUs on 1 node(s) and no autoscaler adds any" in refused.stderr
+        assert refused.returncode == 1 and "the cluster has 1 CPU on 1 node and no autoscaler adds any" in refused.stderr
     finally:
         head.end()

@@ -88,7 +88,7 @@ def test_more_workers_than_the_cluster_has_processors(tmp_path, monkeypatch, cap
     sets = [*GPT, "plan.replicas=2", "plan.shards=2"]
     assert main(["train", str(write_job(tmp_path)), *(word for s in sets for word in ("--set", s))]) == 1
     err = capfd.readouterr().err
-    assert "8 workers of 1 CPU each (2 stages x 2 replicas x 2 shards), but the cluster has 4 CPUs on 1 node(s)" in err
+    assert "8 workers of 1 CPU each (2 stages x 2 replicas x 2 shards), but the cluster has 4 CPUs on 1 node" in err
     assert "cure: set plan.stages x plan.replicas x plan.shards <= 4" in err and err.count("error: ") == 1
     assert not (tmp_path / "runs").exists()
 

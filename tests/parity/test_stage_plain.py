@@ -65,3 +65,23 @@ def test_plain_gpt_takes_settings_from_the_command_line(tmp_path):
         "model": {"function": "m:f", "args": {"depth": 4}},
         "precision": {"compute": "bf16"},
     }
+
+
+def dropping():
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))
+
+
+def tied():
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    second.weight = first.weight
+    return torch.nn.Sequential(first, second)
+
+
+@pytest.mark.parametrize(
+    "model, more, what",
+    [(dropping, {}, "has dropout"), (tied, {}, "share parameters"), (torch.nn.Sequential, {"init_from": "w"}, "has init_from")],
+)
+def test_plain_gpt_refuses_what_it_would_compute_otherwise(model, more, what):
+    with pytest.raises(SystemExit, match=what) as refused:
+        plain_gpt.check_model(more, model())
+    assert str(refused.value).count("\n") == 1 and "cure: " in str(refused.value)

@@ -13,13 +13,17 @@ from raypar.commands.plan import (
     plan_as_dict,
     plan_as_text,
     refuse_no_profile,
+    whole_bytes_on_shards,
+    whole_on_shards_line,
     write_predicted_step_svg,
 )
+from raypar.config import Job
 from raypar.errors import ConfigError
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_search import predict_step
 from raypar.schedule.text_grid import text_grid
+from raypar.worker.worker_assignments import make_layer_graph
 
 
 class Size(NamedTuple):
@@ -94,6 +98,27 @@ def test_all_three_axes_are_told_and_drawn_also_where_stages_differ(tmp_path):
 def test_layers_that_are_cut_alike_are_named_once():
     styles = {"embed.token": "vocabulary", "block0.up": "column", "block1.up": "column", "block1.down": "row"}
     assert group_similar_layers(styles) == ["embed.token vocabulary", "block*.up column (2)", "block1.down row"]
+    mlp = {f"block{i}.mlp.fc{k}": style for i in range(6) for k, style in ((1, "column"), (2, "row"))}
+    assert group_similar_layers(mlp) == ["block*.mlp.fc1 column (6)", "block*.mlp.fc2 row (6)"]
+
+
+def test_what_every_shard_holds_whole_is_named_with_its_mib():
+    job = Job(
+        steps=1,
+        batch_size=4,
+        microbatches=2,
+        model={"function": "examples.gpt:layers", "args": {"width": 16, "depth": 2, "heads": 2, "context": 8}},
+        loss={"function": "examples.gpt:loss"},
+        data={"function": "examples.gpt:text"},
+    )
+    spec = job.to_spec()
+    graph = make_layer_graph(spec)
+    whole = whole_bytes_on_shards(graph, spec, ParallelPlan.of((1, 1), layers=4, shards=(2, 2)))
+    assert whole["embed.position"] == 8 * 16 * 4 and whole["block0.norm1"] == 2 * 16 * 4 and whole["block1.down.bias"] == 16 * 4
+    line, mib = whole_on_shards_line(whole), sum(whole.values()) / 2**20
+    assert line.startswith("whole on every shard: embed.position, ") and line.endswith(f"{mib:.3f} MiB in all")
+    assert "block*.norm* (4)" in line and "block*.down.bias (2)" in line and "block*.up" not in line
+    assert whole_bytes_on_shards(graph, spec, ParallelPlan.of((1, 1), layers=4)) == {}
 
 
 HEAVY = ModelProfile(tuple(replace(layer, activation_bytes=1 << 20, output_bytes=64) for layer in PROFILE.layers))

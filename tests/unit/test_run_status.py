@@ -42,7 +42,7 @@ MEMBERS = {
     "why": "worker 3 was lost",
 }
 EVENTS = [
-    {"kind": "started", "text": "4 workers on 2 node(s)", "time": 1000.0},
+    {"kind": "started", "text": "4 workers on 2 nodes", "time": 1000.0},
     {"kind": "checkpoint", "step": 10, "path": "a", "time": 1001.0},
     {"kind": "checkpoint", "step": 20, "path": "b", "time": 1002.0},
     {"kind": "lost", "worker": 3, "node": NODES[1], "pid": 5003, "why": "killed", "time": 1004.5},

@@ -12,7 +12,7 @@ from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.planner import stage_balance
 from raypar.planner.candidate_plans import enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
-from raypar.planner.plan_report import stage_balance_as_dict, stage_balance_text
+from raypar.planner.plan_report import processors_of_prediction, stage_balance_as_dict, stage_balance_text
 from raypar.planner.plan_search import balance_stages, evaluate_candidate, predict_step, search_plans
 from raypar.schedule import registry
 
@@ -92,7 +92,9 @@ def test_the_line_about_the_cut_names_it_the_other_and_what_it_gains():
 def test_equal_layers_are_shared_out_by_their_number():
     found = balance_stages(profile(*[5.0] * 12), plan_of("1f1b", 4, 12), "1f1b", Microbatches(8))
     assert found.plan.split_points == (3, 6, 9)
-    assert stage_balance_text(found).endswith("plan.cuts=[3, 6, 9]: no other cut is predicted to be faster by more than 0.5 %")
+    assert stage_balance_text(found).endswith(
+        "plan.cuts=[3, 6, 9]: no cut that was compared is predicted to be faster by more than 2 % and 1 ms"
+    )
     assert stage_balance_as_dict(found)["chosen"] == "number of layers"
 
 
@@ -119,8 +121,8 @@ def test_a_step_of_a_few_ms_keeps_its_cut_and_the_line_says_why():
     found = balance_stages(tiny, plan_of("1f1b", 2, 4), "1f1b", Microbatches(4))
     assert found.gain > stage_balance.MIN_GAIN_SHARE and found.plan.split_points == (2,)
     assert stage_balance_text(found) == (
-        "stages cut by number of layers, plan.cuts=[2]: by measured times, [3], a step is predicted to be 0.2 ms faster, "
-        "too little to tell"
+        "stages cut by number of layers, plan.cuts=[2]: by measured times, [3], a step is predicted to be 0.2 ms (27.2 %) "
+        "faster; only more than 2 % and 1 ms moves a cut"
     )
 
 
@@ -287,3 +289,14 @@ def test_the_planner_balances_its_fastest_candidates_too():
     every = [evaluate_candidate(heavy, c, cut).predicted_ms for c in enumerate_candidates(heavy, 2, cut)]
     assert choice.best.predicted_ms <= min(every)
     assert len(choice.verdicts) == len(every)
+
+
+def test_the_cuts_are_weighed_for_a_processor_each_and_the_step_for_those_there_are():
+    """Both say which: where workers share processors the plan's step is longer than that of its cut, and else equal."""
+    for processors, told_for in ((None, "a processor for each worker"), (2, "4 workers on 2 processors")):
+        shared = replace(profile(*[5.0] * 12), processors=processors)
+        found = balance_stages(shared, plan_of("1f1b", 4, 12), "1f1b", Microbatches(8))
+        step, _ = predict_step(shared, found.plan, "1f1b", Microbatches(8))
+        assert (step.makespan_ms == found.best_step.makespan_ms) is (processors is None)
+        assert processors_of_prediction(processors, 4) == told_for
+        assert stage_balance_as_dict(found)["predicted_for"] == "a processor for each worker"

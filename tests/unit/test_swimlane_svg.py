@@ -1,12 +1,15 @@
 """Swimlane drawings: well-formed, complete, to scale, and of a sensible size."""
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule import registry
+from raypar.schedule.instructions import INSTRUCTIONS
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
+from raypar.schedule.svg_style import estimate_text_width
 from raypar.schedule.swimlane_svg import swimlane_svg, swimlanes_svg
 from raypar.schedule.timeline import Timeline
 
@@ -99,3 +102,42 @@ def test_a_thousand_workers_make_a_drawing_of_one_replica_under_two_megabytes():
 
 def test_an_empty_timeline_is_still_a_drawing():
     ET.fromstring(swimlane_svg(Timeline.from_spans([[]]), title="nothing"))
+
+
+def placed_texts(root):
+    """(text, left, right, y) of all texts outside boxes, widths by the estimate that the drawing uses."""
+    found = []
+
+    def walk(node, size, anchor):
+        size, anchor = float(node.get("font-size", size)), node.get("text-anchor", anchor)
+        if node.tag == f"{SVG}text":
+            text = "".join(node.itertext())
+            width, x = estimate_text_width(text, size), float(node.get("x"))
+            left = x - width if anchor == "end" else x - width / 2 if anchor == "middle" else x
+            found.append((text, left, left + width, float(node.get("y"))))
+        for child in node:
+            walk(child, size, anchor)
+
+    walk(root, 16, "start")
+    return found
+
+
+def test_numbers_and_titles_do_not_touch():
+    """With recomputation peaks are no whole numbers; with shards the title is long."""
+    timeline = replace(timeline_of("1f1b", 2, 4), peak_activations=(1.04745, 12.3456))
+    title = "job: 8 workers = 2 stages x 2 replicas x 2 shards, schedule 1f1b, " + "recomputing 8 of 8 layers " * 4
+    placed = placed_texts(ET.fromstring(swimlane_svg(timeline, title=title)))
+    shown = [text for text, *_ in placed]
+    assert {"1.05", "12.3"} <= set(shown) and any("peak activations 12.3 microbatches" in text for text in shown)
+    for i, (text, left, right, y) in enumerate(placed):
+        assert left >= 0 and right <= 1280, text
+        touched = [t for t, a, b, line in placed[i + 1 :] if line == y and a < right + 4 and left < b + 4]
+        assert not (touched and (text == title or "%" in text)), (text, touched)
+
+
+def test_the_legend_names_what_is_drawn_in_colours_of_their_own():
+    spans = [("0F0", 0.0, 2.0), ("0B0", 2.0, 4.0), ("T", 4.0, 4.0), ("V", 4.0, 5.0)]
+    shown = texts(ET.fromstring(swimlane_svg(Timeline.from_spans([spans]), title="t")))
+    assert "end of step: all workers agree" in shown and not any("tied" in text for text in shown)
+    colours = [kind.drawing.colour for kind in INSTRUCTIONS.values() if kind.drawing is not None]
+    assert len(set(colours)) == len(colours)
