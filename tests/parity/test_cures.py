@@ -1,0 +1,106 @@
+"""The cure of an error about what users bring from plain PyTorch is what they have to change."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import raypar
+from raypar.errors import InputError, with_article
+from raypar.worker.preflight import preflight
+
+GIVEN: dict[str, Any] = {
+    "model": lambda: nn.Sequential(nn.Linear(2, 2)),
+    "loss": nn.functional.mse_loss,
+    "data": [(torch.ones(2), torch.ones(2))] * 4,
+    "steps": 2,
+    "batch_size": 2,
+    "microbatches": 1,
+}
+
+
+class ViT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+
+
+def refused(**given: Any) -> str:
+    """The error of a job, in one line."""
+    with pytest.raises(InputError) as found:
+        preflight(raypar.Trainer(**(GIVEN | given)).spec)
+    return str(found.value).replace("\n  cure: ", " | ")
+
+
+def test_names_have_the_article_that_they_are_spoken_with():
+    names = ("ViT", "AdamW", "OptimizedModule", "LSTM", "MLP", "GPT2", "UNet", "dict", "int")
+    assert [with_article(name)[:2].strip() for name in names] == ["a", "an", "an", "an", "an", "a", "a", "a", "an"]
+
+
+@pytest.mark.parametrize("model", [ViT(), ViT, nn.Linear(2, 2)])
+def test_a_module_that_is_no_chain_has_to_be_divided_into_layers(model):
+    said = refused(model=model)
+    assert said.startswith(
+        f"the model is a {'Linear' if isinstance(model, nn.Linear) else 'ViT'}, whose forward raypar cannot cut |"
+    )
+    assert "return an nn.Sequential or list of its blocks, or a raypar.Graph (README, 'Use it from Python')" in said
+
+
+def test_what_is_wrapped_around_a_model_is_taken_off():
+    chain = nn.Sequential(nn.Linear(2, 2))
+    said = refused(model=nn.DataParallel(chain))
+    assert said.startswith("the model is a DataParallel around a Sequential,") and "| give model.module," in said
+    assert "divide its forward" not in said
+    said = refused(model=nn.DataParallel(ViT()))
+    assert "| give model.module, " in said and "divide its forward into layers" in said
+
+
+@pytest.mark.full  # PyTorch's compiler takes seconds to be imported
+def test_a_compiled_model_is_taken_out_of_its_wrapper():
+    said = refused(model=torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager"))
+    assert said.startswith("the model is an OptimizedModule around a Sequential,") and "| give model._orig_mod," in said
+
+
+def test_a_layer_that_returns_a_tuple_is_written_as_a_graph():
+    data = [(torch.ones(3, 2), torch.ones(3, 2))] * 4
+    said = refused(model=lambda: nn.Sequential(nn.LSTM(2, 2)), data=data)
+    assert said.startswith(
+        "layer '0' returned 2 values (tensor, tuple), not one tensor | return one tensor, or write the model as"
+    )
+    assert 'whose Layer names its outputs (outputs=("h", "c"))' in said
+    graph = raypar.Graph((raypar.Layer("lstm", lambda: nn.LSTM(2, 2), outputs=("h", "c")),), output="h")
+    assert "layer 'lstm' returned 2 values (tensor, tuple), not 2 tensors | return a tuple" in refused(
+        model=lambda: graph, data=data
+    )
+
+
+@pytest.mark.parametrize("model", [[nn.Linear], [nn.Identity, nn.Linear]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8])
+def test_inputs_of_another_dtype_are_to_be_cast(model, dtype):
+    data = [(torch.ones(2, dtype=dtype), torch.ones(2))] * 4
+    said = refused(model=lambda: nn.Sequential(*(kind(2, 2) for kind in model)), data=data)
+    assert "takes torch.float32, and its input " in said and f" is {dtype}:" in said
+    assert "| cast it in the data set's __getitem__: torch.as_tensor(value, dtype=torch.float32)" in said
+    assert ("or set dtype: float64 in the job" in said) == (dtype == torch.float64)
+
+
+def test_ids_that_are_no_integers_are_to_be_cast_and_shapes_are_compared_as_ever():
+    said = refused(model=lambda: nn.Sequential(nn.Embedding(9, 2)))
+    assert "layer '0' takes torch.int64, and its input 'x' is torch.float32" in said
+    assert "compare the shape of a sample" in refused(model=lambda: nn.Sequential(nn.Linear(5, 5)))
+
+
+@pytest.mark.parametrize(
+    "fields, first, target",
+    [
+        (("labels", "input_ids"), "input_ids", "labels"),
+        (("image", "label"), "image", "label"),
+        (("age", "income"), "age", "income"),
+    ],
+)
+def test_the_cure_for_dict_samples_has_their_fields(fields, first, target):
+    said = refused(data=[dict.fromkeys(fields, torch.ones(2))] * 4)
+    assert f"| set data.input: {first}, data.target: {target} " in said and f'"input": "{first}"' in said
+    named = {"function": [dict.fromkeys(fields, torch.ones(2))] * 4, "input": first, "target": target}
+    assert preflight(raypar.Trainer(**(GIVEN | {"data": named})).spec).samples == 4
