@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import raypar
+from raypar.cli import main
 from raypar.errors import InputError, with_article
 from raypar.worker.preflight import preflight
 
@@ -104,3 +105,45 @@ def test_the_cure_for_dict_samples_has_their_fields(fields, first, target):
     assert f"| set data.input: {first}, data.target: {target} " in said and f'"input": "{first}"' in said
     named = {"function": [dict.fromkeys(fields, torch.ones(2))] * 4, "input": first, "target": target}
     assert preflight(raypar.Trainer(**(GIVEN | {"data": named})).spec).samples == 4
+
+
+@pytest.mark.parametrize(
+    "given, cure",
+    [
+        ({"precision": "bf16"}, 'write precision={"compute": "bf16"}'),
+        ({"precision": {"compute": "bfloat16"}}, 'write precision={"compute": "bf16"}'),
+        ({"precision": {"compute": torch.bfloat16}}, 'write precision={"compute": "bf16"}'),
+        ({"dtype": torch.bfloat16}, 'write precision={"compute": "bf16"}'),
+        ({"dtype": torch.float64}, 'write dtype="float64"'),
+        ({"device": "cuda"}, 'write device="gpu"'),
+        ({"device": torch.device("cuda:0")}, 'write device="gpu"'),
+        ({"optimizer": "torch.optim.AdamW"}, "write torch.optim:AdamW"),
+        ({"model": "vit.vit"}, "write vit:vit"),
+        ({"lr": 0.1}, 'optimizer=("torch.optim:AdamW", {"lr": ...})'),
+        ({"learning_rate": 0.1}, 'optimizer=("torch.optim:AdamW", {"lr": ...})'),
+        ({"validation_every": 3}, 'validation={"function": ..., "every": ...}'),
+        ({"checkpoint_keep": 3}, 'checkpoint={"keep": ...}'),
+        ({"plan": {"workers": 3}}, "plan.stages x plan.replicas x plan.shards"),
+    ],
+)
+def test_what_is_written_otherwise_elsewhere_is_shown_as_it_is_written_here(given, cure):
+    assert cure in refused(**given)
+
+
+def test_a_trainer_trains_by_fit():
+    with pytest.raises(AttributeError, match=r"^Trainer has no attribute 'train'; fit\(\) trains"):
+        raypar.Trainer(**GIVEN).train()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["train", "job.yaml", "--epochs", "3"], "the length of a run is `steps`"),
+        (["train", "job.yaml", "--steps=3"], "--set steps=..."),
+        (["train", "script.py"], "script.py is a Python script, not a job file\n  cure: a script that calls raypar.Trainer"),
+    ],
+)
+def test_the_command_line_says_how_it_is_written_here(words, said, capsys):
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 2
