@@ -158,7 +158,7 @@ def job_from_trainer_arguments(given: Arguments) -> tuple[Job, dict[str, Any]]:
         tree["plan"] = plan_section("auto", given["schedule"])
     job = job_from_argument_tree(tree)
     between = isinstance(getattr(given.get("scaling_config"), "num_workers", None), tuple)  # the limits of an elastic run
-    check_workers(job, workers, exactly=given.get("workers") is None and not between)
+    check_workers(job, workers, exactly=given.get("workers") is None and not between, equal=given.get("workers") is not None)
     return job, {name: tree[name] for name in RUN_ARGUMENTS if name in tree}
 
 
@@ -167,8 +167,9 @@ def lets_planner_choose(workers: Any) -> bool:
     return isinstance(workers, int) and workers > 1
 
 
-def check_workers(job: Job, workers: int | None, *, exactly: bool = False) -> None:
-    """Raise `ConfigError` if the plan has more than `workers` workers; `exactly` (for `ScalingConfig`): also if fewer."""
+def check_workers(job: Job, workers: int | None, *, exactly: bool = False, equal: bool = False) -> None:
+    """Raise `ConfigError` if the plan has more than `workers` workers; `exactly` (for `ScalingConfig`) and
+    `equal` (for the argument `workers`): also if fewer."""
     plan = job.plan
     if not isinstance(plan, PlanConfig) or workers is None:
         return
@@ -176,6 +177,11 @@ def check_workers(job: Job, workers: int | None, *, exactly: bool = False) -> No
         raise ConfigError(
             f"the plan has {plan.workers} workers = {plan.describe()}, and scaling_config.num_workers is {workers}",
             cure='give one of them, or plan="auto"',
+        )
+    if equal and plan.workers != workers:
+        raise ConfigError(
+            f"the plan has {plan.workers} workers = {plan.describe()}, but workers is {workers}",
+            cure='leave workers out, for the plan says how many there are; or let the planner use them: plan="auto"',
         )
     if plan.workers > workers:
         raise ConfigError(

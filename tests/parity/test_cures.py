@@ -1,5 +1,7 @@
 """The cure of an error about what users bring from plain PyTorch is what they have to change."""
 
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,3 +149,15 @@ def test_the_command_line_says_how_it_is_written_here(words, said, capsys):
     assert main(words) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 2
+
+
+def test_workers_beside_a_plan_of_other_workers_are_a_contradiction():
+    said = refused(plan={"stages": 2}, workers=4)
+    assert said.startswith("the plan has 2 workers = 2 stages x 1 replica, but workers is 4 | leave workers out")
+    assert raypar.Trainer(**GIVEN, plan={"stages": 2}, workers=2).workers == 2
+
+
+def test_what_callbacks_get_is_public_and_in_the_readme():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for kind in (raypar.StepInfo, raypar.ValidationInfo):
+        assert f"raypar.{kind.__name__}" in readme and all(f"`{field.name}`" in readme for field in fields(kind))
