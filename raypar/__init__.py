@@ -12,6 +12,8 @@ _WHERE = {
     "Callback": "raypar.callbacks",
     "EarlyStopping": "raypar.callbacks",
     "Stop": "raypar.callbacks",
+    "StepInfo": "raypar.callbacks",
+    "ValidationInfo": "raypar.callbacks",
     "Job": "raypar.config",
     "ParallelPlan": "raypar.plan",
     "StagePlan": "raypar.plan",

@@ -4,7 +4,9 @@ from raypar import callbacks as callbacks
 from raypar import errors as errors
 from raypar.callbacks import Callback as Callback
 from raypar.callbacks import EarlyStopping as EarlyStopping
+from raypar.callbacks import StepInfo as StepInfo
 from raypar.callbacks import Stop as Stop
+from raypar.callbacks import ValidationInfo as ValidationInfo
 from raypar.config import Job as Job
 from raypar.errors import RayparError as RayparError
 from raypar.launch.result import Result as Result

@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from raypar.errors import ConfigError, InputError, RayparError, UserCodeError, exception_chain
+from raypar.errors import ConfigError, InputError, RayparError, UserCodeError, exception_chain, with_article
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
@@ -231,7 +231,9 @@ class Callbacks:
                 elif isinstance(answer, Mapping):
                     metrics.update(_own_metrics(answer, facts))
                 elif answer is not None:
-                    raise TypeError(f"returned a {type(answer).__name__}, neither Stop nor a dict of metrics nor None")
+                    raise TypeError(
+                        f"returned {with_article(type(answer).__name__)}, neither Stop nor a dict of metrics nor None"
+                    )
             except RayparError as error:
                 failed = failed or error
             except USER_CODE_ERRORS as error:
@@ -594,7 +596,7 @@ def check_callback(made: Any, name: str) -> Callback:
         raise ConfigError(f"callback {name} is a class, not an object of it", cure=f"give an object: {made.__name__}(...)")
     if not isinstance(made, Callback):
         raise ConfigError(
-            f"callback {name} is a {type(made).__name__}, not a raypar.callbacks.Callback",
+            f"callback {name} is {with_article(type(made).__name__)}, not a raypar.callbacks.Callback",
             cure="derive your class from raypar.callbacks.Callback, and give an object of it",
         )
     for hook in dir(type(made)):

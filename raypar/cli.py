@@ -46,9 +46,23 @@ class _Parser(argparse.ArgumentParser):
         options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         cure = f"`{self.prog} --help` lists what it takes"
         _, found, unknown = message.partition("unrecognized arguments: ")
-        if found and (near := _nearest(unknown.split()[0], options)):
-            cure = f"did you mean {near}? {cure}"
+        if found:
+            given = unknown.split()[0].lstrip("-").partition("=")[0]
+            advice, near = _advice_about_key(given) if "--set" in options else None, _nearest(unknown.split()[0], options)
+            cure = advice or (f"did you mean {near}? {cure}" if near else cure)
         raise ConfigError(f"{self.prog}: {message}", cure=cure)
+
+
+def _advice_about_key(name: str) -> str | None:
+    """How to set a key of the job that was given as an option, or what another framework's option is here; else None."""
+    from raypar.config import Job
+    from raypar.keys_of_other_frameworks import advice_for
+
+    key = name.replace("-", "_")
+    if key in Job.model_fields:
+        return f"keys of the job are set by --set: --set {key}=..."
+    advice = advice_for(key)
+    return advice if advice is None else f"{advice}; keys of the job are set by --set, such as --set steps=100"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

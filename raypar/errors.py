@@ -116,6 +116,12 @@ def error_message(error: BaseException) -> str:
         return "<exception str() failed>"
 
 
+def with_article(name: str) -> str:
+    """A name after its article: `a ViT`, `an AdamW`, `an LSTM`."""
+    spelt_out = name[:2].isupper()  # read letter by letter
+    return f"{'an' if name[:1] in ('AEFHILMNORSX' if spelt_out else 'AEIOaeio') else 'a'} {name}"
+
+
 def error_first_line(error: Exception) -> str:
     """The first line of an error's message, which says what happened where Ray and workers write many."""
     return (error_message(error).strip() or type(error).__name__).splitlines()[0]

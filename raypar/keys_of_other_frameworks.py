@@ -15,9 +15,8 @@ _SCHEDULER = "a function of the step that returns the factor on the learning rat
 _STAGES = "pipeline parallelism is plan.stages"
 _REPLICAS = "data parallelism is plan.replicas"
 _PRECISION = "parameters are float32 or float64 (`dtype`); mixed precision is precision.compute, which may be bf16"
-_RECOMPUTATION = (
-    "activations are computed again for the backward where plan.recompute says so: full, or patterns of layer names"
-)
+_CUTS = "the first layer of stages 1, 2, ... is plan.cuts; without it layers are divided by measured times"
+_PLAN = "the parallel plan is `plan`: plan.stages (pipeline), plan.replicas (data) and plan.shards (tensor parallel)"
 _FOLDER = "runs are stored under run_dir"
 _SAVING = "checkpoints are saved every checkpoint.every steps"
 _VALIDATION = "validation takes place every validation.every steps"
@@ -41,10 +40,13 @@ ADVICE: dict[str, str] = {
     **dict.fromkeys(("epochs", "num_epochs", "max_epochs", "num_train_epochs", "max_steps", "train_iters"), _STEPS),
     **dict.fromkeys(("tp", "tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"), _SHARDS),
     **dict.fromkeys(("pp", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "num_stages"), _STAGES),
-    **dict.fromkeys(("dp", "dp_size", "data_parallel_size", "data_parallel_replicate_degree"), _REPLICAS),
+    **dict.fromkeys(("pipeline", "pipeline_parallel", "pipeline_parallel_degree", "pipeline_stages"), _STAGES),
+    **dict.fromkeys(("dp", "dp_size", "data_parallel", "data_parallel_size", "data_parallel_degree"), _REPLICAS),
+    "data_parallel_replicate_degree": _REPLICAS,
+    "tensor_parallel_degree": _SHARDS,
     **dict.fromkeys(("bf16", "fp16", "amp", "autocast", "mixed_precision", "torch_dtype"), _PRECISION),
-    **dict.fromkeys(("activation_checkpointing", "activation_checkpoint", "checkpoint_activations"), _RECOMPUTATION),
-    **dict.fromkeys(("gradient_checkpointing", "recompute_activations", "recompute_granularity"), _RECOMPUTATION),
+    **dict.fromkeys(("split_points", "split_spec", "pipeline_split_points"), _CUTS),
+    **dict.fromkeys(("parallelism", "parallel", "parallelism_config", "parallel_config", "distributed"), _PLAN),
     **dict.fromkeys(("output_dir", "storage_path", "log_dir", "save_dir", "default_root_dir"), _FOLDER),
     **dict.fromkeys(("save_steps", "save_interval", "checkpoint_frequency", "checkpoint_interval"), _SAVING),
     **dict.fromkeys(("eval_steps", "eval_interval", "val_check_interval", "evaluation_strategy"), _VALIDATION),

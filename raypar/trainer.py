@@ -173,6 +173,13 @@ class Trainer:
         trainer._set_attributes(job, run_arguments)
         return trainer
 
+    if not TYPE_CHECKING:  # a type checker would take any attribute to be there
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for attributes that there are not. Raises `AttributeError`."""
+            hint = "; fit() trains, and returns the result" if not name.startswith("_") else ""
+            raise AttributeError(f"Trainer has no attribute {name!r}{hint}")
+
     def _set_attributes(self, job: Job, run_arguments: Mapping[str, Any]) -> None:
         """`run_arguments`: by name, with those that are attributes here. Raises `ConfigError` for a `run_dir` URI."""
         choose_lasting_run_dir(job.run_dir)

@@ -22,7 +22,7 @@ from raypar.config import (
     ValidationConfig,
     job_from_argument_tree,
 )
-from raypar.errors import ConfigError
+from raypar.errors import ConfigError, with_article
 from raypar.implied_setting import ImpliedSetting
 from raypar.plan import ParallelPlan
 from raypar.ray_train_config import RAY_TRAIN_ARGUMENTS, settings_from_ray_train
@@ -158,7 +158,7 @@ def job_from_trainer_arguments(given: Arguments) -> tuple[Job, dict[str, Any]]:
         tree["plan"] = plan_section("auto", given["schedule"])
     job = job_from_argument_tree(tree)
     between = isinstance(getattr(given.get("scaling_config"), "num_workers", None), tuple)  # the limits of an elastic run
-    check_workers(job, workers, exactly=given.get("workers") is None and not between)
+    check_workers(job, workers, exactly=given.get("workers") is None and not between, equal=given.get("workers") is not None)
     return job, {name: tree[name] for name in RUN_ARGUMENTS if name in tree}
 
 
@@ -167,8 +167,9 @@ def lets_planner_choose(workers: Any) -> bool:
     return isinstance(workers, int) and workers > 1
 
 
-def check_workers(job: Job, workers: int | None, *, exactly: bool = False) -> None:
-    """Raise `ConfigError` if the plan has more than `workers` workers; `exactly` (for `ScalingConfig`): also if fewer."""
+def check_workers(job: Job, workers: int | None, *, exactly: bool = False, equal: bool = False) -> None:
+    """Raise `ConfigError` if the plan has more than `workers` workers; `exactly` (for `ScalingConfig`) and
+    `equal` (for the argument `workers`): also if fewer."""
     plan = job.plan
     if not isinstance(plan, PlanConfig) or workers is None:
         return
@@ -176,6 +177,11 @@ def check_workers(job: Job, workers: int | None, *, exactly: bool = False) -> No
         raise ConfigError(
             f"the plan has {plan.workers} workers = {plan.describe()}, and scaling_config.num_workers is {workers}",
             cure='give one of them, or plan="auto"',
+        )
+    if equal and plan.workers != workers:
+        raise ConfigError(
+            f"the plan has {plan.workers} workers = {plan.describe()}, but workers is {workers}",
+            cure='leave workers out, for the plan says how many there are; or let the planner use them: plan="auto"',
         )
     if plan.workers > workers:
         raise ConfigError(
@@ -271,7 +277,8 @@ def function_section(key: str, value: Any) -> Any:
     elif isinstance(value, Mapping):
         if key in ("data", "validation") and _is_several_data_sets(value):
             raise ConfigError(
-                f"{key} is a {type(value).__name__} with keys {', '.join(map(str, list(value)[:4]))}, not a data set",
+                f"{key} is {with_article(type(value).__name__)} with keys "
+                f"{', '.join(map(str, list(value)[:4]))}, not a data set",
                 cure="give one data set (of several splits, one); or a dict with the keys "
                 + ", ".join(FUNCTIONS[key].model_fields),
             )
@@ -303,7 +310,7 @@ def _function_for(key: str, value: Any) -> Any:
         return _built_model(value)
     if key != "loss" and _is_module(value):
         raise ConfigError(
-            f"{key} is a {type(value).__name__} that is built already",
+            f"{key} is {with_article(type(value).__name__)} that is built already",
             cure=f"give a function that builds it ({key}=lambda: nn.Sequential(...)): every worker makes only its own stage",
         )
     if isinstance(value, functools.partial) and (unstable := find_unstable_argument(value)) is not None:
@@ -320,10 +327,10 @@ def _function_for(key: str, value: Any) -> Any:
     if key == "optimizer" and hasattr(value, "param_groups"):
         name = type(value).__name__
         cure = f"give its class, which every worker calls with the parameters that it holds: optimizer=({name}, {{'lr': ...}})"
-        raise ConfigError(f"{key} is a {name}", cure=cure)
+        raise ConfigError(f"{key} is {with_article(name)}", cure=cure)
     if hasattr(value, "dataset") and hasattr(value, "batch_sampler"):
         cure = f"give the data set in it ({key}=loader.dataset): raypar makes the batches, of batch_size= samples each"
-        raise ConfigError(f"{key} is a {type(value).__name__}", cure=cure)
+        raise ConfigError(f"{key} is {with_article(type(value).__name__)}", cure=cure)
     return value
 
 
@@ -335,13 +342,17 @@ def _is_module(value: Any) -> bool:
 def _built_model(value: Any) -> Given:
     """A small model that is built already, with its values.
 
-    Raises `ConfigError` for a larger one: every worker would get all of it, through Ray's store.
+    Raises `ConfigError` for a larger one: every worker would get all of it, through Ray's store; `ModelError` for one without
+    layers, which may be a wrapper that cannot be copied.
     """
+    from raypar.model.capture import layers_in
+
+    layers_in(value)
     nbytes = sum(t.numel() * t.element_size() for t in (*value.parameters(), *value.buffers()))
     if nbytes > BUILT_MODEL_BYTES:
         raise ConfigError(
-            f"model is a {type(value).__name__} that is built already, with {nbytes / 2**20:.0f} MiB of values; up to "
-            f"{BUILT_MODEL_BYTES >> 20} MiB are sent to workers",
+            f"model is {with_article(type(value).__name__)} that is built already, with {nbytes / 2**20:.0f} MiB of values; "
+            f"up to {BUILT_MODEL_BYTES >> 20} MiB are sent to workers",
             cure="give a function that builds it (model=lambda: nn.Sequential(...)), and init_from=FILE for its values",
         )
     return Given(copy.deepcopy(value))

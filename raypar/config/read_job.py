@@ -47,6 +47,11 @@ def load_job(path: str | os.PathLike[str], overrides: Sequence[str] = (), defaul
             f"overrides is {shorten(repr_text(overrides))}, not a list of texts", cure='for example ["plan.stages=4", "seed=7"]'
         )
     path = Path(path)
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{shorten(str(path))} is a Python script, not a job file",
+            cure=f"a script that calls raypar.Trainer(...).fit() is run by `python {shorten(str(path))}`; a job file is YAML",
+        )
     cure = "give the path of a YAML file such as jobs/quickstart.yaml"
     text = read_limited_text(path, follow=True, limit=JOB_BYTES, cure=cure, what="job file ")
     return parse_job(text, overrides, source=str(path), name=path.stem, defaults=defaults)

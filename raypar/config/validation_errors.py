@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from raypar.config.plain_values import is_importable_name
 from raypar.errors import ConfigError
 from raypar.keys_of_other_frameworks import advice_for
 from raypar.untrusted_files import repr_text, shorten
@@ -76,6 +77,9 @@ def config_error(
     return ConfigError("; ".join(what for what, _ in found[:5]), cure=found[0][1])
 
 
+FUNCTION_KEY = '"function": ..., '
+_OPTIMIZER_OPTIONS = {"lr": "lr", "learning_rate": "lr", "weight_decay": "weight_decay", "betas": "betas"}
+"""Arguments that people give to `Trainer` -> the optimizer's own."""
 _HALF_PRECISION = ("bfloat16", "float16", "bf16", "fp16", "half")
 
 
@@ -140,11 +144,26 @@ class _Explainer:
         cure = f"correct the argument {key}" if argument else f"correct {inner} in {inside}"
         if self.of_trainer and "function" in self.section_at(path).model_fields:
             cure += '; a function is "module:name", the function itself, or a pair (function, keyword arguments)'
-        if error["loc"] == ("dtype",) and got in _HALF_PRECISION:
-            cure += "; for mixed precision leave it float32, and set precision.compute to bf16"
-        if path[:1] == ["precision"]:
-            cure += '; for mixed precision it is {"compute": "bf16"}, and without it everything is computed in `dtype`'
+        cure += self._as_it_is_written(path, got)
         return f"{key}: expected {expected}, got {shorten(repr_text(got))} ({type(got).__name__})", cure
+
+    def _as_it_is_written(self, path: Sequence[str | int], got: Any) -> str:
+        """What a cure says besides, for a value that stands for another one elsewhere: `torch.bfloat16`, `cuda`."""
+        here, name = str(path[0]) if path else "", str(got).removeprefix("torch.")
+        text = got if isinstance(got, str) else ""
+        bf16 = 'precision={"compute": "bf16"}' if self.of_trainer else "precision: {compute: bf16}"
+        if here == "precision":
+            return f"; for mixed precision write {bf16}, and without it everything is computed in `dtype`"
+        if here == "dtype" and name in _HALF_PRECISION:
+            return f"; for mixed precision leave it float32, and set precision.compute to bf16: write {bf16}"
+        if here == "dtype" and name in ("float32", "float64"):
+            return f'; write dtype="{name}"'
+        if here == "device" and name.partition(":")[0] in ("cuda", "nvidia", "cpu"):
+            kind = "cpu" if name.startswith("cpu") else "gpu"
+            return f'; write device="{kind}"' if self.of_trainer else f"; write device: {kind}"
+        if path[-1:] == ["function"] and ":" not in text and is_importable_name(text.replace(".", ":", 1)):
+            return f"; write {':'.join(text.rsplit('.', 1))}"
+        return ""
 
     def explain_unknown_key(self, path: Sequence[str | int], key: str, argument: bool) -> tuple[str, str]:
         """(what, cure) for an unknown key; `argument`: whether it was given as an argument of `Trainer`."""
@@ -152,8 +171,17 @@ class _Explainer:
         advice = advice_for(str(path[-1]))
         if not self.of_trainer and key in _COMMAND_LINE:
             advice = f"it is no part of the job: the command line has {_COMMAND_LINE[key]}"
+        if path[-1] == "workers" and len(path) > 1:
+            advice = advice_for("world_size")
+        if argument and (option := _OPTIMIZER_OPTIONS.get(str(path[0]))):
+            advice = f'it is an argument of the optimizer: optimizer=("torch.optim:AdamW", {{"{option}": ...}})'
         if advice is not None:
             return what, advice
+        section, _, inner = str(path[0]).partition("_")
+        if len(path) == 1 and inner and f"{section}.{inner}" in dotted_keys(self.job):
+            what, full = f"{what}: did you mean {section}.{inner}?", "function" in self.section_at([section]).model_fields
+            given = f'{section}={{{FUNCTION_KEY * full}"{inner}": ...}}'
+            return what, f"give it in the argument {section}: {given}" if argument else f"write it in the section {section}"
         here = [*keys_of(self.section_at(path[:-1])), *(self.more if argument else ())]
         near = self.suggest_keys(str(path[-1]), path[:-1], here)
         what += f": did you mean {' or '.join(near[:3])}?" if near else ""

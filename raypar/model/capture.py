@@ -9,7 +9,7 @@ from weakref import ReferenceType
 
 from torch import Tensor, nn
 
-from raypar.errors import ModelError
+from raypar.errors import ModelError, with_article
 from raypar.model.deferred_init import OperationRecording, materialise_hidden_tensors, materialise_tensor_attributes
 from raypar.model.graph import Graph
 from raypar.model.initial_values import CallGuard, DeferredInitialValues, LayerBuildValues, SeededByNameValues, WholeModelValues
@@ -92,14 +92,36 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
             )
         return pairs
     if not isinstance(made, (Sequence, nn.ModuleList)) or isinstance(made, (str, bytes)):
-        raise ModelError(f"the model function returned a {type(made).__name__}", cure=_ACCEPTED)
+        if isinstance(made, nn.Module):
+            raise _whole_module_error(made)
+        raise ModelError(f"the model function returned {with_article(type(made).__name__)}", cure=_ACCEPTED)
     pairs = []
     for index, item in enumerate(made):
         name, module = item if isinstance(item, tuple) and len(item) == 2 else (str(index), item)
         if not isinstance(module, nn.Module):
-            raise ModelError(f"layer {name!r} is a {type(module).__name__}, not an nn.Module", cure=_ACCEPTED)
+            raise ModelError(f"layer {name!r} is {with_article(type(module).__name__)}, not an nn.Module", cure=_ACCEPTED)
         pairs.append((str(name), module))
     return pairs
+
+
+def _whole_module_error(module: nn.Module) -> ModelError:
+    """The error for a module that is no chain of layers; what other frameworks wrap around a model is taken off in the cure."""
+    what, cure = f"the model is {with_article(type(module).__name__)}", ""
+    inner = next((name for name in _WRAPPED if isinstance(getattr(module, name, None), nn.Module)), None)
+    if inner is not None and type(module).__module__.startswith("torch."):
+        module = getattr(module, inner)
+        what += f" around {with_article(type(module).__name__)}"
+        cure = f"give model.{inner}, for raypar divides the work itself and calls layers only"
+        if isinstance(module, (nn.Sequential, nn.ModuleList)):
+            return ModelError(f"{what}, and workers call the layers of a model only", cure=cure)
+        cure += "; and "
+    cure += "divide its forward into layers: return an nn.Sequential or list of its blocks, or a raypar.Graph "
+    cure += "(README, 'Use it from Python'); nn.Sequential(model) is a model of one layer, for one stage"
+    return ModelError(f"{what}, whose forward raypar cannot cut", cure=cure)
+
+
+_WRAPPED = ("_orig_mod", "module")
+"""Attribute in which `torch.compile`, and `DataParallel` and `DistributedDataParallel`, have the model itself."""
 
 
 def _own_calls(chain: nn.Sequential) -> str | None:

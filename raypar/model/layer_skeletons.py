@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from raypar.errors import ModelError
+from raypar.errors import ModelError, with_article
 from raypar.model.graph import Graph, Layer
 from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan import ModelOutline
@@ -77,18 +77,19 @@ def refuse_unsupported(layer: str, module: nn.Module) -> None:
         name = f"{layer}.{path}" if path else layer
         if isinstance(part, _RUNNING_STATISTICS) and part.track_running_stats:
             raise ModelError(
-                f"{name} is a {type(part).__name__} with running statistics, which forward would change",
+                f"{name} is {with_article(type(part).__name__)} with running statistics, which forward would change",
                 cure="use LayerNorm or GroupNorm, or track_running_stats=False",
             )
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             if part.max_norm is not None:
                 raise ModelError(
-                    f"{name} is a {type(part).__name__} with max_norm, which forward would apply to its weight",
+                    f"{name} is {with_article(type(part).__name__)} with max_norm, which forward would apply to its weight",
                     cure="leave max_norm out, or normalise the vectors that the layer returns",
                 )
             if part.sparse:
                 raise ModelError(
-                    f"{name} is a {type(part).__name__} with sparse gradients, which cannot be summed over replicas",
+                    f"{name} is {with_article(type(part).__name__)} with sparse gradients, which cannot be summed over "
+                    "replicas",
                     cure="leave sparse=True out",
                 )
 
@@ -97,7 +98,8 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
     """Raises `ModelError` for a tensor that a worker could not make, train, move or save as it is."""
     if type(tensor) not in _TENSOR_CLASSES:
         raise ModelError(
-            f"{name} is a {type(tensor).__name__}, a class of its own, and workers make plain parameters and buffers only",
+            f"{name} is {with_article(type(tensor).__name__)}, a class of its own, and workers make plain parameters "
+            "and buffers only",
             cure="use nn.Parameter or a plain tensor, and let the module do what the class does",
         )
     if tensor.requires_grad and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from raypar.errors import ConfigError
+from raypar.errors import ConfigError, with_article
 from raypar.plan.microbatches import Microbatches
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
@@ -48,7 +48,9 @@ class Ref:
                 cure="write it as module:name and run where the module can be imported (current folder, installed package)",
             ) from error
         if not callable(found):
-            raise ConfigError(f"{self.target!r} is a {type(found).__name__}, not callable", cure="name a function or class")
+            raise ConfigError(
+                f"{self.target!r} is {with_article(type(found).__name__)}, not callable", cure="name a function or class"
+            )
         return found  # type: ignore[no-any-return]
 
     def call(self) -> Any:

@@ -13,7 +13,7 @@ import signal
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
@@ -25,7 +25,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
+from raypar.errors import ConfigError, DataError, RayparError, UserCodeError, with_article
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
@@ -36,10 +36,26 @@ from raypar.worker.process.torch_state_guard import DEFAULT_TORCH_STATE, TorchSt
 FIELD_NAMES = ("x", "y", "z")
 """Names of a tuple sample's fields, unless `data.names` gives others."""
 
+INPUT_NAMES = ("input_ids", "pixel_values", "inputs", "input", "image", "images", "img", "features", "tokens", "text", "x")
+TARGET_NAMES = ("labels", "label", "targets", "target", "y")
+"""What fields for the first layer, and for the loss, are often called; to guess them in messages."""
 WHERE_FIELDS_ARE_NAMED = (
     "name the fields there are: data.input and data.target, for tuples data.names (from Python keys of the dict data=)"
 )
 """Cure of errors about fields of samples."""
+
+
+def name_fields_cure(fields: Collection[str]) -> str:
+    """The cure of errors about fields of samples, with the fields that a sample has, if it has two or more."""
+    others = [name for name in fields if name not in TARGET_NAMES]
+    target = next((name for name in TARGET_NAMES if name in fields), others[-1] if len(others) > 1 else None)
+    first = next((name for name in INPUT_NAMES if name in others), next(iter(others), None))
+    if first is None or target is None or first == target:
+        return WHERE_FIELDS_ARE_NAMED
+    return f'set data.input: {first}, data.target: {target} (from Python data={{"function": ..., "input": "{first}", ' + (
+        f'"target": "{target}"}}), or which of the fields the first layer and the loss read'
+    )
+
 
 READ_TIMEOUT_S = 120.0
 """How long data processes may take over one microbatch, their own start included."""
@@ -73,7 +89,7 @@ def dataset_size(dataset: Any, label: str = "") -> int:
     iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # has a __getitem__ that only raises
     if iterable or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"data set {name} is a {type(dataset).__name__}, which cannot be read by sample id",
+            f"data set {name} is {with_article(type(dataset).__name__)}, which cannot be read by sample id",
             cure="give it __len__ and __getitem__ (a map-style data set); an iterable one can be listed, or saved, first",
         )
     try:
@@ -185,7 +201,7 @@ class SampleReader:
         if name not in found:
             raise DataError(
                 f"sample {index} has no field {name!r}, only {', '.join(map(str, found)) or 'none at all'}",
-                cure=WHERE_FIELDS_ARE_NAMED,
+                cure=name_fields_cure([str(each) for each in found]) if isinstance(sample, Mapping) else WHERE_FIELDS_ARE_NAMED,
             )
         value = found[name]
         if isinstance(value, Tensor):

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from raypar.errors import ConfigError, DataError, InputError, ModelError, PlanError, RayparError, UserCodeError, error_message
-from raypar.model.graph import Graph
+from raypar.errors import (
+    ConfigError,
+    DataError,
+    InputError,
+    ModelError,
+    PlanError,
+    RayparError,
+    UserCodeError,
+    error_message,
+    with_article,
+)
+from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype, parameter_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
@@ -129,6 +139,8 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
             inputs = [values[name] for name in layer.inputs]
             with torch.no_grad(), meta_operations_without_dynamo(), refuse_input_writes(layer, inputs):
                 out = convert_module_dtype(build_on_meta(layer), _dtype(spec))(*inputs)
+            if spec.precision.compute is None:
+                _check_dtypes_with_zeros(layer, inputs, _dtype(spec))
         except NotImplementedError:
             return
         except RayparError:
@@ -140,19 +152,76 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
                 return
             if spec.precision.compute is not None and "bfloat16" in said.lower():
                 return  # on the meta device autocast casts nothing; the profile runs the layer with numbers
-            shapes = ", ".join(f"{name} {tuple(values[name].shape)} {values[name].dtype}" for name in layer.inputs)
-            raise DataError(
-                f"the first microbatch does not fit the model: layer {layer.name!r} given {shapes} raised {error_text(error)}",
-                cure="compare the shape of a sample (data) with what the layer expects (model)",
-            ) from error
-        outputs = out if isinstance(out, tuple) else (out,)
-        if len(outputs) != len(layer.outputs):
-            raise ModelError(
-                f"layer {layer.name!r} returned {len(outputs)} values, not {len(layer.outputs)}",
-                cure=f"return {', '.join(layer.outputs)}",
-            )
-        values.update(zip(layer.outputs, outputs, strict=True))
+            raise _misfit_error(layer, values, _dtype(spec), error) from error
+        values.update(zip(layer.outputs, _outputs(layer, out), strict=True))
     _check_loss(spec, graph, values, batch)
+
+
+def _outputs(layer: Layer, out: Any) -> tuple[Tensor, ...]:
+    """The tensors that a layer returned. Raises `ModelError` unless there is one for each of its outputs."""
+    outputs = out if isinstance(out, tuple) else (out,)
+    if len(outputs) == len(layer.outputs) and all(isinstance(each, Tensor) for each in outputs):
+        return outputs
+    kinds = ", ".join("tensor" if isinstance(each, Tensor) else type(each).__name__ for each in outputs)
+    returned = f"{len(outputs)} values ({kinds})" if len(outputs) != 1 else with_article(kinds)
+    if len(layer.outputs) > 1:
+        what = f"layer {layer.name!r} returned {returned}, not {len(layer.outputs)} tensors"
+        raise ModelError(what, cure=f"return a tuple of tensors: {', '.join(layer.outputs)}")
+    raise ModelError(
+        f"layer {layer.name!r} returned {returned}, not one tensor",
+        cure="return one tensor, or write the model as a raypar.Graph whose Layer names its outputs "
+        '(outputs=("h", "c")) and returns them as one tuple',
+    )
+
+
+_UNUSUAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16)
+"""Dtypes of inputs that few layers take unless the job has them; integers of 4 and 8 bytes are ids, and bool is for masks."""
+
+
+def _check_dtypes_with_zeros(layer: Layer, inputs: Sequence[Tensor], wanted: torch.dtype) -> None:
+    """Raises what a layer raises for the dtypes of its inputs: on the meta device products of unequal dtypes pass.
+
+    A layer whose inputs are none of the job's dtype (`wanted`) is run with zeros; errors about anything else are ignored.
+    """
+    if not inputs or any(tensor.dtype == wanted or tensor.dtype not in _UNUSUAL_DTYPES for tensor in inputs):
+        return
+    module = convert_module_dtype(build_on_meta(layer), wanted)._apply(lambda x: torch.zeros(x.shape, dtype=x.dtype))
+    try:
+        with torch.no_grad():
+            module(*(torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in inputs))
+    except RuntimeError as error:
+        if "type" in error_message(error):
+            raise
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+
+
+def _misfit_error(layer: Layer, values: Mapping[str, Tensor], wanted: torch.dtype, error: BaseException) -> DataError:
+    """The error for a layer that raised `error`: it speaks of dtypes if the layer would take its inputs in another one.
+
+    `wanted`: the job's dtype.
+    """
+    given = {values[name].dtype for name in layer.inputs}
+    for dtype in (wanted, torch.int64):
+        inputs = [values[name].to(dtype) for name in layer.inputs]
+        try:
+            with torch.no_grad(), meta_operations_without_dynamo():
+                convert_module_dtype(build_on_meta(layer), wanted)(*inputs)
+        except USER_CODE_ERRORS as again:
+            reraise_ctrl_c(again)
+            continue
+        odd = next((name for name in layer.inputs if values[name].dtype != dtype), layer.inputs[0])
+        cure = f"cast it in the data set's __getitem__: torch.as_tensor(value, dtype={dtype})"
+        if dtype == wanted and given <= {torch.float32, torch.float64}:
+            cure += f", or set dtype: {str(values[odd].dtype).removeprefix('torch.')} in the job"
+        return DataError(
+            f"layer {layer.name!r} takes {dtype}, and its input {odd!r} is {values[odd].dtype}: {error_text(error)}", cure
+        )
+    shapes = ", ".join(f"{name} {tuple(values[name].shape)} {values[name].dtype}" for name in layer.inputs)
+    return DataError(
+        f"the first microbatch does not fit the model: layer {layer.name!r} given {shapes} raised {error_text(error)}",
+        cure="compare the shape of a sample (data) with what the layer expects (model)",
+    )
 
 
 def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
@@ -192,7 +261,7 @@ def _check_lr_schedule(ref: Ref) -> None:
         float(factor)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"lr_schedule {ref.label}, called with step 0, returned a {type(factor).__name__}",
+            f"lr_schedule {ref.label}, called with step 0, returned {with_article(type(factor).__name__)}",
             cure="return a number, the factor on the learning rates",
         ) from error
 

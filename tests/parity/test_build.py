@@ -236,9 +236,9 @@ class Residual(nn.Sequential):
 @pytest.mark.parametrize(
     "given, words",
     [
-        (3, "returned a int"),
+        (3, "returned an int"),
         ([small(), "relu"], "is a str, not an nn.Module"),
-        (small(), "returned a Linear"),
+        (small(), "the model is a Linear, whose forward raypar cannot cut"),
         (Residual(small()), "forward of its own"),
         (nn.Sequential(*[nn.ReLU()] * 2), "more than once"),
     ],
@@ -310,7 +310,7 @@ def test_compiled_modules_are_refused_and_the_cure_works(where, trained):
     "build, words",
     [
         (lambda: nn.BatchNorm1d(4), "running statistics"),
-        (lambda: nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True)), r"l\.0 is a InstanceNorm1d"),
+        (lambda: nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True)), r"l\.0 is an InstanceNorm1d"),
         (lambda: nn.Embedding(4, 4, max_norm=1.0), "max_norm"),
         (lambda: nn.EmbeddingBag(4, 4, sparse=True), "sparse"),
     ],

@@ -62,7 +62,7 @@ GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size":
         ({"data": DataLoader([1, 2])}, r"data is a DataLoader\n.*data=loader\.dataset"),
         (
             {"optimizer": torch.optim.AdamW(nn.Linear(1, 1).parameters())},
-            r"optimizer is a AdamW\n.*its class.*optimizer=\(AdamW, \{'lr': \.\.\.\}\)",
+            r"optimizer is an AdamW\n.*its class.*optimizer=\(AdamW, \{'lr': \.\.\.\}\)",
         ),
         ({"elastic": "yes"}, r"elastic: expected keys and values \(min_workers, .*\), got 'yes'"),
         ({"elastic": {"min_worker": 2}}, r"unknown key elastic.min_worker: did you mean elastic.min_workers\?"),
@@ -200,7 +200,7 @@ DICTS = [{"ids": torch.ones(2), "labels": torch.zeros(2)}] * 4
 
 def test_the_fields_of_dict_samples_are_named_where_the_job_was_given():
     job = GIVEN | {"model": lambda: nn.Sequential(nn.Linear(2, 2)), "loss": nn.functional.mse_loss, "data": DICTS}
-    with pytest.raises(DataError, match=r"has no field 'x', only ids, labels\n.*data.input and data.target"):
+    with pytest.raises(DataError, match=r"has no field 'x', only ids, labels\n.*data.input: ids, data.target: labels"):
         preflight(raypar.Trainer(**job).spec)
     job["data"] = {"function": DICTS, "input": "ids", "target": "labels"}
     spec = raypar.Trainer(**job, validation=DICTS).spec

@@ -316,6 +316,13 @@ def test_a_run_dir_that_cannot_be_made(tmp_path: Path):
         ("bf16=true", "precision.compute"),
         ("gradient_checkpointing=true", "plan.recompute"),
         ("plan.activation_checkpointing=full", "plan.recompute"),
+        ("activation_checkpointing=full", "plan.recompute"),
+        ("plan.activation_checkpoint=full", "plan.recompute"),
+        ("plan.pipeline=2", "plan.stages"),
+        ("plan.pipeline_parallel_degree=2", "plan.stages"),
+        ("plan.split_points=[1]", "plan.cuts"),
+        ("parallelism.pipeline_parallel_degree=2", "plan.stages"),
+        ("workers=4", "plan: auto"),
     ],
 )
 def test_a_name_of_another_framework_gets_advice_of_its_own(setting, cure):

@@ -1,0 +1,163 @@
+"""The cure of an error about what users bring from plain PyTorch is what they have to change."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import raypar
+from raypar.cli import main
+from raypar.errors import InputError, with_article
+from raypar.worker.preflight import preflight
+
+GIVEN: dict[str, Any] = {
+    "model": lambda: nn.Sequential(nn.Linear(2, 2)),
+    "loss": nn.functional.mse_loss,
+    "data": [(torch.ones(2), torch.ones(2))] * 4,
+    "steps": 2,
+    "batch_size": 2,
+    "microbatches": 1,
+}
+
+
+class ViT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+
+
+def refused(**given: Any) -> str:
+    """The error of a job, in one line."""
+    with pytest.raises(InputError) as found:
+        preflight(raypar.Trainer(**(GIVEN | given)).spec)
+    return str(found.value).replace("\n  cure: ", " | ")
+
+
+def test_names_have_the_article_that_they_are_spoken_with():
+    names = ("ViT", "AdamW", "OptimizedModule", "LSTM", "MLP", "GPT2", "UNet", "dict", "int")
+    assert [with_article(name)[:2].strip() for name in names] == ["a", "an", "an", "an", "an", "a", "a", "a", "an"]
+
+
+@pytest.mark.parametrize("model", [ViT(), ViT, nn.Linear(2, 2)])
+def test_a_module_that_is_no_chain_has_to_be_divided_into_layers(model):
+    said = refused(model=model)
+    assert said.startswith(
+        f"the model is a {'Linear' if isinstance(model, nn.Linear) else 'ViT'}, whose forward raypar cannot cut |"
+    )
+    assert "return an nn.Sequential or list of its blocks, or a raypar.Graph (README, 'Use it from Python')" in said
+
+
+def test_what_is_wrapped_around_a_model_is_taken_off():
+    chain = nn.Sequential(nn.Linear(2, 2))
+    said = refused(model=nn.DataParallel(chain))
+    assert said.startswith("the model is a DataParallel around a Sequential,") and "| give model.module," in said
+    assert "divide its forward" not in said
+    said = refused(model=nn.DataParallel(ViT()))
+    assert "| give model.module, " in said and "divide its forward into layers" in said
+
+
+@pytest.mark.full  # PyTorch's compiler takes seconds to be imported
+def test_a_compiled_model_is_taken_out_of_its_wrapper():
+    said = refused(model=torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager"))
+    assert said.startswith("the model is an OptimizedModule around a Sequential,") and "| give model._orig_mod," in said
+
+
+def test_a_layer_that_returns_a_tuple_is_written_as_a_graph():
+    data = [(torch.ones(3, 2), torch.ones(3, 2))] * 4
+    said = refused(model=lambda: nn.Sequential(nn.LSTM(2, 2)), data=data)
+    assert said.startswith(
+        "layer '0' returned 2 values (tensor, tuple), not one tensor | return one tensor, or write the model as"
+    )
+    assert 'whose Layer names its outputs (outputs=("h", "c"))' in said
+    graph = raypar.Graph((raypar.Layer("lstm", lambda: nn.LSTM(2, 2), outputs=("h", "c")),), output="h")
+    assert "layer 'lstm' returned 2 values (tensor, tuple), not 2 tensors | return a tuple" in refused(
+        model=lambda: graph, data=data
+    )
+
+
+@pytest.mark.parametrize("model", [[nn.Linear], [nn.Identity, nn.Linear]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8])
+def test_inputs_of_another_dtype_are_to_be_cast(model, dtype):
+    data = [(torch.ones(2, dtype=dtype), torch.ones(2))] * 4
+    said = refused(model=lambda: nn.Sequential(*(kind(2, 2) for kind in model)), data=data)
+    assert "takes torch.float32, and its input " in said and f" is {dtype}:" in said
+    assert "| cast it in the data set's __getitem__: torch.as_tensor(value, dtype=torch.float32)" in said
+    assert ("or set dtype: float64 in the job" in said) == (dtype == torch.float64)
+
+
+def test_ids_that_are_no_integers_are_to_be_cast_and_shapes_are_compared_as_ever():
+    said = refused(model=lambda: nn.Sequential(nn.Embedding(9, 2)))
+    assert "layer '0' takes torch.int64, and its input 'x' is torch.float32" in said
+    assert "compare the shape of a sample" in refused(model=lambda: nn.Sequential(nn.Linear(5, 5)))
+
+
+@pytest.mark.parametrize(
+    "fields, first, target",
+    [
+        (("labels", "input_ids"), "input_ids", "labels"),
+        (("image", "label"), "image", "label"),
+        (("age", "income"), "age", "income"),
+    ],
+)
+def test_the_cure_for_dict_samples_has_their_fields(fields, first, target):
+    said = refused(data=[dict.fromkeys(fields, torch.ones(2))] * 4)
+    assert f"| set data.input: {first}, data.target: {target} " in said and f'"input": "{first}"' in said
+    named = {"function": [dict.fromkeys(fields, torch.ones(2))] * 4, "input": first, "target": target}
+    assert preflight(raypar.Trainer(**(GIVEN | {"data": named})).spec).samples == 4
+
+
+@pytest.mark.parametrize(
+    "given, cure",
+    [
+        ({"precision": "bf16"}, 'write precision={"compute": "bf16"}'),
+        ({"precision": {"compute": "bfloat16"}}, 'write precision={"compute": "bf16"}'),
+        ({"precision": {"compute": torch.bfloat16}}, 'write precision={"compute": "bf16"}'),
+        ({"dtype": torch.bfloat16}, 'write precision={"compute": "bf16"}'),
+        ({"dtype": torch.float64}, 'write dtype="float64"'),
+        ({"device": "cuda"}, 'write device="gpu"'),
+        ({"device": torch.device("cuda:0")}, 'write device="gpu"'),
+        ({"optimizer": "torch.optim.AdamW"}, "write torch.optim:AdamW"),
+        ({"model": "vit.vit"}, "write vit:vit"),
+        ({"lr": 0.1}, 'optimizer=("torch.optim:AdamW", {"lr": ...})'),
+        ({"learning_rate": 0.1}, 'optimizer=("torch.optim:AdamW", {"lr": ...})'),
+        ({"validation_every": 3}, 'validation={"function": ..., "every": ...}'),
+        ({"checkpoint_keep": 3}, 'checkpoint={"keep": ...}'),
+        ({"plan": {"workers": 3}}, "plan.stages x plan.replicas x plan.shards"),
+    ],
+)
+def test_what_is_written_otherwise_elsewhere_is_shown_as_it_is_written_here(given, cure):
+    assert cure in refused(**given)
+
+
+def test_a_trainer_trains_by_fit():
+    with pytest.raises(AttributeError, match=r"^Trainer has no attribute 'train'; fit\(\) trains"):
+        raypar.Trainer(**GIVEN).train()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["train", "job.yaml", "--epochs", "3"], "the length of a run is `steps`"),
+        (["train", "job.yaml", "--steps=3"], "--set steps=..."),
+        (["train", "script.py"], "script.py is a Python script, not a job file\n  cure: a script that calls raypar.Trainer"),
+    ],
+)
+def test_the_command_line_says_how_it_is_written_here(words, said, capsys):
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 2
+
+
+def test_workers_beside_a_plan_of_other_workers_are_a_contradiction():
+    said = refused(plan={"stages": 2}, workers=4)
+    assert said.startswith("the plan has 2 workers = 2 stages x 1 replica, but workers is 4 | leave workers out")
+    assert raypar.Trainer(**GIVEN, plan={"stages": 2}, workers=2).workers == 2
+
+
+def test_what_callbacks_get_is_public_and_in_the_readme():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for kind in (raypar.StepInfo, raypar.ValidationInfo):
+        assert f"raypar.{kind.__name__}" in readme and all(f"`{field.name}`" in readme for field in fields(kind))
