@@ -56,9 +56,7 @@ class DriverStartup:
         members = spread_replicas_over_nodes(plan, nodes) if len(hellos) == plan.world else tuple(range(plan.world))
         parts.machine.membership.members = members
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
-        on = len(set(nodes.values()))
-        pid = "pid" if len(hellos) == 1 else "pids"
-        text = f"{count_of(len(hellos), 'worker')} on {count_of(on, 'node')}, {pid} {pids}"
+        text = f"{count_of(len(hellos), 'worker')} on {count_of(len(set(nodes.values())), 'node')}: pids {pids}"
         precision = request.contract.get("precision")
         facts = {"precision": precision["compute"]} if precision else {}
         parts.side_effects.note("started", text=text, workers=[parts.registry.worker_facts(n) for n in members], **facts)
