@@ -149,18 +149,16 @@ class _Explainer:
 
     def _as_it_is_written(self, path: Sequence[str | int], got: Any) -> str:
         """What a cure says besides, for a value that stands for another one elsewhere: `torch.bfloat16`, `cuda`."""
-        here, name = str(path[0]) if path else "", str(got).removeprefix("torch.")
-        text = got if isinstance(got, str) else ""
-        bf16 = 'precision={"compute": "bf16"}' if self.of_trainer else "precision: {compute: bf16}"
+        here, text = str(path[0]) if path else "", got if isinstance(got, str) else ""
+        name = (str(got) if text or type(got).__module__ == "torch" else "").removeprefix("torch.")
         if here == "precision":
-            return f"; for mixed precision write {bf16}, and without it everything is computed in `dtype`"
+            return '; for mixed precision it is {"compute": "bf16"}, and without it everything is computed in `dtype`'
         if here == "dtype" and name in _HALF_PRECISION:
-            return f"; for mixed precision leave it float32, and set precision.compute to bf16: write {bf16}"
+            return '; for mixed precision leave it float32, and set precision to {"compute": "bf16"}'
         if here == "dtype" and name in ("float32", "float64"):
-            return f'; write dtype="{name}"'
+            return f'; write "{name}"'
         if here == "device" and name.partition(":")[0] in ("cuda", "nvidia", "cpu"):
-            kind = "cpu" if name.startswith("cpu") else "gpu"
-            return f'; write device="{kind}"' if self.of_trainer else f"; write device: {kind}"
+            return f'; write "{"cpu" if name.startswith("cpu") else "gpu"}"'
         if path[-1:] == ["function"] and ":" not in text and is_importable_name(text.replace(".", ":", 1)):
             return f"; write {':'.join(text.rsplit('.', 1))}"
         return ""
