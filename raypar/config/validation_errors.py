@@ -157,8 +157,8 @@ class _Explainer:
             return '; for mixed precision leave it float32, and set precision to {"compute": "bf16"}'
         if here == "dtype" and name in ("float32", "float64"):
             return f'; write "{name}"'
-        if here == "device" and name.partition(":")[0] in ("cuda", "nvidia", "cpu"):
-            return f'; write "{"cpu" if name.startswith("cpu") else "gpu"}"'
+        if here == "device" and name.partition(":")[0] in ("cuda", "nvidia"):
+            return '; write "gpu"'  # which one, Ray decides
         if path[-1:] == ["function"] and ":" not in text and is_importable_name(text.replace(".", ":", 1)):
             return f"; write {':'.join(text.rsplit('.', 1))}"
         return ""
