@@ -76,7 +76,7 @@ def test_where_there_is_no_status_there_is_no_autoscaler(status):
 def test_more_workers_than_there_are_is_refused_only_where_nothing_grows():
     """An autoscaler of Ray 2.60 does not say how far it goes."""
     has = ClusterCapacity(nodes=1, cpus=1, free_cpus=1, max_cpus=None)
-    with pytest.raises(ClusterError, match=r"the plan needs 4 workers .* but the cluster has 1 CPUs .* no autoscaler adds any"):
+    with pytest.raises(ClusterError, match=r"the plan needs 4 workers .* but the cluster has 1 CPU .* no autoscaler adds any"):
         require_capacity(4, has)
     require_capacity(4, replace(has, may_add_nodes=True))
     require_capacity(4, replace(has, may_add_nodes=True), gpus=1)
