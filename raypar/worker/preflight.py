@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from raypar.errors import (
 )
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype, parameter_shapes
+from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.without_dynamo import meta_operations_without_dynamo
@@ -155,6 +157,7 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
             raise _misfit_error(layer, values, _dtype(spec), error) from error
         values.update(zip(layer.outputs, _outputs(layer, out), strict=True))
     _check_loss(spec, graph, values, batch)
+    _check_sum_and_count(spec, values[graph.output], values[loss_target_name(spec)], batch.get(loss_target_name(spec)))
 
 
 def _outputs(layer: Layer, out: Any) -> tuple[Tensor, ...]:
@@ -244,6 +247,69 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
         raise ModelError(
             f"the loss {spec.loss.label} returned {shape}, not a scalar", cure="return a scalar, or (sum, count) as scalars"
         )
+
+
+_CHECKED_SAMPLES, _CHECKED_PLACES = 4, 8
+"""How many samples, and how many places of each (tokens), `_check_sum_and_count` gives to the loss."""
+
+
+def _check_sum_and_count(spec: JobSpec, output: Tensor, target_on_meta: Tensor, target: Tensor | None) -> None:
+    """Raises `ModelError` for a loss that returns a pair other than (sum, count), such as (mean, accuracy).
+
+    The loss is called with a few samples, with other outputs for them, and with all of them twice: the count must be the same,
+    and then twice as large, as the sum must be. (A count of 1 is accepted too: all microbatches then weigh the same.) A loss
+    that raises is left to the first step. `output`: on the meta device; `target`: None if a layer writes it.
+    """
+    shared = [a == b for a, b in zip(output.shape, target_on_meta.shape, strict=False)]
+    if target is None or not output.is_floating_point() or not shared or not shared[0] or not output.numel():
+        return
+    dims = len(shared) if all(shared) else shared.index(False)
+    places = tuple(slice(_CHECKED_PLACES if dim else _CHECKED_SAMPLES) for dim in range(dims))
+    target = target[places]
+    with preserve_random_state(), torch.no_grad():
+        wrong = torch.rand(output[places].shape, dtype=output.dtype, device="cpu")  # in (0, 1): probabilities, for some losses
+        half_right = _moved_to_target(wrong, target)
+        loss = make_loss_function(spec.loss)
+        try:
+            found = [loss(wrong, target), loss(half_right, target), loss(*(torch.cat([x, x]) for x in (half_right, target)))]
+            if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in found):
+                return
+            (_, other), (total, count), (total_of_twice, count_of_twice) = ((float(a), float(b)) for a, b in found)
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
+            return
+    what = f"the loss {spec.loss.label} returned a pair whose"
+    if other != count:
+        raise ModelError(
+            f"{what} second value depends on the model's output ({other:.6g} for one, {count:.6g} for another), so it is no "
+            "count, by which the first value would be divided",
+            cure="return the loss alone, or (sum, count): the sum over samples or tokens, and how many they are",
+        )
+    if not math.isclose(count_of_twice, 2 * count, rel_tol=1e-6) and (count, count_of_twice) != (1, 1):
+        raise ModelError(
+            f"{what} second value is {count:.6g} for {len(target)} samples and {count_of_twice:.6g} for the same samples "
+            "twice, so it is no count, by which the first value would be divided",
+            cure="return the loss alone, or (sum, count): the sum over samples or tokens, and how many they are",
+        )
+    if total and count_of_twice != count and math.isclose(total_of_twice, total, rel_tol=1e-4):
+        raise ModelError(
+            f"{what} first value is {total:.6g} for {len(target)} samples and for the same samples twice, so it is a mean, "
+            "which would be divided by the second value, a count, once more",
+            cure="return the mean alone, or the sum with the count (reduction='sum')",
+        )
+
+
+def _moved_to_target(output: Tensor, target: Tensor) -> Tensor:
+    """The output, with that of half the samples what the target wants, where the two have shapes that say how."""
+    moved, half = output.clone(), slice((len(output) + 1) // 2)
+    if target.shape == output.shape:
+        moved[half] = target[half].to(output.dtype)
+    elif not target.is_floating_point() and target.dim() == output.dim() - 1:
+        for classes in (1, -1):  # a class for each place; PyTorch's losses have the classes in dim 1, other code in the last
+            if output.select(classes, 0).shape == target.shape and int(target.max()) < output.shape[classes]:
+                moved[half].scatter_(classes, target[half].long().clamp(min=0).unsqueeze(classes), 1.0)
+                break
+    return moved
 
 
 def _check_lr_schedule(ref: Ref) -> None:

@@ -1,14 +1,18 @@
 """Losses that would train nothing are errors that say so."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from helpers import ugly_models
-from torch import Tensor
+from torch import Tensor, nn
 
-from raypar.errors import NonFiniteError, UserCodeError
+import raypar
+from raypar.errors import ModelError, NonFiniteError, UserCodeError
 from raypar.plan import ParallelPlan
 from raypar.worker.job_spec import Ref
+from raypar.worker.preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -33,3 +37,67 @@ def test_a_loss_that_trains_nothing_is_an_error_that_says_so(loss, error, said):
     plan = ParallelPlan.of((1,), layers=len(make_layer_graph(job).layers))
     with OneProcessRun(job, plan, "1f1b") as run, pytest.raises(error, match=said):
         run.step(0)
+
+
+def classify(loss: Any, *, tokens: int = 0) -> raypar.Trainer:
+    """A job that tells three classes apart, of samples or of each of their tokens."""
+    shape = (tokens,) if tokens else ()
+    return raypar.Trainer(
+        model=lambda: nn.Sequential(nn.Linear(2, 3)),
+        loss=loss,
+        data=[(torch.ones(*shape, 2), torch.full(shape, n % 3)) for n in range(8)],
+        steps=1,
+        batch_size=4,
+        microbatches=2,
+    )
+
+
+def mean_and_accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    logits, classes = output.flatten(0, -2), target.flatten()
+    return nn.functional.cross_entropy(logits, classes), (logits.argmax(1) == classes).float().mean()
+
+
+def mean_and_batches(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten()), 3.0
+
+
+def mean_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten()), target.numel()
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize(
+    "loss, said",
+    [
+        (mean_and_accuracy, "second value depends on the model's output"),
+        (mean_and_batches, "second value is 3 for 2 samples and 3 for the same samples twice, so it is no count"),
+        (mean_and_count, "so it is a mean, which would be divided by the second value"),
+    ],
+)
+def test_a_pair_that_is_no_sum_with_its_count_is_an_error_before_the_run(loss, said, tokens):
+    with pytest.raises(ModelError, match=said):
+        preflight(classify(loss, tokens=tokens).spec)
+
+
+def sum_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    total = nn.functional.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum", ignore_index=0)
+    return total, (target != 0).sum()
+
+
+def mean_that_counts_once(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten()), 1.0
+
+
+def takes_whole_microbatches(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    assert len(output) == 2
+    return sum_and_count(output, target)
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("loss", [sum_and_count, mean_that_counts_once, takes_whole_microbatches])
+def test_a_sum_with_its_count_passes(loss, tokens):
+    preflight(classify(loss, tokens=tokens).spec)
+
+
+def test_a_mean_alone_passes():
+    preflight(classify(nn.CrossEntropyLoss()).spec)

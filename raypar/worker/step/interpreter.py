@@ -35,6 +35,7 @@ from raypar.schedule.instructions import (
     Forward,
     FreeActivations,
     Instruction,
+    MessageKind,
     OptimizerStep,
     Program,
     Recompute,
@@ -64,6 +65,8 @@ class StageLinks:
     """Stage -> edges whose values it makes."""
     returned_gradient_counts: dict[tuple[int, int], tuple[tuple[str, int], ...]]
     """(src, dst) -> (value, number of gradients that come back for it), in the order of the edge's values."""
+    bundle_sizes: dict[tuple[MessageKind, int, int], int]
+    """(kind of message, src, dst) -> number of tensors in each of its bundles."""
     receiving_shard_counts: dict[tuple[int, int], int]
     """(maker's stage, user's stage) -> number of the user's shards to which this worker sends a bundle."""
 
@@ -74,14 +77,18 @@ class StageLinks:
         Values are whole on every shard of their maker, so shard t of S serves the shards t, t + S, ... of the user.
         """
         stages = range(len(plan.stages))
+        returned = {
+            (e.src, e.dst): tuple((v, count_returned_gradients(graph, plan, v, e.dst)) for v in e.values)
+            for e in crossing.edges
+            if e.differentiable
+        }
+        sizes: dict[tuple[MessageKind, int, int], int] = {("activation", e.src, e.dst): len(e.values) for e in crossing.edges}
+        sizes |= {("gradient", src, dst): sum(count for _, count in counts) for (src, dst), counts in returned.items()}
         return StageLinks(
             {s: crossing.into(s) for s in stages},
             {s: crossing.out_of(s) for s in stages},
-            {
-                (e.src, e.dst): tuple((v, count_returned_gradients(graph, plan, v, e.dst)) for v in e.values)
-                for e in crossing.edges
-                if e.differentiable
-            },
+            returned,
+            sizes,
             {
                 (maker, user): len(range(shard, plan.stages[user].shards, plan.stages[maker].shards))
                 for e in crossing.edges
@@ -125,6 +132,8 @@ class Interpreter:
     """The instructions of the last step and their times, if it was traced."""
     busy_ns: int = 0
     """Time that compute instructions of the last step took, without the time that layers waited for other shards."""
+    _validating: bool = False
+    """Whether the pass under way is one of validation, whose messages have tags of their own."""
     _replica: int = field(init=False)
     """Which replica of its stages this worker is."""
 
@@ -133,7 +142,7 @@ class Interpreter:
 
     def run(self, program: Program, step: int, *, trace: bool = False) -> Routine[None]:
         """Run one training step. Leaves the outcome in `self.step_commit`. Raises what stages, transports or the vote raise."""
-        self._reset()
+        self._begin_pass(validating=False)
         clock = time.perf_counter_ns
         for stage in self.stages.values():
             stage.begin_step(step)
@@ -165,7 +174,7 @@ class Interpreter:
 
     def run_forward(self, program: Program, step: int) -> Routine[None]:
         """One validation pass, which leaves the losses in the stages."""
-        self._reset()
+        self._begin_pass(validating=True)
         for instruction in program:
             rule = VALIDATION_RULES.get(type(instruction))
             if rule is None:
@@ -177,7 +186,8 @@ class Interpreter:
             rule(self, instruction, step, received)
         yield from self._drain()
 
-    def _reset(self) -> None:
+    def _begin_pass(self, *, validating: bool) -> None:
+        self._validating = validating
         for store in (self._local, self._outgoing, self._incoming, self._sending, self.spans):
             store.clear()
         self.busy_ns = 0
@@ -185,39 +195,21 @@ class Interpreter:
     # -- communication -------------------------------------------------------------------------------------------
 
     def _send(self, instruction: Send, step: int, received: Received) -> None:
-        self._post_send(instruction, step)
-
-    def _recv(self, instruction: Recv, step: int, received: Received) -> None:
-        self._post_recv(instruction, step)
-
-    def _send_in_validation(self, instruction: Send, step: int, received: Received) -> None:
-        self._post_send(instruction, step, validation=True)
-
-    def _recv_in_validation(self, instruction: Recv, step: int, received: Received) -> None:
-        self._post_recv(instruction, step, validation=True)
-
-    def _post_send(self, instruction: Send, step: int, *, validation: bool = False) -> None:
         key = instruction.bundle
         tensors, receivers = self._outgoing.pop(key)
         if receivers > 1:
             self._outgoing[key] = tensors, receivers - 1
         for index, tensor in enumerate(tensors):
-            tag = bundle_tag(step, *key, index, validation=validation)
+            tag = bundle_tag(step, *key, index, validation=self._validating)
             self._sending.append((self.transport.send(tensor, to=instruction.peer, tag=tag), [tensor]))
         while self._sending and self._sending[0][0].done():
             self._sending.popleft()
 
-    def _post_recv(self, instruction: Recv, step: int, *, validation: bool = False) -> None:
+    def _recv(self, instruction: Recv, step: int, received: Received) -> None:
         key = instruction.bundle
-        kind, src, dst, _ = key
-        if kind == "activation":
-            edge = next(e for e in self.links.incoming_edges[dst] if e.src == src)
-            count = len(edge.values)
-        else:
-            count = sum(n for _, n in self.links.returned_gradient_counts[src, dst])
         self._incoming[key] = [
-            self.transport.recv(None, source=instruction.peer, tag=bundle_tag(step, *key, i, validation=validation))
-            for i in range(count)
+            self.transport.recv(None, source=instruction.peer, tag=bundle_tag(step, *key, i, validation=self._validating))
+            for i in range(self.links.bundle_sizes[key[:3]])
         ]
 
     def _bundle(self, key: Bundle) -> Routine[list[Tensor]]:
@@ -351,8 +343,8 @@ TRAINING_RULES: dict[type[Instruction], InstructionRule] = {
 
 VALIDATION_RULES: dict[type[Instruction], InstructionRule] = {
     Forward: Interpreter._evaluate,
-    Send: Interpreter._send_in_validation,
-    Recv: Interpreter._recv_in_validation,
+    Send: Interpreter._send,
+    Recv: Interpreter._recv,
     FreeActivations: Interpreter._free,
 }
 """Class of instructions -> what a worker does with it in a validation pass."""
