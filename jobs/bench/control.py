@@ -33,7 +33,7 @@ from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.run_folder import RunFolder
 from raypar.schedule import registry
 from raypar.schedule.instructions import ExchangeTies, ExchangeVotes, OptimizerStep, ReduceGradients
-from raypar.user_code import make_importable
+from raypar.user_code_errors import make_importable
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import WorkerCore

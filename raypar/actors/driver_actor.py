@@ -19,7 +19,7 @@ import ray
 
 # Pickles hold these: callbacks, and workers' answers. A later import may meet Ray replacing the job's folder.
 import raypar.callbacks
-import raypar.plan.vote_result  # noqa: F401
+import raypar.plan.global_loss_and_norm  # noqa: F401
 from raypar.actors import membership_event_text
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.checkpoint_task import CheckpointTask
@@ -37,9 +37,9 @@ from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_reports import Report, StepReports
 from raypar.actors.wait_reporter import WaitReporter
 from raypar.actors.worker_calls import WorkerCalls
-from raypar.actors.worker_messages import pickle_error_for_client
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import WorkerRegistry, died_with_node
+from raypar.actors.worker_replies import pickle_error_for_client
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import actions as do
 from raypar.elastic import events as on

@@ -20,7 +20,7 @@ from raypar.launch.make_run_request import make_run_request
 from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions
 from raypar.run_folder import RunFolder
-from raypar.user_code import error_text, recording_ctrl_c, reraise_ctrl_c
+from raypar.user_code_errors import error_text, recording_ctrl_c, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _check_and_plan(
     spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: EventHandler
 ) -> tuple[JobSpec, ChosenPlan, MakeRequest]:
     """The job with its weights file pinned, its plan, and a function that makes its request. First call of user code."""
-    from raypar.worker.preflight import preflight
+    from raypar.worker.job_preflight import preflight
     from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 
     with recording_ctrl_c():

@@ -9,14 +9,14 @@ from raypar.errors import ConfigError
 from raypar.launch.chosen_plan import ChosenPlan
 from raypar.launch.result_neutral_options import ResultNeutralOptions
 from raypar.run_folder import RunFolder
-from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec, contract_of_job
 
 if TYPE_CHECKING:
     from raypar.actors.run_request import RunRequest
     from raypar.config import ElasticConfig
     from raypar.elastic.run_policy import RunPolicy
-    from raypar.worker.preflight import PreflightResult
+    from raypar.worker.job_preflight import PreflightResult
 
 MIRROR_COST = 0.02
 """Share of the steps' time that the mirror may take, when `elastic.mirror` is auto."""
@@ -36,7 +36,7 @@ def make_run_request(
     from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
     from raypar.planner.plan_search import possible_shard_counts
     from raypar.worker.backend import make_backend
-    from raypar.worker.preflight import check_other_shard_counts
+    from raypar.worker.job_preflight import check_other_shard_counts
     from raypar.worker.worker_assignments import make_worker_assignments
 
     shards = possible_shard_counts(chosen.plan)

@@ -17,13 +17,13 @@ from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions, result_neutral_options_from_job
 from raypar.run_folder import ERROR_FILE, RunFolder
 from raypar.untrusted_files import explain_read_errors
-from raypar.user_code import make_importable
+from raypar.user_code_errors import make_importable
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from raypar.config import Job
     from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
-    from raypar.worker.preflight import PreflightResult
+    from raypar.worker.job_preflight import PreflightResult
 
 
 def resume_job(

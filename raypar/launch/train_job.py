@@ -11,7 +11,7 @@ from raypar.launch.result import Result
 from raypar.launch.result_neutral_options import EventHandler, result_neutral_options_from_job
 from raypar.launch.resume import find_checkpoint, prepare_resumed_run
 from raypar.run_folder import RunFolder
-from raypar.user_code import make_importable
+from raypar.user_code_errors import make_importable
 
 if TYPE_CHECKING:
     from raypar.config import Job

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import raypar
 from raypar.errors import ModelError, NonFiniteError, UserCodeError
 from raypar.plan import ParallelPlan
+from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import Ref
-from raypar.worker.preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
