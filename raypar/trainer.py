@@ -19,9 +19,9 @@ from raypar.config import (
     check_run_arguments,
     load_job,
 )
+from raypar.launch.launch_options import EventHandler
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result, raise_run_failure
-from raypar.launch.result_neutral_options import EventHandler
 from raypar.launch.train_job import train_job_in_new_folder
 from raypar.plan import ParallelPlan
 from raypar.traceback_filter import without_raypar_frames
@@ -34,7 +34,7 @@ from raypar.trainer_arguments import (
     job_from_trainer_arguments,
     with_checked_argument_names,
 )
-from raypar.worker.initial_weights_file import InitialWeightsFile
+from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec
 
 if TYPE_CHECKING:

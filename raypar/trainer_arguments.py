@@ -27,7 +27,7 @@ from raypar.errors import ConfigError, with_article
 from raypar.plan import ParallelPlan
 from raypar.ray_train_config import RAY_TRAIN_ARGUMENTS, settings_from_ray_train
 from raypar.traceback_filter import is_raypar_file
-from raypar.worker.initial_weights_file import InitialWeightsFile
+from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import DataSpec, OptimizerSpec, Ref, find_unstable_argument
 
 BUILT_MODEL_BYTES = 32 << 20

@@ -28,6 +28,7 @@ from raypar.actors.driver_shutdown import DriverShutdown
 from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
+from raypar.actors.hello_and_failure_messages import pickle_error_for_client
 from raypar.actors.journal import Journal, MembershipRecord
 from raypar.actors.members_file import MembersFileText
 from raypar.actors.plan_cache import PlanCache
@@ -39,7 +40,6 @@ from raypar.actors.wait_reporter import WaitReporter
 from raypar.actors.worker_calls import WorkerCalls
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import WorkerRegistry, died_with_node
-from raypar.actors.worker_replies import pickle_error_for_client
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import actions as do
 from raypar.elastic import events as on

@@ -11,13 +11,13 @@ from typing import Any
 
 from raypar.actors import membership_event_text
 from raypar.actors.driver_parts import DriverParts
+from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.journal import MembershipRecord
 from raypar.actors.worker_pool import remove_leftover_placement_groups
-from raypar.actors.worker_replies import CallFailure, WorkerHello
 from raypar.elastic import events as on
 from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.digest_check import InitialDigestCheck
-from raypar.elastic.message_wording import count_of, format_worker_numbers
+from raypar.elastic.plural_wording import count_of, format_worker_numbers
 from raypar.elastic.seating import spread_replicas_over_nodes
 from raypar.errors import ClusterError
 from raypar.plan.adopt_plan_command import AdoptPlanCommand

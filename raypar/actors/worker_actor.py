@@ -21,9 +21,9 @@ from typing import Any
 
 import ray
 
+from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.liveness_connection import LivenessListener
 from raypar.actors.removed_working_dir import WorkingDirGuard
-from raypar.actors.worker_replies import CallFailure, WorkerHello
 from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration

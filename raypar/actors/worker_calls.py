@@ -10,10 +10,10 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
 from raypar.actors.background_tasks import BackgroundTasks
+from raypar.actors.hello_and_failure_messages import CallFailure
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import gather_answers_within, killed_for_memory_error
-from raypar.actors.worker_replies import CallFailure
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError, OutOfMemory, WorkerLost, error_first_line

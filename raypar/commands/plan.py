@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from raypar.planner.plan_search import PlanChoice
     from raypar.planner.stage_balance import StageBalance
     from raypar.schedule.instructions import Schedule
-    from raypar.schedule.timeline import Timeline
+    from raypar.schedule.step_timeline import Timeline
     from raypar.worker.job_spec import JobSpec
 
 MOST_WHOLE_GROUPS = 8

@@ -35,7 +35,7 @@ from raypar.run_folder_schema import MAX_STEPS
 from raypar.safe_yaml import dump_yaml, parse_yaml
 from raypar.traceback_filter import without_raypar_frames
 from raypar.untrusted_files import shorten
-from raypar.worker.initial_weights_file import InitialWeightsFile
+from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Precision, Ref, ValidationSpec
 
 JOB_BYTES = 1 << 20

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from raypar.planner.model_profile import ModelProfile
     from raypar.planner.stage_balance import StageBalance
     from raypar.schedule.instructions import Schedule
-    from raypar.schedule.timeline import Timeline
+    from raypar.schedule.step_timeline import Timeline
     from raypar.worker.job_preflight import PreflightResult
 
 

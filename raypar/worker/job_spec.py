@@ -16,7 +16,7 @@ from raypar.plan.microbatches import Microbatches
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
-    from raypar.worker.initial_weights_file import InitialWeightsFile
+    from raypar.worker.init_from_setting import InitialWeightsFile
 
 
 CONTRACT_CHARACTERS = 10_000

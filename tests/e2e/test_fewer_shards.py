@@ -20,8 +20,8 @@ from raypar.elastic import actions as do
 from raypar.errors import ModelError
 from raypar.launch import launch_run
 from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.result import Result
-from raypar.launch.result_neutral_options import ResultNeutralOptions
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_report import fewer_shards_warnings
@@ -134,7 +134,7 @@ def test_a_run_may_fall_to_fewer_shards_on_any_cluster(kind, monkeypatch, tmp_pa
     monkeypatch.setattr(launch_run, "_follow", follow)
     spec, plan = six_heads(), ParallelPlan.mesh(tp=4, layers=4)
     folder = RunFolder.create(tmp_path, "run")
-    options = ResultNeutralOptions(make_folder=lambda chosen: folder, elastic=ElasticConfig(min_workers=1))
+    options = LaunchOptions(make_folder=lambda chosen: folder, elastic=ElasticConfig(min_workers=1))
     launch_run.launch_run(
         spec, lambda checked: choose_plan(spec, checked, lambda layers: plan, "1f1b", 4), options, lambda event: None
     )

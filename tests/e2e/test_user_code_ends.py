@@ -15,9 +15,9 @@ from torch import nn
 
 import raypar
 from raypar.actors.background_tasks import BackgroundTasks
+from raypar.actors.hello_and_failure_messages import CallFailure
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.worker_actor import WorkerActor
-from raypar.actors.worker_replies import CallFailure
 from raypar.callbacks import Callback, Callbacks
 from raypar.cli import main
 from raypar.errors import UserCodeError

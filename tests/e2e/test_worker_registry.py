@@ -5,8 +5,8 @@ import concurrent.futures
 import time
 from types import SimpleNamespace
 
+from raypar.actors.hello_and_failure_messages import WorkerHello
 from raypar.actors.worker_registry import WorkerRegistry
-from raypar.actors.worker_replies import WorkerHello
 from raypar.elastic import events as on
 
 ANSWER_S = 0.2

@@ -32,7 +32,7 @@ from raypar.plan import ParallelPlan
 from raypar.worker import worker_assignments
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, CACHE, PARAMETER
 from raypar.worker.checkpoint.manifest import DTYPES
-from raypar.worker.initial_weights_file import InitialWeightsFile
+from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, contract_of_job
 from raypar.worker.pretrained import weights_file

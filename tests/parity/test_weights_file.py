@@ -22,7 +22,7 @@ from raypar.plan.shard_ranges import merge_ranges
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TensorSlices
 from raypar.worker.checkpoint.checkpoint_store import open_checkpoint
 from raypar.worker.checkpoint.manifest import manifest_checksum
-from raypar.worker.initial_weights_file import InitialWeightsFile
+from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.pretrained.initial_values import WeightsFromFile
 from raypar.worker.pretrained.weights_file import StoredTensor, open_weights, resolve_weights_source
 from raypar.worker.pretrained.weights_matching import match_weights

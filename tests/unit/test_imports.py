@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "safe_yaml": "untrusted_files errors yaml",
     "run_folder_schema": "untrusted_files",
     "atomic_write": "untrusted_files errors",
-    "jsonl_lines": "untrusted_files run_folder_schema errors",
+    "read_run_lines": "untrusted_files run_folder_schema errors",
     "user_code_errors": "errors",
     "traceback_filter": "errors",
     "keys_of_other_frameworks": "",
@@ -29,9 +29,9 @@ MAY_IMPORT = {
     "model": "plan comm errors user_code_errors torch numpy",
     "worker": "schedule model comm plan planner.model_profile planner.kept_storages errors user_code_errors torch numpy "
     "safetensors untrusted_files token_files",
-    "actors": "worker model elastic planner comm schedule plan run_folder jsonl_lines atomic_write callbacks errors "
+    "actors": "worker model elastic planner comm schedule plan run_folder read_run_lines atomic_write callbacks errors "
     "user_code_errors torch numpy ray",
-    "config": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.initial_weights_file "
+    "config": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.init_from_setting "
     "untrusted_files run_folder_schema safe_yaml traceback_filter pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
@@ -154,7 +154,7 @@ def test_the_shell_imports_heavy_things_inside_functions_only():
         if package_of(path) in EDGE
         for name in imports(ast.parse(path.read_text()), lazy=False)
         if name.split(".")[0] in HEAVY or name.split(".")[1:2] in (["worker"], ["comm"], ["model"], ["actors"])
-        if name not in ("raypar.worker.job_spec", "raypar.worker.initial_weights_file")
+        if name not in ("raypar.worker.job_spec", "raypar.worker.init_from_setting")
     ]
     assert not wrong
 
@@ -187,7 +187,16 @@ def loaded(modules: list[str], heavy: set[str]) -> str:
     return found.stdout.strip()
 
 
-LIGHT_FILES = ("cli", "config", "untrusted_files", "safe_yaml", "run_folder_schema", "atomic_write", "jsonl_lines", "__init__")
+LIGHT_FILES = [
+    "cli",
+    "config",
+    "untrusted_files",
+    "safe_yaml",
+    "run_folder_schema",
+    "atomic_write",
+    "read_run_lines",
+    "__init__",
+]
 """Modules beside the pure core that load no heavy package."""
 
 
@@ -212,7 +221,7 @@ def test_a_driver_starts_without_torch_and_with_all_of_raypar_that_pickles_need(
     }
     needs |= {
         "raypar.actors.numerics_fingerprint",
-        "raypar.actors.worker_replies",
+        "raypar.actors.hello_and_failure_messages",
         "raypar.actors.run_request",
         "raypar.schedule.program_assignment",
     }

@@ -45,7 +45,7 @@ from raypar.worker.checkpoint.checkpoint_store import (
 )
 from raypar.worker.checkpoint.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, Manifest, ManifestEntry
 from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header
-from raypar.worker.initial_weights_file import format_name_list
+from raypar.worker.init_from_setting import format_name_list
 
 if TYPE_CHECKING:
     import torch

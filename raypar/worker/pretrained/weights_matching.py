@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError, ConfigError
-from raypar.worker.initial_weights_file import MAX_SHOWN_NAMES, InitialWeightsFile, format_name_list
+from raypar.worker.init_from_setting import MAX_SHOWN_NAMES, InitialWeightsFile, format_name_list
 from raypar.worker.pretrained.weights_file import FLOATING, PART, WeightsFile, format_tensor_count
 
 if TYPE_CHECKING:
