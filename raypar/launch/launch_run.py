@@ -15,10 +15,10 @@ from raypar.atomic_write import write_text_atomically
 from raypar.errors import InputError, UserCodeError
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan
-from raypar.launch.generated_text import generate_text_with_checkpoint
 from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.make_run_request import make_run_request
 from raypar.launch.result import Result
+from raypar.launch.sample_from_trained_model import generate_text_with_checkpoint
 from raypar.run_folder import RunFolder
 from raypar.user_code_errors import error_text, recording_ctrl_c, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
