@@ -58,6 +58,8 @@ def check(workers, layout, kind):
                     bad += [] if same else [f"rank {rank}, step {step}: gradient of {name}"]
         for name, copy in got["parameters"].items():
             bad += [] if torch.equal(torch.from_numpy(copy), want.parameters[name]) else [f"rank {rank}: {name}"]
+        for name, copy in got["buffers"].items():
+            bad += [] if torch.equal(torch.from_numpy(copy), want.buffers[name]) else [f"rank {rank}: {name}"]
         for name, kinds in got["state"].items():
             for key, value in want.state[name].items():
                 same = torch.equal(torch.as_tensor(kinds[key]), torch.as_tensor(value))
