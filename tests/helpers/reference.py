@@ -100,7 +100,8 @@ def computing_in(spec: JobSpec) -> contextlib.AbstractContextManager[Any]:
 
 class OtherBuffers:
     """Rule 14: buffers that forward writes, beside those of norms, which simply run: their microbatches begin with the step's
-    first value; at its end `last` has the last one written, `sum` what each microbatch has added."""
+    first value; at its end `last` has the last one written, `sum` what each microbatch has added.
+    Non-persistent ones that are replaced are caches."""
 
     def __init__(self, modules: dict[str, nn.Module], policy: str) -> None:
         self.policy = policy
@@ -125,6 +126,8 @@ class OtherBuffers:
     def end_microbatch(self) -> None:
         for place, (part, key) in enumerate(self.places):
             now, (given, version) = part._buffers[key], self.given[place]
+            if now is not given and key in part._non_persistent_buffers_set:
+                continue  # a cache
             if now is not given or now._version != version or not torch.equal(now, self.first[place]):
                 added = self.new[place] + (now - self.first[place]) if self.policy == "sum" else now
                 self.new[place] = added.detach().clone()
