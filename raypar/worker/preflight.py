@@ -22,7 +22,13 @@ from raypar.errors import (
     with_article,
 )
 from raypar.model.graph import Graph, Layer
-from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype, parameter_shapes
+from raypar.model.layer_skeletons import (
+    build_on_meta,
+    convert_module_dtype,
+    norms_with_running_statistics,
+    parameter_shapes,
+    shared_skeleton,
+)
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.without_dynamo import meta_operations_without_dynamo
@@ -34,6 +40,7 @@ from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, make_dataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import refuse_input_writes
 from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.stage.stage_coordinate import cure_for_single_values
 from raypar.worker.stage_builder import loss_target_name
 from raypar.worker.step.optimizer import check_optimizer_groups, check_optimizer_is_elementwise
 from raypar.worker.worker_assignments import make_layer_graph
@@ -69,6 +76,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
             _check_lr_schedule(spec.lr_schedule)
         graph = make_layer_graph(spec, guard.watching)
     check_optimizer_groups(spec.optimizer, parameter_shapes(graph))
+    check_running_statistics(spec, graph)
     with guard.watching("the job's data"):
         samples = len(make_dataset(spec.data))
     if spec.steps < 1:
@@ -84,6 +92,17 @@ def preflight(spec: JobSpec) -> PreflightResult:
     return PreflightResult(
         graph, samples, validation, batch, graph.initial_values.notes if graph.initial_values is not None else ()
     )
+
+
+def check_running_statistics(spec: JobSpec, graph: Graph) -> None:
+    """Raise `ModelError` for norms with running statistics in a job for GPUs: their updates are known of CPUs only."""
+    for layer in graph.layers if spec.device != "cpu" else ():
+        for path, norm in norms_with_running_statistics(shared_skeleton(layer)):
+            raise ModelError(
+                f"{layer.name}.{path} is {with_article(type(norm).__name__)} with running statistics, whose update on GPUs raypar "
+                "does not know to the bit",
+                cure="set device: cpu, or use GroupNorm, or track_running_stats=False",
+            )
 
 
 def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan) -> None:
@@ -220,7 +239,7 @@ def _misfit_error(layer: Layer, values: Mapping[str, Tensor], wanted: torch.dtyp
     shapes = ", ".join(f"{name} {tuple(values[name].shape)} {values[name].dtype}" for name in layer.inputs)
     return DataError(
         f"the first microbatch does not fit the model: layer {layer.name!r} given {shapes} raised {error_text(error)}",
-        cure="compare the shape of a sample (data) with what the layer expects (model)",
+        cure=cure_for_single_values(error) or "compare the shape of a sample (data) with what the layer expects (model)",
     )
 
 

@@ -127,8 +127,6 @@ class LayerCall:
             else:
                 with self._updates.recording(forward_pass.microbatch, counts=forward_pass.is_first):
                     result = forward_pass.call(weights.module, *inputs)
-        except RayparError:
-            raise
         except USER_CODE_ERRORS as error:
             raise self._error(forward_pass, inputs, input_versions, error) from error
         changed = self._guard.check(self.label, evaluating=not training)
