@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypar.errors import (
     ConfigError,
@@ -157,7 +157,7 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
         try:
             inputs = [values[name] for name in layer.inputs]
             with torch.no_grad(), meta_operations_without_dynamo(), refuse_input_writes(layer, inputs):
-                out = convert_module_dtype(build_on_meta(layer), _dtype(spec))(*inputs)
+                out = _module_on_meta(layer, _dtype(spec))(*inputs)
             if spec.precision.compute is None:
                 _check_dtypes_with_zeros(layer, inputs, _dtype(spec))
         except NotImplementedError:
@@ -174,6 +174,14 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
             raise _misfit_error(layer, values, _dtype(spec), error) from error
         values.update(zip(layer.outputs, _outputs(layer, out), strict=True))
     _check_loss(spec, graph, values, batch)
+
+
+def _module_on_meta(layer: Layer, dtype: torch.dtype) -> nn.Module:
+    """The layer's module, for a forward without numbers: a cumulative average would ask how many calls have been counted."""
+    module = convert_module_dtype(build_on_meta(layer), dtype)
+    for _, norm in norms_with_running_statistics(module):
+        norm.momentum = 0.0
+    return module
 
 
 def _outputs(layer: Layer, out: Any) -> tuple[Tensor, ...]:
@@ -225,7 +233,7 @@ def _misfit_error(layer: Layer, values: Mapping[str, Tensor], wanted: torch.dtyp
         inputs = [values[name].to(dtype) for name in layer.inputs]
         try:
             with torch.no_grad(), meta_operations_without_dynamo():
-                convert_module_dtype(build_on_meta(layer), wanted)(*inputs)
+                _module_on_meta(layer, wanted)(*inputs)
         except USER_CODE_ERRORS as again:
             reraise_ctrl_c(again)
             continue

@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 from helpers import ugly_models
-from helpers.protocol import Change, Fault, Kind, World, random_faults
-from helpers.torch_flesh import TorchFlesh, TorchJob, simulate
+from helpers.protocol import Fault, Kind, World, random_faults
+from helpers.torch_flesh import TorchJob, simulate
 
 from raypar.plan import ParallelPlan
 from raypar.worker.worker_assignments import make_layer_graph
@@ -74,22 +74,6 @@ def test_the_only_copy_of_buffers_comes_back_from_the_mirror():
         assert found == reference, world.tell(f"a kill at {at}: {world.over.why}")
         cured += any("from_mirror=True" in line for line in world.story)
     assert cured > 0
-
-
-@pytest.mark.parametrize("model, policy", [("norms", "refuse"), ("counters", "last")])
-def test_replicas_that_join_and_leave_have_the_buffers_of_one_process(model, policy):
-    def plans(generation: int, workers: int) -> ParallelPlan:
-        return ParallelPlan.mesh(dp=workers // 2, pp=2, layers=LAYERS) if workers > 1 else ParallelPlan.mesh(layers=LAYERS)
-
-    changes = (Change(1, 0.5, "drain", 1), Change(2, 0.3, "join", 3))
-    policy_of_run = QUICK | {"max_workers": 6, "grow_after_s": 0.0}
-    world = World(job(model, policy), GRID, changes=changes, plans=plans, flesh=TorchFlesh, tick_ms=5.0, **policy_of_run)
-    try:
-        assert world.run().end == "done"
-        assert world.final_hash() == undisturbed(model, policy)
-        assert {plan.stages[0].replicas for plan, _ in world.records.values()} >= {1, 2}
-    finally:
-        world.flesh.close()
 
 
 @pytest.mark.full

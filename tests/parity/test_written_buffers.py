@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from helpers import norm_models, reference, ugly_models
+from helpers.generations import Generations
 from helpers.parity import Layout, check_local, differences, expected
+from helpers.torch_flesh import TorchJob
 from torch import nn
 
-from raypar.errors import ModelError, UserCodeError
+from raypar.errors import DataError, ModelError, UserCodeError
 from raypar.model.capture import capture_layer_graph
 from raypar.plan import ParallelPlan
-from raypar.worker.job_spec import JobSpec, Ref
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.elastic_worker import ElasticWorker
+from raypar.worker.job_spec import DataSpec, JobSpec, Ref, ValidationSpec, contract_of_job
+from raypar.worker.preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.stage.running_statistics import RunningNorm, fold_norm_calls
+from raypar.worker.stage.running_statistics import NormCall, RunningNorm, fold_norm_calls
 from raypar.worker.worker_assignments import make_layer_graph
 
 QUICK = [
@@ -96,3 +103,233 @@ def test_other_buffers_are_refused_by_default_and_the_cure_is_the_policy(layer, 
         run.step(0)
     assert f"layer '1' writes into its buffer '{path}' in forward" in error.value.what
     assert "model.buffers: last, or sum" in error.value.cure
+
+
+# -- other plans, checkpoints, validation ------------------------------------------------------------------------------------
+
+
+def held(bodies: Iterable[ElasticWorker]) -> dict[str, list[torch.Tensor]]:
+    """Parameter or buffer -> the copy of every worker that has it."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for body in bodies:
+        for name, kept in body._stages_state().items():
+            found.setdefault(name, []).append(kept[PARAMETER])
+    return found
+
+
+@pytest.mark.parametrize("name, policy", [("norms", "refuse"), ("counters", "last"), ("counters", "sum")])
+def test_replicas_that_join_and_leave_and_a_checkpoint_have_the_buffers_of_one_process(name, policy, tmp_path):
+    spec = replace(ugly_models.job(name), buffers=policy)
+    graph = make_layer_graph(spec)
+    want = reference.train(graph, spec)
+    job = TorchJob(spec, graph)
+    plans = [((2, 2), 4), ((3, 3), 6), ((1, 2), 3), ((1,), 1), ((1, 1, 1, 1), 4)]
+    run, checkpoint = Generations(job), None
+    for step, (replicas, workers) in enumerate(plans):
+        run.adopt(ParallelPlan.of(replicas, layers=8), list(range(workers)), step)
+        run.step(step)
+        if step == 2:
+            checkpoint = run.save(tmp_path, 3)
+    state = {**want.parameters, **want.buffers}
+    assert not [d for n, t in held(run.bodies.values()).items() for d in differences(want, n, t, state[n])]
+    plan = ParallelPlan.of((2, 1), layers=8)
+    with OneProcessRun(spec, plan, "gpipe") as again:
+        for core in again.cores:
+            core.load(str(checkpoint))
+        for step in (3, 4):
+            again.step(step)
+        got = {**again.parameters(), **again.buffers()}
+        assert not [d for n, value in state.items() for d in differences(want, n, got[n], value)]
+
+
+def test_validation_reads_running_statistics_and_a_skipped_step_changes_none():
+    spec = replace(
+        ugly_models.job("norms", steps=3), non_finite="skip", loss=Ref(nan_in_step_1), validation=ValidationSpec(DataSpec(Ref(norm_models.Images)), samples=6)
+    )
+    graph = make_layer_graph(spec)
+    with OneProcessRun(spec, ParallelPlan.mesh(dp=2, pp=2, layers=8), "1f1b", graph=graph) as run:
+        run.step(0)
+        before = {name: [copy.clone() for copy in copies] for name, copies in run.buffers().items()}
+        NAN.append(True)
+        try:
+            assert all(report.skipped for report in run.step(1))
+        finally:
+            NAN.clear()
+        after = run.buffers()
+        assert all(torch.equal(a, b) for name in before for a, b in zip(before[name], after[name], strict=True))
+        loss = run.validate(1)
+        assert all(torch.equal(a, b) for name in before for a, b in zip(before[name], run.buffers()[name], strict=True))
+        whole = norm_models.norms()
+        state = {name: copies[0] for name, copies in {**run.parameters(), **run.buffers()}.items()}
+        whole.load_state_dict(state)
+        whole.eval()
+        data = norm_models.Images()
+        x, y = torch.stack([data[i][0] for i in range(6)]), torch.tensor([data[i][1] for i in range(6)])
+        assert loss == pytest.approx(float(norm_models.class_loss(whole(x), y)), rel=1e-6)
+
+
+NAN: list[bool] = []
+"""Whether the loss is NaN now."""
+
+
+def nan_in_step_1(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return norm_models.class_loss(output, target) * (float("nan") if NAN else 1.0)
+
+
+# -- the update is PyTorch's -------------------------------------------------------------------------------------------------
+
+MOMENTA = (0.1, 0.01, 0.3, 1 / 3, 1 / 7, None, 0.0, 1.0)
+SHAPES = ((4, 8), (64, 33), (4, 8, 5), (4, 8, 5, 5), (2, 8, 32, 32), (16, 8, 1, 1), (3, 4, 2, 3, 5))
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
+    "channels first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "every second channel": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "reversed": lambda x: x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim()))),
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+def check_update(norm: Callable[[], nn.Module], shape, given: torch.dtype, dtype: torch.dtype, layout: str, scale: float) -> None:
+    """Six calls of PyTorch's norm, and of the same norm with stand-ins, whose calls are folded in two parts."""
+    generator = torch.Generator().manual_seed(1)
+    plain, own = norm().to(dtype), norm().to(dtype)
+    calls: list[NormCall] = []
+    recorded = RunningNorm("", own)
+    recorded.take = calls.append
+    for call in range(6):
+        x = torch.randn(shape, dtype=torch.float64, generator=generator) * scale * (call + 1) + call
+        x = LAYOUTS[layout](x.to(given))
+        with torch.no_grad():
+            assert torch.equal(plain(x), own(x))
+        if call == 3:
+            fold_norm_calls({"": own}, calls)
+            calls.clear()
+    fold_norm_calls({"": own}, calls)
+    for (name, a), b in zip(plain.named_buffers(), own.buffers(), strict=True):
+        assert torch.equal(a, b), f"{name} of {plain}, {shape} {given} {layout}: {a} {b}"
+
+
+NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+INSTANCE_NORMS = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
+DTYPES = ((torch.float32, torch.float32), (torch.float64, torch.float64), (torch.bfloat16, torch.float32))
+
+
+def check_updates(shapes, momenta, scales) -> None:
+    for shape, momentum, (given, dtype), layout, scale in product(shapes, momenta, DTYPES, LAYOUTS, scales):
+        check_update(partial(NORMS[len(shape)], shape[1], momentum=momentum), shape, given, dtype, layout, scale)
+        if len(shape) > 2 and shape[2] > 1 and layout != "expanded":
+            kind = INSTANCE_NORMS[len(shape)]
+            made = partial(kind, shape[1], momentum=momentum, affine=given != dtype, track_running_stats=True)
+            check_update(made, shape, given, dtype, layout, scale)
+
+
+def test_folded_statistics_are_those_of_the_norm_itself():
+    check_updates(SHAPES[:1] + SHAPES[3:4], (0.1, 1 / 3, None), (1.0,))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_folded_statistics_are_those_of_the_norm_itself_in_every_case(shape):
+    check_updates((shape,), MOMENTA, (1e-3, 1.0, 1e4))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------------
+
+
+class ChecksAgain(nn.Module):
+    """Writes a buffer inside an activation checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Replaces(nn.Linear):
+    """Replaces a buffer by one of another shape, or writes one in evaluation mode."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(12, 12)
+        self.how = how
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.bool if how == "bool" else torch.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "shape":
+            self.seen = torch.zeros(4)
+        elif self.how == "bool":
+            self.seen |= True
+        elif not self.training:
+            self.seen += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "layer, policy, words, cure",
+    [
+        (ChecksAgain, "last", "writes its buffer 'calls' when activation checkpointing runs its forward again", "plan.recompute"),
+        (lambda: Replaces("shape"), "sum", r"replaces its buffer 'seen', \[3\] torch.float32, by \[4\]", "keep its shape"),
+        (lambda: Replaces("bool"), "sum", "'seen', which is bool", "model.buffers: last"),
+        (lambda: Replaces("evaluation"), "last", "writes into its buffer 'seen' in forward", "in training only"),
+    ],
+)
+def test_writes_that_no_policy_serves_are_refused_with_the_cure(layer, policy, words, cure):
+    model = Ref(lambda: nn.Sequential(nn.Flatten(), nn.Linear(75, 12), layer(), nn.Linear(12, 3)))
+    validation = ValidationSpec(DataSpec(Ref(norm_models.Images)), samples=6)
+    spec = replace(ugly_models.job("counters"), model=model, buffers=policy, validation=validation)
+    with OneProcessRun(spec, ParallelPlan.mesh(dp=2, layers=4), "1f1b") as run, pytest.raises(UserCodeError, match=words) as error:
+        run.step(0)
+        run.validate(1)
+    assert cure in error.value.cure
+
+
+def test_one_value_per_channel_is_an_error_with_its_place_and_cure_before_the_run_and_in_it():
+    spec = replace(ugly_models.job("norms", microbatches=4, batch_size=7))
+    with pytest.raises(DataError, match=r"layer 'head'(.|\n)*Expected more than 1 value per channel") as error:
+        preflight(spec)
+    assert "batch_size >= 2 x microbatches" in error.value.cure
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=8), "1f1b") as run, pytest.raises(UserCodeError) as late:
+        run.step(0)
+    assert "layer 'head'" in late.value.what and "Expected more than 1 value per channel" in late.value.what
+    assert "GroupNorm" in late.value.cure
+
+
+def test_running_statistics_on_gpus_and_synchronised_norms_are_refused_with_the_cure():
+    with pytest.raises(ModelError, match=r"stem\.1 is a BatchNorm2d with running statistics, whose update on GPUs") as error:
+        preflight(replace(ugly_models.job("norms"), device="gpu"))
+    assert "GroupNorm" in error.value.cure
+    with pytest.raises(ModelError, match="SyncBatchNorm"):
+        capture_layer_graph(nn.SyncBatchNorm.convert_sync_batchnorm(norm_models.norms()), input="x")
+
+
+def test_a_norm_with_a_forward_that_normalises_twice_is_refused():
+    class Twice(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(super().forward(x))
+
+    norm = Twice(4)
+    RunningNorm("", norm).take = lambda call: None
+    with pytest.raises(UserCodeError, match="a Twice .* normalises 2 times"):
+        norm(torch.randn(5, 4))
+
+
+def test_an_instance_norm_whose_averages_pytorch_would_round_to_bfloat16_is_refused():
+    norm = nn.InstanceNorm1d(4, track_running_stats=True)
+    RunningNorm("1", norm).take = lambda call: None
+    with pytest.raises(UserCodeError, match=r"an InstanceNorm1d \(1\) without weights gets torch.bfloat16") as error:
+        norm(torch.randn(2, 4, 5).bfloat16())
+    assert "affine=True" in error.value.cure
+
+
+def test_the_contract_of_a_job_names_the_policy_only_where_it_is_set():
+    spec = ugly_models.job("norms")
+    assert "buffers" not in contract_of_job(spec)
+    assert contract_of_job(replace(spec, buffers="sum")) == contract_of_job(spec) | {"buffers": "sum"}

@@ -108,6 +108,12 @@ class RunningNorm:
         its kernel computes them again."""
         if not self._has_own_forward and x.dim() == self.norm._get_no_batch_dim():
             x = x.unsqueeze(0)
+        if self.norm.weight is None and x.dtype != averages.dtype:
+            raise UserCodeError(
+                f"{with_article(type(self.norm).__name__)} ({self.path or 'the layer itself'}) without weights gets {x.dtype}, to "
+                f"which PyTorch would round its running averages, {averages.dtype}",
+                cure="give it affine=True, or track_running_stats=False, or its input as x.float()",
+            )
         instances = x.contiguous().view(1, x.shape[0] * x.shape[1], *x.shape[2:])
         mean, variance = (averages.new_zeros(instances.shape[1]) for _ in range(2))
         torch.batch_norm_update_stats(instances, mean, variance, 1.0)
