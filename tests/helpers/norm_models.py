@@ -87,13 +87,13 @@ class Pooled(nn.Module):
         return self.norm(x.mean((2, 3)))
 
 
-def norms(reentrant: bool = True) -> nn.Sequential:
-    """Eight layers; `reentrant`: with a reentrant checkpoint, whose backward cannot be split."""
+def norms(reentrant: bool = True, checkpointed: bool = True) -> nn.Sequential:
+    """Eight layers; `reentrant`: with a reentrant checkpoint, whose backward cannot be split; `checkpointed`: with another."""
     layers: list[tuple[str, nn.Module]] = [
         ("stem", nn.Sequential(nn.Conv2d(3, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS), nn.ReLU())),
         ("block", Residual(0.1)),
         ("twice", CalledTwice()),
-        ("checkpointed", Residual(None, reentrant=False)),
+        ("checkpointed", Residual(None, reentrant=False if checkpointed else None)),
         ("strided", Strided()),
         ("act", nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), NormAct(CHANNELS, momentum=0.01))),
         ("again", Residual(0.3, reentrant=True if reentrant else None)),
@@ -105,6 +105,11 @@ def norms(reentrant: bool = True) -> nn.Sequential:
 def splittable_norms() -> nn.Sequential:
     """`norms` for schedules that split the backward pass."""
     return norms(reentrant=False)
+
+
+def plain_norms() -> nn.Sequential:
+    """`norms` without checkpoints, which take long to load."""
+    return norms(reentrant=False, checkpointed=False)
 
 
 class Images(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -173,6 +178,7 @@ def counters() -> nn.Sequential:
 MODELS: dict[str, tuple[Any, Any, Any, str]] = {
     "norms": (norms, class_loss, Images, "*bn*"),
     "splittable norms": (splittable_norms, class_loss, Images, "*bn*"),
+    "plain norms": (plain_norms, class_loss, Images, "*bn*"),
     "counters": (counters, class_loss, Images, "*.bias"),
 }
 """As `ugly_models.MODELS`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.job_spec import DataSpec, JobSpec, Ref, ValidationSpec, contract_of_job
-from raypar.worker.preflight import preflight
+from raypar.worker.preflight import check_model_can_shard, preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.running_statistics import NormCall, RunningNorm, fold_norm_calls
 from raypar.worker.worker_assignments import make_layer_graph
@@ -140,6 +141,51 @@ def test_replicas_that_join_and_leave_and_a_checkpoint_have_the_buffers_of_one_p
             again.step(step)
         got = {**again.parameters(), **again.buffers()}
         assert not [d for n, value in state.items() for d in differences(want, n, got[n], value)]
+
+
+class Mlp(nn.Module):
+    """What shards cut: up is a column layer, down a row layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def mlps(inside: bool = False) -> nn.Sequential:
+    """Blocks that shards cut, between norms; `inside`: with a norm of a part."""
+    first: list[nn.Module] = [nn.Flatten(), nn.Linear(75, 12), nn.BatchNorm1d(12)]
+    blocks = [Mlp(), nn.BatchNorm1d(12, momentum=None), Mlp(), nn.BatchNorm1d(12), nn.Linear(12, 3)]
+    if inside:
+        blocks[0] = nn.Sequential(OrderedDict(up=nn.Linear(12, 24), norm=nn.BatchNorm1d(24), down=nn.Linear(24, 12)))
+    return nn.Sequential(*first, *blocks)
+
+
+def test_shards_have_whole_norms_that_agree_with_those_of_all_replicas():
+    spec = replace(ugly_models.job("counters"), model=Ref(mlps), styles=(("*.up", "column"), ("*.down", "row"), ("*", "whole")))
+    shapes = ({"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 3, "pp": 2, "tp": 2})
+    found: list[dict[str, list[torch.Tensor]]] = []
+    for shape in shapes:
+        with OneProcessRun(spec, ParallelPlan.mesh(**shape, layers=8), "1f1b") as run:
+            for step in range(spec.steps):
+                run.step(step)
+                if step == 0:
+                    first_step = {name: copies[0].clone() for name, copies in run.buffers().items()}
+            found.append({name: [copy.clone() for copy in copies] for name, copies in run.buffers().items()})
+    for copies in found:
+        assert not [d for n, first in found[0].items() for d in differences(reference.Result(), n, copies[n], first[0])]
+    whole = reference.train(make_layer_graph(spec), replace(spec, steps=1)).buffers
+    assert all(torch.allclose(first_step[name], value, rtol=1e-5, atol=1e-7) for name, value in whole.items())
+
+
+def test_a_norm_of_a_part_of_the_features_is_refused():
+    styles = (("3.up", "column"), ("3.down", "row"), ("*", "whole"))
+    spec = replace(ugly_models.job("counters"), model=Ref(mlps, {"inside": True}), styles=styles)
+    with pytest.raises(ModelError) as error:
+        check_model_can_shard(spec, preflight(spec), ParallelPlan.mesh(tp=2, layers=8))
+    assert "norm" in str(error.value)
 
 
 def test_validation_reads_running_statistics_and_a_skipped_step_changes_none():
