@@ -15,6 +15,7 @@ from collections import OrderedDict
 
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 CLASSES = 10
@@ -57,8 +58,6 @@ class Digits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     raypar_thread_safe = True
 
     def __init__(self, split: str) -> None:
-        from sklearn.datasets import load_digits
-
         found = load_digits()
         chosen = [i for i in range(len(found.target)) if (i % 5 == 0) == (split == "validation")]
         self.images = torch.tensor(found.images[chosen], dtype=torch.float32).unsqueeze(1) / 8 - 1

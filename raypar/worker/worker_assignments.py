@@ -178,4 +178,6 @@ def make_worker_assignments(
         {count: compute_shard_layout(graph, count, dict(spec.styles)) for count in counts | {1}} if max(counts) > 1 else {}
     )
     validation = make_validation_batching(spec, validation_samples)
-    return assign_programs_to_ranks(schedule, plan, make_model_outline(graph).crossing(plan), spec.batching, validation, layouts=layouts)
+    return assign_programs_to_ranks(
+        schedule, plan, make_model_outline(graph).crossing(plan), spec.batching, validation, layouts=layouts
+    )

@@ -14,7 +14,14 @@ from helpers.torch_flesh import TorchJob, simulate
 from raypar.plan import ParallelPlan
 from raypar.worker.worker_assignments import make_layer_graph
 
-QUICK = {"step_deadline_s": 0.5, "start_deadline_s": 1.0, "pass_deadline_s": 2.0, "status_s": 0.5, "adopt_s": 2.0, "capacity_s": 5.0}
+QUICK = {
+    "step_deadline_s": 0.5,
+    "start_deadline_s": 1.0,
+    "pass_deadline_s": 2.0,
+    "status_s": 0.5,
+    "adopt_s": 2.0,
+    "capacity_s": 5.0,
+}
 LAYERS = 8
 GRID = ParallelPlan.mesh(dp=2, pp=2, layers=LAYERS)
 

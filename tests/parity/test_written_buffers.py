@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +17,16 @@ from helpers.parity import Layout, check_local, differences, expected
 from helpers.torch_flesh import TorchJob
 from torch import nn
 
-from raypar.errors import DataError, ModelError, UserCodeError
+from raypar import Trainer
+from raypar.config import load_job, parse_job
+from raypar.errors import ConfigError, DataError, ModelError, UserCodeError
 from raypar.model.capture import capture_layer_graph
 from raypar.plan import ParallelPlan
+from raypar.safe_yaml import dump_yaml
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.job_spec import DataSpec, JobSpec, Ref, ValidationSpec, contract_of_job
+from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_layers, read_microbatches
 from raypar.worker.preflight import check_model_can_shard, preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.running_statistics import NormCall, RunningNorm, fold_norm_calls
@@ -190,7 +195,10 @@ def test_a_norm_of_a_part_of_the_features_is_refused():
 
 def test_validation_reads_running_statistics_and_a_skipped_step_changes_none():
     spec = replace(
-        ugly_models.job("norms", steps=3), non_finite="skip", loss=Ref(nan_in_step_1), validation=ValidationSpec(DataSpec(Ref(norm_models.Images)), samples=6)
+        ugly_models.job("norms", steps=3),
+        non_finite="skip",
+        loss=Ref(nan_in_step_1),
+        validation=ValidationSpec(DataSpec(Ref(norm_models.Images)), samples=6),
     )
     graph = make_layer_graph(spec)
     with OneProcessRun(spec, ParallelPlan.mesh(dp=2, pp=2, layers=8), "1f1b", graph=graph) as run:
@@ -237,7 +245,9 @@ LAYOUTS = {
 }
 
 
-def check_update(norm: Callable[[], nn.Module], shape, given: torch.dtype, dtype: torch.dtype, layout: str, scale: float) -> None:
+def check_update(
+    norm: Callable[[], nn.Module], shape, given: torch.dtype, dtype: torch.dtype, layout: str, scale: float
+) -> None:
     """Six calls of PyTorch's norm, and of the same norm with stand-ins, whose calls are folded in two parts."""
     generator = torch.Generator().manual_seed(1)
     plain, own = norm().to(dtype), norm().to(dtype)
@@ -321,7 +331,12 @@ class Replaces(nn.Linear):
 @pytest.mark.parametrize(
     "layer, policy, words, cure",
     [
-        (ChecksAgain, "last", "writes its buffer 'calls' when activation checkpointing runs its forward again", "plan.recompute"),
+        (
+            ChecksAgain,
+            "last",
+            "writes its buffer 'calls' when activation checkpointing runs its forward again",
+            "plan.recompute",
+        ),
         (lambda: Replaces("shape"), "sum", r"replaces its buffer 'seen', \[3\] torch.float32, by \[4\]", "keep its shape"),
         (lambda: Replaces("bool"), "sum", "'seen', which is bool", "model.buffers: last"),
         (lambda: Replaces("evaluation"), "last", "writes into its buffer 'seen' in forward", "in training only"),
@@ -331,7 +346,10 @@ def test_writes_that_no_policy_serves_are_refused_with_the_cure(layer, policy, w
     model = Ref(lambda: nn.Sequential(nn.Flatten(), nn.Linear(75, 12), layer(), nn.Linear(12, 3)))
     validation = ValidationSpec(DataSpec(Ref(norm_models.Images)), samples=6)
     spec = replace(ugly_models.job("counters"), model=model, buffers=policy, validation=validation)
-    with OneProcessRun(spec, ParallelPlan.mesh(dp=2, layers=4), "1f1b") as run, pytest.raises(UserCodeError, match=words) as error:
+    with (
+        OneProcessRun(spec, ParallelPlan.mesh(dp=2, layers=4), "1f1b") as run,
+        pytest.raises(UserCodeError, match=words) as error,
+    ):
         run.step(0)
         run.validate(1)
     assert cure in error.value.cure
@@ -379,3 +397,44 @@ def test_the_contract_of_a_job_names_the_policy_only_where_it_is_set():
     spec = ugly_models.job("norms")
     assert "buffers" not in contract_of_job(spec)
     assert contract_of_job(replace(spec, buffers="sum")) == contract_of_job(spec) | {"buffers": "sum"}
+
+
+# -- whole jobs --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_resnet_of_the_jobs_is_that_of_one_process_with_two_stages_and_two_replicas():
+    job = load_job(str(Path(__file__).parents[2] / "jobs" / "resnet_digits.yaml"))
+    spec = replace(job.to_spec(), steps=2, validation=None)
+    plan = job.to_plan(10)
+    assert [stage.replicas for stage in plan.stages] == [2, 2] and job.schedule_name == "1f1b"
+    want = reference.train(make_layer_graph(spec), spec)
+    assert len(want.buffers) == 60 and want.buffers["block7.bn2.num_batches_tracked"] == 8
+    check(spec, plan, "1f1b", want)
+
+
+def test_layers_that_write_buffers_are_measured_and_may_be_recomputed():
+    for name, policy in (("norms", "refuse"), ("counters", "last"), ("counters", "sum")):
+        spec = replace(ugly_models.job(name), buffers=policy)
+        graph = preflight(spec).graph
+        batches = read_microbatches(spec, graph, one_microbatch_of_each_size(spec.batching))
+        assert profile_layers(spec, graph, batches, None).recomputable == tuple(range(8))
+
+
+def test_initial_values_by_name_reset_running_statistics_too():
+    spec = replace(ugly_models.job("norms", steps=2), init="by-name")
+    with OneProcessRun(spec, ParallelPlan.mesh(dp=2, pp=2, layers=8), "1f1b") as run:
+        for step in range(2):
+            run.step(step)
+        assert run.buffers()["stem.1.num_batches_tracked"][0] == 2 * spec.microbatches
+        assert run.buffers()["twice.norm.num_batches_tracked"][0] == 4 * spec.microbatches
+
+
+def test_a_job_file_and_the_trainer_take_the_policy_with_the_model():
+    given = {"steps": 1, "batch_size": 4, "microbatches": 2, "loss": "helpers.norm_models:class_loss"}
+    data = {"function": "helpers.norm_models:Images"}
+    model = {"function": "helpers.norm_models:counters", "buffers": "sum"}
+    assert Trainer(model=model, data=data, **given).job.to_spec().buffers == "sum"
+    assert parse_job(dump_yaml({"model": model, "data": data, **given})).to_spec().buffers == "sum"
+    assert Trainer(model="helpers.norm_models:counters", data=data, **given).job.to_spec().buffers == "refuse"
+    with pytest.raises(ConfigError, match="buffers"):
+        Trainer(model=model | {"buffers": "first"}, data=data, **given)

@@ -224,7 +224,12 @@ def doubled(programs, rank, text):
         (lambda p: (p[0][:-2] + p[0][:-3:-1], p[1]), "ended", 0, "the last instructions are O V, not V O"),
         (lambda p: doubled(p, 1, "V"), "ended", 1, "V (ExchangeVotes) stands 2 times, needed 1"),
         (lambda p: (p[0][:-1] + (ExchangeTies(),) + p[0][-1:], p[1]), "ended", 0, "T (ExchangeTies) stands 1 times, needed 0"),
-        (lambda p: (p[0][:-2] + (ExchangeBuffers(),) + p[0][-2:], p[1]), "ended", 0, "S (ExchangeBuffers) stands 1 times, needed 0"),
+        (
+            lambda p: (p[0][:-2] + (ExchangeBuffers(),) + p[0][-2:], p[1]),
+            "ended",
+            0,
+            "S (ExchangeBuffers) stands 1 times, needed 0",
+        ),
         (lambda p: (p[0], (*p[1][:-4], p[1][-3], p[1][-4], *p[1][-2:])), "freed", 1, None),
     ],
 )

@@ -201,5 +201,3 @@ def _copy_of(tensor: Tensor) -> Tensor:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are equal, NaN too. Some kernels write without a new version: F.batch_norm's."""
     return torch.equal(a, b) or (a.is_floating_point() and bool(((a == b) | ((a != a) & (b != b))).all()))
-
-

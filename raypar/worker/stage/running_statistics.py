@@ -208,11 +208,15 @@ def fold_norm_calls(norms: Mapping[str, _NormBase], calls: Sequence[NormCall]) -
                 factor = _factor(norms[path], counts[path] + turn + 1)
                 alone = path if own[turn].mean.dim() > 1 else None
                 mean = averages[path][0]
-                alike.setdefault((factor, own[turn].arithmetic, mean.dtype, own[turn].variance.dtype, alone), []).append(own[turn])
+                alike.setdefault((factor, own[turn].arithmetic, mean.dtype, own[turn].variance.dtype, alone), []).append(
+                    own[turn]
+                )
         for (factor, arithmetic, *_), together in alike.items():
             old = [averages[call.norm] for call in together]
             means = _fold_together([a[0] for a in old], [c.mean for c in together], factor, arithmetic, is_variance=False)
-            variances = _fold_together([a[1] for a in old], [c.variance for c in together], factor, arithmetic, is_variance=True)
+            variances = _fold_together(
+                [a[1] for a in old], [c.variance for c in together], factor, arithmetic, is_variance=True
+            )
             averages.update({call.norm: pair for call, pair in zip(together, zip(means, variances, strict=True), strict=True)})
     for path, own in by_norm.items():
         norm = norms[path]

@@ -426,9 +426,9 @@ class Stage:
         self.hooks.begin(closes)
         try:
             if roots:
-                with contextlib.ExitStack() as buffers:
+                with contextlib.ExitStack() if self.buffer_updates else contextlib.nullcontext() as writes:
                     for updates in self.buffer_updates.values():
-                        buffers.enter_context(updates.refusing())
+                        writes.enter_context(updates.refusing())
                     run_backward_pass(roots, starts)
         except RayparError:
             raise
