@@ -1,7 +1,7 @@
 """ResNet-18 with batch norm on scikit-learn's digits (1,797 images of 8x8), in plain PyTorch. Nothing here knows raypar.
 
-The network of He et al. 2016 (arXiv:1512.03385) with the stem for small images: one 3x3 convolution, no pooling. `layers` returns
-`stem`, `block0` to `block7`, `head`; a residual block is one module, so a pipeline may be cut before and after each.
+The network of He et al. 2016 (arXiv:1512.03385) with the stem for small images: one 3x3 convolution, no pooling. `layers`
+returns `stem`, `block0` to `block7`, `head`; a residual block is one module, so a pipeline may be cut before and after each.
 
     raypar train jobs/resnet_digits.yaml
     raypar export RUN --out resnet.safetensors && python -m examples.resnet_digits resnet.safetensors     # the accuracy
@@ -22,7 +22,7 @@ CLASSES = 10
 
 
 class Block(nn.Module):
-    """x [mb, inputs, h, w] -> [mb, outputs, h / stride, w / stride]: two 3x3 convolutions with norms, added to x or its projection."""
+    """x [mb, inputs, h, w] -> [mb, outputs, h / stride, w / stride]: two 3x3 convolutions and norms, and x or its projection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

@@ -17,7 +17,6 @@ from raypar.model.initial_values_protocol import InitialValues
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.stage_connections import ModelOutline, StageConnections
 
-
 BufferPolicy = Literal["refuse", "last", "sum"]
 """What becomes of buffers that forward writes in training, those of norms with running statistics apart. `refuse`: an error.
 `last`: the value of the last microbatch that has written it. `sum`: what each microbatch has added. Each microbatch begins with

@@ -200,6 +200,15 @@ def layers_that_write_buffers(graph: Graph) -> frozenset[int]:
     )
 
 
+def buffers_of_several_layers(graph: Graph) -> frozenset[str]:
+    """Qualified names of the buffers that several layers of a chain share."""
+    names: dict[int, list[str]] = {}
+    for layer in graph.layers:
+        for path, buffer in shared_skeleton(layer).named_buffers():
+            names.setdefault(id(buffer), []).append(f"{layer.name}.{path}")
+    return frozenset(name for shared in names.values() if len(shared) > 1 for name in shared)
+
+
 def norms_with_running_statistics(module: nn.Module) -> Iterator[tuple[str, _NormBase]]:
     """(path, norm) of every norm in `module` whose forward changes running averages in training.
 

@@ -99,8 +99,8 @@ def check_running_statistics(spec: JobSpec, graph: Graph) -> None:
     for layer in graph.layers if spec.device != "cpu" else ():
         for path, norm in norms_with_running_statistics(shared_skeleton(layer)):
             raise ModelError(
-                f"{layer.name}.{path} is {with_article(type(norm).__name__)} with running statistics, whose update on GPUs raypar "
-                "does not know to the bit",
+                f"{layer.name}.{path} is {with_article(type(norm).__name__)} with running statistics, whose update on GPUs "
+                "raypar does not know to the bit",
                 cure="set device: cpu, or use GroupNorm, or track_running_stats=False",
             )
 

@@ -18,6 +18,7 @@ from raypar.comm.communicator_key import SHARD_CHANNELS
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Transport
 from raypar.model.graph import Graph, Layer
+from raypar.model.layer_skeletons import buffers_of_several_layers
 from raypar.model.materialise import materialise
 from raypar.model.split_linear_backward import defer_weight_gradients
 from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy
@@ -168,8 +169,10 @@ def uses_completed_by_autograd(weights: StageWeights, deferred: DeferredGradient
 
 def build_buffer_updates(graph: Graph, weights: StageWeights) -> dict[str, BufferUpdates]:
     """Layer name -> keeper of what the layer's forward writes into buffers; layers that may write none are left out."""
+    policy = graph.buffer_policy
+    shared = buffers_of_several_layers(graph) if policy != "refuse" else frozenset[str]()
     made = [
-        (name, BufferUpdates.of(name, weights.modules[name], weights.of_layer(position).buffers, graph.buffer_policy))
+        (name, BufferUpdates.of(name, weights.modules[name], weights.of_layer(position).buffers, policy, shared))
         for position, name in enumerate(weights.layer_names)
     ]
     return {name: updates for name, updates in made if updates is not None}

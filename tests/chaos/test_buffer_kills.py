@@ -1,4 +1,4 @@
-"""Workers of models whose forward writes buffers are killed at any point: parameters and buffers are those of an undisturbed run.
+"""Workers of models whose forward writes buffers are killed at any point: the buffers are those of an undisturbed run.
 
 Real stages and exchanges over the local transport, under the real elastic protocol on a virtual clock.
 """

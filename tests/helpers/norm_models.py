@@ -1,8 +1,8 @@
 """Models whose forward writes buffers: norms with running statistics in every way that people use them, and other buffers.
 
-`norms`: BatchNorm2d with momentum and cumulative, one called twice in a forward, one in evaluation mode, BatchNorm1d on a strided
-and on a flat input, a subclass with a forward of its own, InstanceNorm2d with running statistics, norms inside reentrant and
-other checkpoints. `counters`: buffers that forward writes in place, replaces, or keeps as a cache.
+`norms`: BatchNorm2d with momentum and cumulative, one called twice in a forward, one in evaluation mode, BatchNorm1d on a
+strided and on a flat input, a subclass with a forward of its own, InstanceNorm2d with running statistics, norms inside
+reentrant and other checkpoints. `counters`: buffers that forward writes in place, replaces, or keeps as a cache.
 """
 
 from __future__ import annotations

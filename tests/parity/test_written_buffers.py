@@ -1,4 +1,4 @@
-"""Buffers that forward writes: running statistics and others, equal under every plan to one process with the modules themselves."""
+"""Buffers that forward writes, running statistics and others: under every plan those of one process with the modules."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_validation_reads_running_statistics_and_a_skipped_step_changes_none():
         whole.eval()
         data = norm_models.Images()
         x, y = torch.stack([data[i][0] for i in range(6)]), torch.tensor([data[i][1] for i in range(6)])
-        assert loss == pytest.approx(float(norm_models.class_loss(whole(x), y)), rel=1e-6)
+        assert loss == pytest.approx(float(norm_models.class_loss(whole(x), y).detach()), rel=1e-6)
 
 
 NAN: list[bool] = []
@@ -381,8 +381,25 @@ def test_a_norm_with_a_forward_that_normalises_twice_is_refused():
 
     norm = Twice(4)
     RunningNorm("", norm).take = lambda call: None
-    with pytest.raises(UserCodeError, match="a Twice .* normalises 2 times"):
+    with pytest.raises(UserCodeError, match=r"a Twice .* normalises 2 times"):
         norm(torch.randn(5, 4))
+
+
+def test_buffers_that_two_layers_share_are_refused_once_they_are_written():
+    norm, counter = nn.BatchNorm1d(12), norm_models.Counters(12)
+    with pytest.raises(ModelError, match=r"0\.0 and 1\.0 share the running statistics of a norm") as error:
+        capture_layer_graph([nn.Sequential(norm), nn.Sequential(norm)], input="x")
+    assert "a norm for each" in error.value.cure
+    with pytest.raises(ModelError, match="0 and 1 share the running statistics"):
+        capture_layer_graph([norm, norm], input="x")
+
+    def shared() -> list[nn.Module]:
+        return [nn.Flatten(), nn.Linear(75, 12), nn.Sequential(counter), nn.Sequential(counter), nn.Linear(12, 3)]
+
+    spec = replace(ugly_models.job("counters"), model=Ref(shared), buffers="last")
+    with OneProcessRun(spec, ParallelPlan.mesh(layers=5), "1f1b") as run, pytest.raises(UserCodeError) as late:
+        run.step(0)
+    assert "layer '2' writes its buffer '0.samples', which another layer has too" in late.value.what
 
 
 def test_an_instance_norm_whose_averages_pytorch_would_round_to_bfloat16_is_refused():

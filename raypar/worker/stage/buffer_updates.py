@@ -11,7 +11,7 @@ Norms with running statistics are served always (`running_statistics.py`), other
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -65,11 +65,20 @@ class BufferUpdates:
     """What stands in for the norms' forwards."""
     _writable: dict[str, _Writable]
     """Path -> other buffer; empty under `refuse`."""
+    _shared: Collection[str]
+    """Qualified names of buffers that several layers have, each a copy of its own here: they may be read only."""
     _written: set[str]
     """Paths of the buffers that a forward here has written so far."""
 
-    def __init__(self, layer: str, module: nn.Module, buffers: Sequence[LayerBuffer], policy: BufferPolicy) -> None:
-        self.layer, self.policy, self.by_microbatch = layer, policy, {}
+    def __init__(
+        self,
+        layer: str,
+        module: nn.Module,
+        buffers: Sequence[LayerBuffer],
+        policy: BufferPolicy,
+        shared: Collection[str] = (),
+    ) -> None:
+        self.layer, self.policy, self.by_microbatch, self._shared = layer, policy, {}, shared
         self._norms = dict(norms_with_running_statistics(module))
         if self._norms:
             check_update_arithmetic()
@@ -80,9 +89,12 @@ class BufferUpdates:
         self._written = set()
 
     @staticmethod
-    def of(layer: str, module: nn.Module, buffers: Sequence[LayerBuffer], policy: BufferPolicy) -> BufferUpdates | None:
-        """The updates of a layer; None if its forward may write no buffer."""
-        made = BufferUpdates(layer, module, buffers, policy)
+    def of(
+        layer: str, module: nn.Module, buffers: Sequence[LayerBuffer], policy: BufferPolicy, shared: Collection[str] = ()
+    ) -> BufferUpdates | None:
+        """The updates of a layer; None if its forward may write no buffer. `shared`: names of buffers that other layers have
+        too."""
+        made = BufferUpdates(layer, module, buffers, policy, shared)
         return made if made._norms or made._writable else None
 
     def begin_step(self) -> None:
@@ -104,7 +116,7 @@ class BufferUpdates:
         finally:
             for recorder in self._recorders:
                 recorder.take = None
-        update.written = {path: value.detach() for path, value in found.items()}
+        update.written = found
         self._written |= set(found)
         if counts:
             self.by_microbatch[microbatch] = update
@@ -153,15 +165,21 @@ class BufferUpdates:
         if value is None or value.shape != tensor.shape or value.dtype != tensor.dtype:
             now = "nothing" if value is None else f"{list(value.shape)} {value.dtype}"
             raise UserCodeError(
-                f"layer {self.layer!r} replaces its buffer {buffer.path!r}, {list(tensor.shape)} {tensor.dtype}, by {now} in forward",
+                f"layer {self.layer!r} replaces its buffer {buffer.path!r}, {list(tensor.shape)} {tensor.dtype}, by {now} in "
+                "forward",
                 cure="keep its shape and dtype, or register a buffer that is only a cache with persistent=False",
+            )
+        if f"{self.layer}.{buffer.path}" in self._shared:
+            raise UserCodeError(
+                f"layer {self.layer!r} writes its buffer {buffer.path!r}, which another layer has too and would not see",
+                cure="put the layers that share it into one layer",
             )
         if self.policy == "sum" and tensor.dtype == torch.bool:
             raise UserCodeError(
                 f"layer {self.layer!r} writes its buffer {buffer.path!r}, which is bool, and has no differences to add",
                 cure="set model.buffers: last, or register it as integers",
             )
-        return value
+        return value.detach().clone()  # forward may keep what it has assigned
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -199,5 +217,5 @@ def _copy_of(tensor: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal, NaN too. Some kernels write without a new version: F.batch_norm's."""
+    """Whether two tensors of one shape and dtype are equal, NaN too. Not all writes count a version: F.batch_norm's do not."""
     return torch.equal(a, b) or (a.is_floating_point() and bool(((a == b) | ((a != a) & (b != b))).all()))

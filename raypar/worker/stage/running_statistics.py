@@ -4,8 +4,9 @@ In training a norm normalises by the statistics of its own input, and only adds 
 stand-in buffers, which then hold the call's own mean and unbiased variance, wherever and whenever it runs. `fold_norm_calls`
 makes of all calls, in their order, the averages that the norm itself would have.
 
-The arithmetic is that of PyTorch's CPU kernel (`batch_norm_cpu_update_stats_template` in aten/src/ATen/native/Normalization.cpp),
-which depends on the input's dtype and memory layout. `check_update_arithmetic` compares both on this machine.
+The arithmetic is that of PyTorch's CPU kernel, which depends on the input's dtype and memory layout
+(`batch_norm_cpu_update_stats_template` in aten/src/ATen/native/Normalization.cpp). `check_update_arithmetic` compares both on
+this machine.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ class RunningNorm:
             x = x.unsqueeze(0)
         if self.norm.weight is None and x.dtype != averages.dtype:
             raise UserCodeError(
-                f"{with_article(type(self.norm).__name__)} ({self.path or 'the layer itself'}) without weights gets {x.dtype}, to "
-                f"which PyTorch would round its running averages, {averages.dtype}",
+                f"{with_article(type(self.norm).__name__)} ({self.path or 'the layer itself'}) without weights gets {x.dtype}, "
+                f"to which PyTorch would round its running averages, {averages.dtype}",
                 cure="give it affine=True, or track_running_stats=False, or its input as x.float()",
             )
         instances = x.contiguous().view(1, x.shape[0] * x.shape[1], *x.shape[2:])
@@ -274,7 +275,7 @@ def check_update_arithmetic() -> None:
             fold_norm_calls({"": own}, calls)
             if not all(torch.equal(a, b) for a, b in zip(plain.buffers(), own.buffers(), strict=True)):
                 raise ModelError(
-                    f"this build of PyTorch ({torch.__version__}) updates running statistics by another arithmetic than the one "
-                    f"that raypar knows ({given}, {'strided' if strided else 'contiguous'} input)",
+                    f"this build of PyTorch ({torch.__version__}) updates running statistics by another arithmetic than the "
+                    f"one that raypar knows ({given}, {'strided' if strided else 'contiguous'} input)",
                     cure="use a PyTorch with which raypar is tested (2.13, x86-64), or GroupNorm in place of BatchNorm",
                 )
