@@ -22,7 +22,7 @@ CLASSES = 10
 
 
 class Block(nn.Module):
-    """x [mb, inputs, h, w] -> [mb, outputs, h / stride, w / stride]: two 3x3 convolutions and norms, and x or its projection."""
+    """x [mb, inputs, h, w] -> [mb, outputs, h / stride, w / stride]: two 3x3 convolutions, and x or its projection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
