@@ -9,13 +9,15 @@ returns `stem`, `block0` to `block7`, `head`; a residual block is one module, so
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 from collections import OrderedDict
+from pathlib import Path
 
+import numpy
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 CLASSES = 10
@@ -52,16 +54,28 @@ def layers(width: int = 64) -> nn.Sequential:
     return nn.Sequential(OrderedDict(parts))
 
 
+def read_rows() -> Tensor:
+    """The data [1797, 65] of `sklearn.datasets.load_digits`: 64 grey values from 0 to 16, and the class.
+
+    Read from its file: importing scikit-learn takes seconds in every worker, and sets environment variables.
+    """
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("the digits come with scikit-learn: pip install scikit-learn")
+    rows = numpy.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=numpy.float32)
+    return torch.from_numpy(rows)
+
+
 class Digits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """Sample: image [1, 8, 8] in [-1, 1], class. Every fifth image is kept for validation."""
 
     raypar_thread_safe = True
 
     def __init__(self, split: str) -> None:
-        found = load_digits()
-        chosen = [i for i in range(len(found.target)) if (i % 5 == 0) == (split == "validation")]
-        self.images = torch.tensor(found.images[chosen], dtype=torch.float32).unsqueeze(1) / 8 - 1
-        self.classes = torch.tensor(found.target[chosen], dtype=torch.int64)
+        rows = read_rows()
+        chosen = [i for i in range(len(rows)) if (i % 5 == 0) == (split == "validation")]
+        self.images = rows[chosen, :64].reshape(-1, 1, 8, 8) / 8 - 1
+        self.classes = rows[chosen, 64].long()
 
     def __len__(self) -> int:
         return len(self.classes)
