@@ -62,8 +62,8 @@ def read_rows() -> Tensor:
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise ModuleNotFoundError("the digits come with scikit-learn: pip install scikit-learn")
-    rows = numpy.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=numpy.float32)
-    return torch.from_numpy(rows)
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    return torch.from_numpy(numpy.loadtxt(file, delimiter=",", dtype=numpy.float32))
 
 
 class Digits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

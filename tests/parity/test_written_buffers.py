@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import norm_models, reference, ugly_models
 from helpers.generations import Generations
 from helpers.parity import Layout, check_local, differences, expected
@@ -374,15 +375,38 @@ def test_running_statistics_on_gpus_and_synchronised_norms_are_refused_with_the_
         capture_layer_graph(nn.SyncBatchNorm.convert_sync_batchnorm(norm_models.norms()), input="x")
 
 
-def test_a_norm_with_a_forward_that_normalises_twice_is_refused():
-    class Twice(nn.BatchNorm1d):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(super().forward(x))
+class OwnForward(nn.BatchNorm1d):
+    """A norm with a forward of its own."""
 
-    norm = Twice(4)
-    RunningNorm("", norm).take = lambda call: None
-    with pytest.raises(UserCodeError, match=r"a Twice .* normalises 2 times"):
-        norm(torch.randn(5, 4))
+    def __init__(self, how: str) -> None:
+        super().__init__(4)
+        self.how = how
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "twice":
+            return super().forward(super().forward(x))
+        if self.how == "other factor":
+            return F.batch_norm(x, self.running_mean, self.running_var, training=True, momentum=0.5 * self.momentum)
+        return super().forward(F.batch_norm(x * self.scale, None, None, training=True).T.contiguous().T)
+
+
+def test_a_norm_with_a_forward_of_its_own_is_followed_or_refused():
+    plain, own = OwnForward("scaled"), OwnForward("scaled")
+    calls: list[NormCall] = []
+    RunningNorm("", own).take = calls.append
+    for _ in range(3):
+        x = torch.randn(5, 4)
+        assert torch.equal(plain(x), own(x))
+    fold_norm_calls({"": own}, calls)
+    assert [call.arithmetic for call in calls] == ["strided"] * 3
+    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), own.buffers(), strict=True))
+    for how, words in (("twice", r"an OwnForward \(a\.b\) .* statistics 2 times"), ("other factor", "another factor than its")):
+        norm = OwnForward(how)
+        RunningNorm("a.b", norm).take = calls.append
+        with pytest.raises(UserCodeError, match=words):
+            norm(torch.randn(5, 4))
+        assert norm.momentum == 0.1 and torch.equal(norm.running_mean, torch.zeros(4))
 
 
 def test_buffers_that_two_layers_share_are_refused_once_they_are_written():

@@ -22,6 +22,7 @@ from raypar.errors import UserCodeError
 from raypar.model.graph import BufferPolicy
 from raypar.model.layer_skeletons import norms_with_running_statistics
 from raypar.worker.stage.running_statistics import (
+    STATISTICS,
     NormCall,
     RunningNorm,
     check_update_arithmetic,
@@ -83,7 +84,7 @@ class BufferUpdates:
         if self._norms:
             check_update_arithmetic()
         self._recorders = [RunningNorm(path, norm) for path, norm in self._norms.items()]
-        statistics = {id(buffer) for norm in self._norms.values() for buffer in norm._buffers.values()}
+        statistics = {id(norm._buffers[name]) for norm in self._norms.values() for name in STATISTICS}
         others = [buffer for buffer in buffers if id(buffer.tensor) not in statistics] if policy != "refuse" else []
         self._writable = {buffer.path: _Writable(buffer, _places(module, buffer.tensor)) for buffer in others}
         self._written = set()

@@ -42,6 +42,10 @@ class NormCall(NamedTuple):
     """Unbiased variance, in the shape of `mean`; float64 where the kernel adds it before it is rounded to float32."""
 
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Names of the buffers that a norm's forward changes."""
+
+
 class RunningNorm:
     """Takes the place of a norm's forward: the norm's buffers keep their values, and each call's statistics are handed over."""
 
@@ -63,40 +67,38 @@ class RunningNorm:
         norm.forward = self.__call__  # `Stage.release` takes it away
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The norm's forward. Raises what that raises."""
+        """The norm's forward. Raises what that raises, and `UserCodeError` for a forward of its own that cannot be followed."""
         norm = self.norm
         if not (norm.training and norm.track_running_stats):
             return self._forward(*args, **kwargs)
-        kept, momentum, seen = dict(norm._buffers), norm.momentum, _NormalisedInput()
-        stand_ins = {key: None if buffer is None else torch.zeros_like(buffer) for key, buffer in kept.items()}
-        norm._buffers.update(stand_ins)
+        buffers, momentum = norm._buffers, norm.momentum
+        kept = [(name, buffers[name]) for name in STATISTICS]
+        mean, variance = (torch.zeros_like(buffer) for _, buffer in kept[:2])
+        count = None if kept[2][1] is None else torch.zeros_like(kept[2][1])
+        buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=count)
         norm.momentum = 1.0
         try:
             if self._has_own_forward:
-                with seen:
+                with _NormalisedInput(mean) as seen:
                     result = self._forward(*args, **kwargs)
+                x = seen.only_input(self._label)
             else:
                 result = self._forward(*args, **kwargs)
-                seen.inputs = [args[0] if args else kwargs["input"]]
+                x = args[0] if args else kwargs["input"]
         finally:
-            norm._buffers.update(kept)
+            buffers.update(kept)
             norm.momentum = momentum
         if self.take is not None:
-            self.take(self._call_of(seen.inputs, stand_ins))
+            self.take(self._call_of(x.detach(), mean, variance))
         return result
 
-    @torch.no_grad()
-    def _call_of(self, inputs: Sequence[Tensor], stand_ins: Mapping[str, Tensor | None]) -> NormCall:
-        """What a call has left in the stand-ins. `inputs`: what was normalised."""
-        mean, variance = stand_ins["running_mean"], stand_ins["running_var"]
-        if len(inputs) != 1 or mean is None or variance is None:
-            raise UserCodeError(
-                f"{with_article(type(self.norm).__name__)} ({self.path or 'the layer itself'}) has a forward of its own that "
-                f"normalises {len(inputs)} times by F.batch_norm or F.instance_norm",
-                cure="let its forward call one of the two once, or use PyTorch's own norm",
-            )
-        (x,) = inputs
-        x = x.detach()
+    @property
+    def _label(self) -> str:
+        """The norm in messages."""
+        return f"{with_article(type(self.norm).__name__)} ({self.path or 'the layer itself'})"
+
+    def _call_of(self, x: Tensor, mean: Tensor, variance: Tensor) -> NormCall:
+        """What a call has left in the stand-ins. `x`: what was normalised."""
         if isinstance(self.norm, _InstanceNorm):
             return self._call_of_instances(x, mean)
         arithmetic = arithmetic_of(x, mean.dtype)
@@ -111,8 +113,8 @@ class RunningNorm:
             x = x.unsqueeze(0)
         if self.norm.weight is None and x.dtype != averages.dtype:
             raise UserCodeError(
-                f"{with_article(type(self.norm).__name__)} ({self.path or 'the layer itself'}) without weights gets {x.dtype}, "
-                f"to which PyTorch would round its running averages, {averages.dtype}",
+                f"{self._label} without weights gets {x.dtype}, to which PyTorch would round its running averages, "
+                f"{averages.dtype}",
                 cure="give it affine=True, or track_running_stats=False, or its input as x.float()",
             )
         instances = x.contiguous().view(1, x.shape[0] * x.shape[1], *x.shape[2:])
@@ -129,17 +131,38 @@ _PYTORCH_FORWARDS = (nn.modules.batchnorm._BatchNorm.forward, _InstanceNorm.forw
 class _NormalisedInput(TorchFunctionMode):
     """Context that notes what a norm's own forward gives PyTorch to normalise."""
 
-    inputs: list[Tensor]
-    """What was normalised, in order."""
+    _average: Tensor
+    """The stand-in of the running mean, by which the norm's call is known."""
+    _seen: list[tuple[Tensor, float]]
+    """(input, momentum) of each such call."""
 
-    def __init__(self) -> None:
+    def __init__(self, average: Tensor) -> None:
         super().__init__()
-        self.inputs = []
+        self._average, self._seen = average, []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm):
-            self.inputs.append(args[0] if args else kwargs["input"])
-        return func(*args, **(kwargs or {}))
+        named = kwargs or {}
+        if func in _NORMALISING and any(each is self._average for each in (*args, *named.values())):
+            self._seen.append((args[0] if args else named["input"], args[6] if len(args) > 6 else named.get("momentum", 0.1)))
+        return func(*args, **named)
+
+    def only_input(self, norm: str) -> Tensor:
+        """What was normalised. Raises `UserCodeError` unless it was once, by the norm's momentum."""
+        if len(self._seen) != 1:
+            raise UserCodeError(
+                f"{norm} has a forward of its own that updates its running statistics {len(self._seen)} times",
+                cure="let its forward call F.batch_norm or F.instance_norm once, or use PyTorch's own norm",
+            )
+        ((x, momentum),) = self._seen
+        if momentum != 1.0:  # which the norm has for the time of the call
+            raise UserCodeError(
+                f"{norm} has a forward of its own that updates its running statistics by another factor than its momentum",
+                cure="let its forward pass self.momentum on as it is, or use PyTorch's own norm",
+            )
+        return x
+
+
+_NORMALISING = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
 
 
 # -- the update --------------------------------------------------------------------------------------------------------------
