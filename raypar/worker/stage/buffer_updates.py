@@ -117,10 +117,17 @@ class BufferUpdates:
         finally:
             for recorder in self._recorders:
                 recorder.take = None
-        update.written = found
         self._written |= set(found)
         if counts:
+            update.written = found if self.policy == "sum" else self._without_superseded(microbatch, found)
             self.by_microbatch[microbatch] = update
+
+    def _without_superseded(self, microbatch: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Under `last`: the values in `found` that no later microbatch has written; those of earlier ones are dropped."""
+        for other, update in self.by_microbatch.items():
+            for path in sorted(found.keys() & update.written.keys()):
+                del (found if other > microbatch else update.written)[path]
+        return found
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
