@@ -103,6 +103,20 @@ def test_other_buffers_follow_the_policy(policy, replicas, schedule, microbatche
     assert changed >= {"2.running_mean", "4.mean", "4.variance"} and not changed & {"1.cache", "1.scale"}
 
 
+def spectral() -> nn.Sequential:
+    """Power iteration writes two buffers of each Linear in every forward."""
+    made = [nn.utils.parametrizations.spectral_norm(nn.Linear(*size)) for size in ((75, 12), (12, 12), (12, 3))]
+    return nn.Sequential(nn.Flatten(), *made)
+
+
+@pytest.mark.parametrize("recompute", [(), range(4)], ids=str)
+def test_spectral_norm_trains_under_the_policy_last(recompute):
+    spec = replace(ugly_models.job("counters"), model=Ref(spectral), buffers="last")
+    want = reference.train(make_layer_graph(spec), spec)
+    assert len(want.buffers) == 6
+    check(spec, ParallelPlan.mesh(dp=2, pp=2, layers=4, recompute=recompute), "1f1b", want)
+
+
 @pytest.mark.parametrize("layer, path", [(norm_models.Counters, "samples"), (norm_models.OwnNorm, "mean")])
 def test_other_buffers_are_refused_by_default_and_the_cure_is_the_policy(layer, path):
     spec = replace(ugly_models.job("counters"), model=Ref(lambda: nn.Sequential(nn.Flatten(), layer(75), nn.Linear(75, 3))))
