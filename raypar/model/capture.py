@@ -21,7 +21,7 @@ from raypar.model.layer_skeletons import (
     refuse_lazy,
     refuse_unsupported,
 )
-from raypar.model.parameter_aliasing import (
+from raypar.model.parameter_aliasing_check import (
     Replaced,
     refuse_parameter_aliasing,
     refuse_shared_statistics,

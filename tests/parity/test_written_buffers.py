@@ -26,9 +26,9 @@ from raypar.plan import ParallelPlan
 from raypar.safe_yaml import dump_yaml
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.elastic_worker import ElasticWorker
+from raypar.worker.job_preflight import check_model_can_shard, preflight
 from raypar.worker.job_spec import DataSpec, JobSpec, Ref, ValidationSpec, contract_of_job
 from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_layers, read_microbatches
-from raypar.worker.preflight import check_model_can_shard, preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.running_statistics import NormCall, RunningNorm, fold_norm_calls
 from raypar.worker.worker_assignments import make_layer_graph

@@ -28,7 +28,7 @@ from raypar.worker.stage.running_statistics import (
     check_update_arithmetic,
     fold_norm_calls,
 )
-from raypar.worker.stage.weights import LayerBuffer
+from raypar.worker.stage.stage_tensors import LayerBuffer
 
 
 @dataclass
