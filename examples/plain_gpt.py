@@ -69,6 +69,8 @@ def check_model(job, model):
         refuse("layers share parameters", "leave the tie out, or compare two plans by `raypar train`")
     if any(isinstance(part, torch.nn.modules.dropout._DropoutNd) and part.p for part in model.modules()):
         refuse("the model has dropout", "set it to 0, or compare two plans by `raypar train`")
+    if isinstance(job.get("model"), dict) and job["model"].get("buffers", "refuse") != "refuse":
+        refuse("the job has model.buffers", "leave it out, or compare two plans by `raypar train`")
     defaults = {"init_from": None, "init": "model", "dtype": "float32", "reduction": "canonical", "device": "cpu", "threads": 1}
     for key, default in defaults.items():
         if job.get(key, default) != default:

@@ -18,6 +18,7 @@ from raypar.config import (
     DataConfig,
     FunctionConfig,
     Job,
+    ModelConfig,
     OptimizerConfig,
     PlanConfig,
     ValidationConfig,
@@ -48,7 +49,7 @@ class SampleSource(Protocol):
 
 
 FUNCTIONS: dict[str, type[FunctionConfig]] = {
-    "model": FunctionConfig,
+    "model": ModelConfig,
     "loss": FunctionConfig,
     "data": DataConfig,
     "optimizer": OptimizerConfig,

@@ -32,7 +32,7 @@ from raypar.launch.launch_run import launch_run
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.run_folder import RunFolder
 from raypar.schedule import registry
-from raypar.schedule.instructions import ExchangeTies, ExchangeVotes, OptimizerStep, ReduceGradients
+from raypar.schedule.instructions import OncePerStep, ReduceGradients
 from raypar.user_code_errors import make_importable
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
@@ -177,7 +177,7 @@ def interpreter(microbatches: int, schedule: str, repeats: int = 30) -> dict[str
         spec, make_layer_graph(spec), plan, registry.build_schedule(schedule, MicrobatchRouting(plan, spec.batching))
     )[0]
     core.adopt(part, Nothing(0, plan.world))  # type: ignore[arg-type]
-    program = tuple(i for i in part.program if not isinstance(i, (ReduceGradients, ExchangeTies, ExchangeVotes, OptimizerStep)))
+    program = tuple(i for i in part.program if not isinstance(i, (ReduceGradients, OncePerStep)))
     found = []
     for step in range(repeats):
         core.loader.prefetch(step, range(microbatches))

@@ -104,6 +104,15 @@ class FunctionConfig(_Section):
         return Ref(self.function, self.args)
 
 
+class ModelConfig(FunctionConfig):
+    """The function that builds the model of a job, and what its forward may do."""
+
+    buffers: Literal["refuse", "last", "sum"] = "refuse"
+    """What becomes of buffers that forward writes in training, beside running statistics of norms, which are always kept.
+    `refuse`: an error. `last`: the value of the last microbatch that has written it; `sum`: what each microbatch has added.
+    Each microbatch begins with the value of the step's beginning."""
+
+
 class DataConfig(FunctionConfig):
     """The map-style data set of a job, and how its samples become the model's input and the loss's target."""
 
@@ -456,8 +465,8 @@ class Job(_Section):
     """Into how many microbatches a batch is cut."""
     virtual_replicas: Annotated[NonNegativeInt, Field(le=MAX_PARTS)] = 0
     """Contiguous blocks of microbatches, in which gradients are summed first; 0: one per microbatch, at most 16."""
-    model: FunctionConfig
-    """The function that builds the model."""
+    model: ModelConfig
+    """The function that builds the model, and what becomes of buffers that its forward writes."""
     loss: FunctionConfig
     """The loss function, or a function that makes it."""
     data: DataConfig
@@ -608,6 +617,7 @@ class Job(_Section):
             init=self.init,
             deferred_init=self.deferred_init,
             init_from=self.init_from.to_source() if self.init_from is not None else None,
+            buffers=self.model.buffers,
             device=self.device,
             threads=self.threads,
             reduction=self.reduction,

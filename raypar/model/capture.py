@@ -24,6 +24,7 @@ from raypar.model.layer_skeletons import (
 from raypar.model.parameter_aliasing_check import (
     Replaced,
     refuse_parameter_aliasing,
+    refuse_shared_statistics,
     refuse_undeclared_ties,
     tensors_in_functions,
 )
@@ -53,8 +54,10 @@ def capture_layer_graph(
         _check_ties(made)
         return made
     pairs = layers_in(made)
+    statistics: dict[str, ReferenceType[Tensor]] = {}
     for name, module in pairs:
         refuse_unsupported(name, module)
+        refuse_shared_statistics(name, module, statistics)
     refuse_lazy(pairs)
     refuse_parameter_aliasing(pairs, replaced)
     seen: dict[int, list[str]] = {}
@@ -151,10 +154,12 @@ def replace_builds_by_skeletons(
     built = LayerBuildValues(graph, seed, state, guard)
     layers = []
     seen: dict[str, ReferenceType[nn.Parameter]] = {}
+    statistics: dict[str, ReferenceType[Tensor]] = {}
     for layer, (name, module) in zip(graph.layers, built.modules(), strict=True):
         refuse_unsupported(name, module)
         refuse_parameter_aliasing([(name, module)], replaced if graph.init is None or replaced == "all" else "parameters")
         refuse_undeclared_ties(name, module, seen, graph.ties)
+        refuse_shared_statistics(name, module, statistics)
         ((_, bare),) = make_skeletons([(name, module)])
         layers.append(replace(layer, build=SkeletonCopier(bare)))
     made = replace(graph, layers=tuple(layers))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import nn
 
@@ -15,6 +16,11 @@ from raypar.errors import ModelError
 from raypar.model.initial_values_protocol import InitialValues
 from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.stage_connections import ModelOutline, StageConnections
+
+BufferPolicy = Literal["refuse", "last", "sum"]
+"""What becomes of buffers that forward writes in training, those of norms with running statistics apart. `refuse`: an error.
+`last`: the value of the last microbatch that has written it. `sum`: what each microbatch has added. Each microbatch begins with
+the value of the step's beginning."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Graph:
     """`init(name, tensor)` fills every parameter in place, torch's generator seeded by its name, instead of the builds."""
     initial_values: InitialValues | None = field(default=None, compare=False, repr=False)
     """Set by raypar: the values of parameters and buffers, when builds return modules without any."""
+    buffer_policy: BufferPolicy = "refuse"
+    """Set by raypar, from the job: what becomes of buffers that forward writes."""
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
@@ -113,7 +121,7 @@ class Graph:
         return tuple(i for i, layer in enumerate(self.layers) if value in layer.inputs)
 
     def crossing(self, plan: ParallelPlan) -> StageConnections:
-        """What crosses between the plan's stages: values by edge, and ties."""
+        """What crosses between the plan's stages: values by edge, and ties. For programs `make_model_outline` says more."""
         for name in (name for names in self.ties for name in names):
             self.layer_of(name)  # a tie of something that is no parameter is refused
         return ModelOutline(tuple((x.name, x.inputs, x.outputs) for x in self.layers), self.ties).crossing(plan)

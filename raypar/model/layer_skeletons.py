@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from raypar.errors import ModelError, with_article
 from raypar.model.graph import Graph, Layer
@@ -27,8 +28,6 @@ STATE_DTYPES = (
 )  # fmt: skip
 """Dtypes in which checkpoints hold buffers, beside the job's: those of safetensors."""
 _TENSOR_CLASSES = (Tensor, nn.Parameter, nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
-_RUNNING_STATISTICS = (nn.modules.batchnorm._NormBase,)
-"""Base class of batch and instance norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +67,17 @@ def shared_skeleton(layer: Layer) -> nn.Module:
 def refuse_unsupported(layer: str, module: nn.Module) -> None:
     """Raises `ModelError` for modules that cannot be trained on workers.
 
-    Those are modules that change their state in forward, modules with sparse gradients, and modules whose parameters or buffers
-    cannot be trained, moved or saved (`_refuse_tensor`).
+    Those are modules that change their parameters in forward, modules that wait for other microbatches or have sparse
+    gradients, and modules whose parameters or buffers cannot be trained, moved or saved (`_refuse_tensor`).
     """
     for name, tensor in named_state([(layer, module)]):
         _refuse_tensor(name, tensor)
     for path, part in module.named_modules():
         name = f"{layer}.{path}" if path else layer
-        if isinstance(part, _RUNNING_STATISTICS) and part.track_running_stats:
+        if isinstance(part, nn.SyncBatchNorm):
             raise ModelError(
-                f"{name} is {with_article(type(part).__name__)} with running statistics, which forward would change",
-                cure="use LayerNorm or GroupNorm, or track_running_stats=False",
+                f"{name} is a SyncBatchNorm, which would stop inside the layer until other replicas' microbatches are there",
+                cure="use BatchNorm, whose statistics are of one microbatch, or GroupNorm, whose statistics are of one sample",
             )
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             if part.max_norm is not None:
@@ -190,6 +189,36 @@ def persistent_buffers(graph: Graph) -> set[str]:
     }
 
 
+def layers_that_write_buffers(graph: Graph) -> frozenset[int]:
+    """Indices of the layers whose forward may change buffers: by running statistics, or by the job's policy."""
+    return frozenset(
+        index
+        for index, layer in enumerate(graph.layers)
+        for module in [shared_skeleton(layer)]
+        if any(norms_with_running_statistics(module))
+        or (graph.buffer_policy != "refuse" and any(True for _ in module.buffers()))
+    )
+
+
+def buffers_of_several_layers(graph: Graph) -> frozenset[str]:
+    """Qualified names of the buffers that several layers of a chain share."""
+    names: dict[int, list[str]] = {}
+    for layer in graph.layers:
+        for path, buffer in shared_skeleton(layer).named_buffers():
+            names.setdefault(id(buffer), []).append(f"{layer.name}.{path}")
+    return frozenset(name for shared in names.values() if len(shared) > 1 for name in shared)
+
+
+def norms_with_running_statistics(module: nn.Module) -> Iterator[tuple[str, _NormBase]]:
+    """(path, norm) of every norm in `module` whose forward changes running averages in training.
+
+    Norms that a constructor has put into evaluation mode stay in it, and change nothing.
+    """
+    for path, part in module.named_modules():
+        if isinstance(part, _NormBase) and part.track_running_stats and part.training and part.running_mean is not None:
+            yield path, part
+
+
 def state_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict[str, torch.Size]:
     """Name -> shape of every parameter (canonical names) and buffer of layers [first, last)."""
     return {**parameter_shapes(graph, first, last), **buffer_shapes(graph, first, last)}
@@ -223,6 +252,7 @@ def make_model_outline(graph: Graph) -> ModelOutline:
         tensor_sizes_by_layer(graph),
         buffers=frozenset(buffer_shapes(graph)),
         frozen=frozen_parameters(graph),
+        writes_buffers=layers_that_write_buffers(graph),
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
+from raypar.model.layer_skeletons import norms_with_running_statistics
 
 Replaced = Literal["nothing", "parameters", "all"]
 """Which state does not begin with the model function's values; `all`: parameters and buffers."""
@@ -190,6 +191,22 @@ def refuse_undeclared_ties(
                 )
     for path, parameter in module.named_parameters():
         seen[f"{layer}.{path}"] = weakref.ref(parameter)
+
+
+def refuse_shared_statistics(layer: str, module: nn.Module, seen: MutableMapping[str, weakref.ReferenceType[Tensor]]) -> None:
+    """Raises `ModelError` for running statistics that norms of two layers share: each layer would have averages of its own.
+
+    `seen`: name -> running mean in the layers before; this one's are added.
+    """
+    for path, norm in norms_with_running_statistics(module):
+        name = f"{layer}.{path}" if path else layer
+        shared = [other for other, reference in seen.items() if reference() is norm.running_mean]
+        if shared:
+            raise ModelError(
+                f"{shared[0]} and {name} share the running statistics of a norm",
+                cure="make a norm for each, which may share weight and bias, or put both into one layer",
+            )
+        seen[name] = weakref.ref(norm.running_mean)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -44,6 +44,8 @@ class StageConnections:
     """Values that are sent from stage to stage."""
     ties: tuple[TiedParameter, ...] = ()
     """Parameters that several stages use."""
+    exchanges_buffers: tuple[int, ...] = ()
+    """The stages of several replicas whose forward writes buffers: replicas exchange what they have written."""
 
     @staticmethod
     def chain(stages: int, nbytes: Sequence[int] | int = 0) -> StageConnections:
@@ -78,6 +80,8 @@ class ModelOutline:
     """Names in `elements` that are buffers."""
     frozen: frozenset[str] = frozenset()
     """Names in `elements` of parameters that are not trained."""
+    writes_buffers: frozenset[int] = frozenset()
+    """Indices of the layers whose forward may write buffers."""
 
     def crossing(self, plan: ParallelPlan) -> StageConnections:
         """The connections between the stages of a plan of this model."""
@@ -96,7 +100,12 @@ class ModelOutline:
             stages = sorted({stage_of[self.layer_of(name)] for name in names})
             if len(stages) > 1:
                 ties.append(TiedParameter(names[0], tuple(stages)))
-        return StageConnections(tuple(StageEdge(src, dst, tuple(v)) for (src, dst), v in sorted(values.items())), tuple(ties))
+        writing = {stage_of[index] for index in self.writes_buffers}
+        return StageConnections(
+            tuple(StageEdge(src, dst, tuple(v)) for (src, dst), v in sorted(values.items())),
+            tuple(ties),
+            tuple(stage for stage in sorted(writing) if plan.stages[stage].replicas > 1),
+        )
 
     def layer_of(self, parameter: str) -> int:
         """Index of the layer that a qualified parameter name belongs to (layer names may contain dots)."""

@@ -330,6 +330,14 @@ class ExchangeTies(OncePerStep):
 
 
 @dataclass(frozen=True, slots=True)
+class ExchangeBuffers(OncePerStep):
+    """Give the other replicas of each stage what forward has written into buffers: running statistics, and by policy others."""
+
+    letter = "S"
+    drawing = DrawingStyle("#7A6A4F", "statistics and other written buffers", "buffers")
+
+
+@dataclass(frozen=True, slots=True)
 class ExchangeVotes(OncePerStep):
     """Gather the ready flags, losses, counts and norm pieces of all workers on every worker: the step's last exchange.
 
@@ -363,6 +371,7 @@ INSTRUCTIONS: dict[str, type[Instruction]] = {
         FreeActivations,
         ReduceGradients,
         ExchangeTies,
+        ExchangeBuffers,
         ExchangeVotes,
         OptimizerStep,
     )

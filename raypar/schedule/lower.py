@@ -1,4 +1,5 @@
-"""Lowering, which makes programs of orders: it adds sends, receives, frees, reductions, ties, vote and optimizer step.
+"""Lowering, which makes programs of orders: it adds sends, receives, frees, reductions, ties, written
+buffers, vote and optimizer step.
 
 All orders are replayed together, every instruction as early as possible. F, I and W take one unit, B two, times the replicas
 of the stage, which is taken to have them because it is slower. When an instruction ends, its sends are appended to its
@@ -19,6 +20,7 @@ from raypar.schedule.instructions import (
     VALUES,
     WEIGHT_GRADIENTS,
     Compute,
+    ExchangeBuffers,
     ExchangeTies,
     ExchangeVotes,
     Forward,
@@ -47,6 +49,7 @@ def lower_schedule(schedule: Schedule, routing: MicrobatchRouting, crossing: Sta
         if not program:
             program += in_turn.get(seat.position, [])
         program += [ExchangeTies()] if crossing.ties else []
+        program += [ExchangeBuffers()] if crossing.exchanges_buffers else []
         program += [ExchangeVotes(), OptimizerStep()]
     return tuple(tuple(program) for program in programs)
 

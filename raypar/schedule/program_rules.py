@@ -24,6 +24,7 @@ from raypar.schedule.instructions import (
     Bundle,
     Communication,
     Compute,
+    ExchangeBuffers,
     ExchangeTies,
     ExchangeVotes,
     FreeActivations,
@@ -364,7 +365,8 @@ def check_activation_frees(case: RuleCheckInput) -> list[ScheduleProblem]:
 
 
 def check_step_end(case: RuleCheckInput) -> list[ScheduleProblem]:
-    """Rule `ended`: after all work come one reduction of each stage, tied parameters if any, the vote, the optimizer step."""
+    """Rule `ended`: after all work come one reduction of each stage, tied parameters and written buffers if any, the vote, the
+    optimizer step."""
     if not case.training:
         return []
     found: list[ScheduleProblem] = []
@@ -380,6 +382,7 @@ def check_step_end(case: RuleCheckInput) -> list[ScheduleProblem]:
                 places.setdefault(i, []).append(place)
         wanted: list[Instruction] = [ReduceGradients(s) for s in stages]
         wanted += [ExchangeTies()] if case.crossing.ties else []
+        wanted += [ExchangeBuffers()] if case.crossing.exchanges_buffers else []
         wanted += [ExchangeVotes(), OptimizerStep()]
         for i in dict.fromkeys([*wanted, *places]):
             times, due = len(places.get(i, [])), int(i in wanted)

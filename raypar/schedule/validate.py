@@ -33,7 +33,7 @@ _CURES = {
     "together": "give all shards of a replica of a stage one order: they compute every instruction together",
     "paired": "every send needs one receive of the same bundle at its peer, in the same order on both ends",
     "freed": "free the activations of each microbatch once, after its B or W",
-    "ended": "a program ends with the reduction of each of its stages, tied parameters, the vote and the optimizer step",
+    "ended": "a program ends with the reductions of its stages, tied parameters, buffers, the vote and the optimizer step",
     "deadlock-free": "change the order so that no workers wait for each other in a circle",
     "within memory": "start fewer forwards before the first backward (a smaller warmup), or allow more activations",
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypar.errors import (
     ConfigError,
@@ -23,7 +23,13 @@ from raypar.errors import (
     with_article,
 )
 from raypar.model.graph import Graph, Layer
-from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype, parameter_shapes
+from raypar.model.layer_skeletons import (
+    build_on_meta,
+    convert_module_dtype,
+    norms_with_running_statistics,
+    parameter_shapes,
+    shared_skeleton,
+)
 from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
@@ -36,6 +42,7 @@ from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, make_dataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import refuse_input_writes
 from raypar.worker.stage.loss_function import make_loss_function
+from raypar.worker.stage.stage_coordinate import cure_for_single_values
 from raypar.worker.stage_builder import loss_target_name
 from raypar.worker.step.optimizer import check_optimizer_groups, check_optimizer_is_elementwise
 from raypar.worker.worker_assignments import make_layer_graph
@@ -71,6 +78,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
             _check_lr_schedule(spec.lr_schedule)
         graph = make_layer_graph(spec, guard.watching)
     check_optimizer_groups(spec.optimizer, parameter_shapes(graph))
+    check_running_statistics(spec, graph)
     with guard.watching("the job's data"):
         samples = len(make_dataset(spec.data))
     if spec.steps < 1:
@@ -86,6 +94,17 @@ def preflight(spec: JobSpec) -> PreflightResult:
     return PreflightResult(
         graph, samples, validation, batch, graph.initial_values.notes if graph.initial_values is not None else ()
     )
+
+
+def check_running_statistics(spec: JobSpec, graph: Graph) -> None:
+    """Raise `ModelError` for norms with running statistics in a job for GPUs: their updates are known of CPUs only."""
+    for layer in graph.layers if spec.device != "cpu" else ():
+        for path, norm in norms_with_running_statistics(shared_skeleton(layer)):
+            raise ModelError(
+                f"{layer.name}.{path} is {with_article(type(norm).__name__)} with running statistics, whose update on GPUs "
+                "raypar does not know to the bit",
+                cure="set device: cpu, or use GroupNorm, or track_running_stats=False",
+            )
 
 
 def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan) -> None:
@@ -140,7 +159,7 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
         try:
             inputs = [values[name] for name in layer.inputs]
             with torch.no_grad(), meta_operations_without_dynamo(), refuse_input_writes(layer, inputs):
-                out = convert_module_dtype(build_on_meta(layer), _dtype(spec))(*inputs)
+                out = _module_on_meta(layer, _dtype(spec))(*inputs)
             if spec.precision.compute is None:
                 _check_dtypes_with_zeros(layer, inputs, _dtype(spec))
         except NotImplementedError:
@@ -158,6 +177,14 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
         values.update(zip(layer.outputs, _outputs(layer, out), strict=True))
     _check_loss(spec, graph, values, batch)
     _check_sum_and_count(spec, values[graph.output], values[loss_target_name(spec)], batch.get(loss_target_name(spec)))
+
+
+def _module_on_meta(layer: Layer, dtype: torch.dtype) -> nn.Module:
+    """The layer's module, for a forward without numbers: a cumulative average would ask how many calls have been counted."""
+    module = convert_module_dtype(build_on_meta(layer), dtype)
+    for _, norm in norms_with_running_statistics(module):
+        norm.momentum = 0.0
+    return module
 
 
 def _outputs(layer: Layer, out: Any) -> tuple[Tensor, ...]:
@@ -209,7 +236,7 @@ def _misfit_error(layer: Layer, values: Mapping[str, Tensor], wanted: torch.dtyp
         inputs = [values[name].to(dtype) for name in layer.inputs]
         try:
             with torch.no_grad(), meta_operations_without_dynamo():
-                convert_module_dtype(build_on_meta(layer), wanted)(*inputs)
+                _module_on_meta(layer, wanted)(*inputs)
         except USER_CODE_ERRORS as again:
             reraise_ctrl_c(again)
             continue
@@ -223,7 +250,7 @@ def _misfit_error(layer: Layer, values: Mapping[str, Tensor], wanted: torch.dtyp
     shapes = ", ".join(f"{name} {tuple(values[name].shape)} {values[name].dtype}" for name in layer.inputs)
     return DataError(
         f"the first microbatch does not fit the model: layer {layer.name!r} given {shapes} raised {error_text(error)}",
-        cure="compare the shape of a sample (data) with what the layer expects (model)",
+        cure=cure_for_single_values(error) or "compare the shape of a sample (data) with what the layer expects (model)",
     )
 
 

@@ -277,6 +277,8 @@ class JobSpec:
     """Weights to begin with instead of initial values."""
     init_fingerprint: str = ""
     """Fingerprint of the file of `init_from`, as the process that started the run saw it."""
+    buffers: Literal["refuse", "last", "sum"] = "refuse"
+    """What becomes of buffers that forward writes in training; those of norms with running statistics need no policy."""
 
     @property
     def batching(self) -> Microbatches:
@@ -307,6 +309,7 @@ def contract_of_job(spec: JobSpec) -> dict[str, Any]:
     # matter.
     made |= {"styles": [list(pair) for pair in spec.styles]} if spec.styles else {}
     made |= {"sequence_parallel": True} if spec.sequence_parallel else {}
+    made |= {"buffers": spec.buffers} if spec.buffers != "refuse" else {}
     made |= {"precision": {"compute": spec.precision.compute}} if spec.precision.compute is not None else {}
     plain: dict[str, Any] = json.loads(json.dumps(made, default=_as_text))
     return plain

@@ -20,6 +20,7 @@ from raypar.comm.transport import Transport
 from raypar.errors import RayparError, UserCodeError
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_by_layer
+from raypar.model.layer_skeletons import layers_that_write_buffers
 from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import StateKind
@@ -71,12 +72,13 @@ def profile_job(
         batches = read_microbatches(spec, graph, one_microbatch_of_each_size(spec.batching))
         measured = profile_layers(spec, graph, batches, recompute)
     link = profile_loopback()
-    # The vote is one exchange of all with all, and the step ends with its answer.
+    # The vote is one exchange of all with all, and the step ends with its answer. Written buffers are exchanged before it.
+    exchanges = 2 + bool(layers_that_write_buffers(graph))
     return ModelProfile(
         measured.layers,
         link,
         free_memory_per_worker(workers) if spec.device == "cpu" else None,
-        step_ms=2 * link.latency_ms,
+        step_ms=exchanges * link.latency_ms,
         outputs=measured.outputs,
         processors=max(1, count_usable_cpus() // spec.threads),
         state=StateBytes(make_model_outline_with_layouts(graph, shards, dict(spec.styles)), measured.state),

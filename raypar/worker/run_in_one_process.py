@@ -120,6 +120,15 @@ class OneProcessRun:
         """Parameter -> every worker's copy of its scaled gradient in the last step."""
         return self._collect(lambda parameter: parameter.grad)
 
+    def buffers(self) -> dict[str, list[Tensor]]:
+        """Buffer -> the copy of every worker that has it."""
+        found: dict[str, list[Tensor]] = {}
+        for core in self.cores:
+            for stage in core.stages.values():
+                for name, buffer in stage.buffers.items():
+                    found.setdefault(name, []).append(buffer)
+        return found
+
     def _collect(self, read: Callable[[Tensor], Any]) -> dict[str, list[Any]]:
         """Parameter -> what `read` returns for it on every worker that has it."""
         found: dict[str, list[Any]] = {}

@@ -18,6 +18,7 @@ from raypar.comm.communicator_key import SHARD_CHANNELS
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Transport
 from raypar.model.graph import Graph, Layer
+from raypar.model.layer_skeletons import buffers_of_several_layers
 from raypar.model.materialise import materialise
 from raypar.model.split_linear_backward import defer_weight_gradients
 from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, sharded_loss
@@ -30,6 +31,7 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.process.gpu_setup import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.buffer_updates import BufferUpdates
 from raypar.worker.stage.deferred_weight_gradients import DeferredGradients
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
 from raypar.worker.stage.initial_state import make_initial_stage_state, make_unfilled_stage_state
@@ -86,7 +88,8 @@ def build_stage(
     completed = uses_completed_by_autograd(weights, deferred)
     hooks = LayerBackwardHooks(weights.layer_names, gradients, completed, guard, on_cpu=device == CPU)
     precision = StagePrecision(spec.precision, device, guard)
-    calls = build_stage_layers(graph, layers, hooks, coordinate, make_seeder(device), guard, precision)
+    updates = build_buffer_updates(graph, weights)
+    calls = build_stage_layers(graph, layers, hooks, coordinate, make_seeder(device), guard, precision, updates)
     return Stage(
         graph=graph,
         index=index,
@@ -106,6 +109,7 @@ def build_stage(
             [part for part in list_all_modules(modules) if isinstance(part, ShardedLinear)]
         ),
         recomputation=stage_recomputation(graph, plan, index, spec),
+        buffer_updates=updates,
     )
 
 
@@ -163,6 +167,17 @@ def uses_completed_by_autograd(weights: StageTensors, deferred: DeferredGradient
     ]
 
 
+def build_buffer_updates(graph: Graph, weights: StageTensors) -> dict[str, BufferUpdates]:
+    """Layer name -> keeper of what the layer's forward writes into buffers; layers that may write none are left out."""
+    policy = graph.buffer_policy
+    shared = buffers_of_several_layers(graph) if policy != "refuse" else frozenset[str]()
+    made = [
+        (name, BufferUpdates.of(name, weights.modules[name], weights.of_layer(position).buffers, policy, shared))
+        for position, name in enumerate(weights.layer_names)
+    ]
+    return {name: updates for name, updates in made if updates is not None}
+
+
 def build_stage_layers(
     graph: Graph,
     layers: Sequence[Layer],
@@ -171,6 +186,7 @@ def build_stage_layers(
     seed_generators: Callable[[int], Any],
     guard: TorchStateGuard,
     precision: StagePrecision,
+    updates: Mapping[str, BufferUpdates],
 ) -> list[StageLayer]:
     """The layers in order, each with how it reads its inputs and is called."""
     written: set[str] = set()
@@ -178,7 +194,9 @@ def build_stage_layers(
     made = []
     for layer, of_layer in zip(layers, hooks.of_layer, strict=True):
         inputs = LayerInputs(layer, written_here=frozenset(written), batch_fields=fields, hooks=of_layer)
-        call = LayerCall(layer, coordinate=coordinate, seed_generators=seed_generators, guard=guard)
+        call = LayerCall(
+            layer, coordinate=coordinate, seed_generators=seed_generators, guard=guard, updates=updates.get(layer.name)
+        )
         made.append(StageLayer(inputs, precision.wrap_layer(call), layer.outputs))
         written |= set(layer.outputs)
     return made

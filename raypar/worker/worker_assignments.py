@@ -16,7 +16,7 @@ from raypar.model.capture import capture_layer_graph, layers_in, replace_builds_
 from raypar.model.deferred_init import OperationRecording, Undeferrable, run_with_deferred_init
 from raypar.model.graph import Graph
 from raypar.model.initial_values import CallGuard, SeededByNameValues
-from raypar.model.layer_skeletons import named_state
+from raypar.model.layer_skeletons import make_model_outline, named_state
 from raypar.model.model_function_allocations import WHOLE_BYTES, AllocationLimitExceeded, call_counting_allocations
 from raypar.model.parameter_aliasing_check import Replaced
 from raypar.model.random_state import RandomState, preserve_random_state, seed_all
@@ -62,7 +62,7 @@ def make_layer_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -
     if spec.init_from is not None:
         assert graph.initial_values is not None
         graph = replace(graph, initial_values=weights_from_file(spec, graph, graph.initial_values))
-    return graph
+    return replace(graph, buffer_policy=spec.buffers)
 
 
 _Called = tuple[Any, OperationRecording | None, tuple[str, ...]]
@@ -178,4 +178,6 @@ def make_worker_assignments(
         {count: compute_shard_layout(graph, count, dict(spec.styles)) for count in counts | {1}} if max(counts) > 1 else {}
     )
     validation = make_validation_batching(spec, validation_samples)
-    return assign_programs_to_ranks(schedule, plan, graph.crossing(plan), spec.batching, validation, layouts=layouts)
+    return assign_programs_to_ranks(
+        schedule, plan, make_model_outline(graph).crossing(plan), spec.batching, validation, layouts=layouts
+    )

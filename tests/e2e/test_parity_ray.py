@@ -12,7 +12,7 @@ from raypar.launch.chosen_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint.checkpoint_files import PARAMETER, read_checkpoint_state
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER, read_checkpoint_buffers, read_checkpoint_state
 
 LAYOUTS = [
     Layout("tangled", "1f1b", (2, 2), 4),
@@ -20,6 +20,7 @@ LAYOUTS = [
     Layout("tangled", "interleaved", (1, 1, 1), 7, chunks=3),
     Layout("plain", "zb-h1", (1, 2, 1), 8),
     Layout("tangled", "zb-h1", (2, 1), 5, compute="bf16"),
+    Layout("plain norms", "1f1b", (2, 2), 4),
 ]
 
 
@@ -49,6 +50,8 @@ def check(layout, tmp_path, recompute="none"):
     found = read_checkpoint_state(Path(result.checkpoint_path))
     assert found.keys() == want.parameters.keys()
     bad = [name for name, p in want.parameters.items() if not torch.equal(found[name][PARAMETER], p)]
+    buffers = read_checkpoint_buffers(Path(result.checkpoint_path), want.buffers)
+    bad += [name for name, value in want.buffers.items() if not torch.equal(buffers[name], value)]
     for name, kinds in want.state.items():
         bad += [f"{name}.{k}" for k, v in kinds.items() if not torch.equal(torch.as_tensor(found[name][k]), torch.as_tensor(v))]
     assert not bad

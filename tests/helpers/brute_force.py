@@ -16,6 +16,7 @@ from raypar.schedule.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    ExchangeBuffers,
     ExchangeTies,
     ExchangeVotes,
     Forward,
@@ -77,11 +78,16 @@ class _Worker:
     def run(self, program: Sequence[Instruction]) -> None:
         for instruction in program:
             if isinstance(instruction, ExchangeVotes):
-                _require(self.ended == (["ties"] if self.crossing.ties else []) and not self.unreduced)
+                due = [*(["ties"] if self.crossing.ties else []), *(["buffers"] if self.crossing.exchanges_buffers else [])]
+                _require(self.ended == due and not self.unreduced)
                 self.ended.append("vote")
             elif isinstance(instruction, OptimizerStep):
                 _require(self.ended[-1:] == ["vote"])
                 self.ended.append("step")
+            elif isinstance(instruction, ExchangeBuffers):
+                _require(self.ended == (["ties"] if self.crossing.ties else []) and not self.unreduced)
+                _require(bool(self.crossing.exchanges_buffers))
+                self.ended.append("buffers")
             elif isinstance(instruction, ExchangeTies):
                 _require(not self.ended and not self.unreduced and bool(self.crossing.ties))
                 self.ended.append("ties")

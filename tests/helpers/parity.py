@@ -125,4 +125,5 @@ def check_local(layout: Layout, order_seed: int = 0) -> None:
         for name, keys in want.state.items():
             for key, value in keys.items():
                 bad += differences(want, f"{name}.{key}", [copy[key] for copy in state[name]], value)
+        bad += [d for n, b in want.buffers.items() for d in differences(want, n, run.buffers()[n], b)]
         assert not bad, f"{layout}: {bad}"

@@ -52,12 +52,13 @@ class Alias(torch.autograd.Function):
 
 @dataclass
 class Result:
-    """After each step: loss, norm, scaled gradients by canonical name; at the end parameters and optimizer state."""
+    """After each step: loss, norm, scaled gradients by canonical name; at the end parameters, buffers, optimizer state."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -97,6 +98,45 @@ def computing_in(spec: JobSpec) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
 
 
+class OtherBuffers:
+    """Rule 14: buffers that forward writes, beside those of norms, which simply run: their microbatches begin with the step's
+    first value; at its end `last` has the last one written, `sum` what each microbatch has added.
+    Non-persistent ones that are replaced are caches."""
+
+    def __init__(self, modules: dict[str, nn.Module], policy: str) -> None:
+        self.policy = policy
+        self.places = [
+            (part, key)
+            for module in modules.values()
+            for part in module.modules()
+            if not isinstance(part, nn.modules.batchnorm._NormBase)
+            for key, buffer in part._buffers.items()
+            if buffer is not None and policy != "refuse"
+        ]
+
+    def begin_step(self) -> None:
+        self.first = [part._buffers[key].clone() for part, key in self.places]
+        self.new = [value.clone() for value in self.first]
+
+    def begin_microbatch(self) -> None:
+        for (part, key), value in zip(self.places, self.first, strict=True):
+            part._buffers[key] = value.clone()
+        self.given = [(part._buffers[key], part._buffers[key]._version) for part, key in self.places]
+
+    def end_microbatch(self) -> None:
+        for place, (part, key) in enumerate(self.places):
+            now, (given, version) = part._buffers[key], self.given[place]
+            if now is not given and key in part._non_persistent_buffers_set:
+                continue  # a cache
+            if now is not given or now._version != version or not torch.equal(now, self.first[place]):
+                added = self.new[place] + (now - self.first[place]) if self.policy == "sum" else now
+                self.new[place] = added.detach().clone()
+
+    def end_step(self) -> None:
+        for (part, key), value in zip(self.places, self.new, strict=True):
+            part._buffers[key] = value
+
+
 def train(graph: Graph, spec: JobSpec) -> Result:
     torch.set_num_threads(spec.threads)
     dtype = getattr(torch, spec.dtype)
@@ -128,7 +168,9 @@ def train(graph: Graph, spec: JobSpec) -> Result:
     data, loss_fn = spec.data.dataset.call(), spec.loss.partial()
     m, batch, blocks = spec.microbatches, spec.batch_size, spec.batching.blocks
     result = Result()
+    others = OtherBuffers(modules, spec.buffers)
     for step in range(spec.steps):
+        others.begin_step()
         block_sums: list[dict[str, Tensor | None] | None] = []
         losses: list[tuple[float, float]] = []
         for block in range(blocks):
@@ -140,6 +182,7 @@ def train(graph: Graph, spec: JobSpec) -> Result:
                     data, spec, step * batch + microbatch * batch // m, step * batch + (microbatch + 1) * batch // m
                 )
                 values = dict(fields)
+                others.begin_microbatch()
                 for layer in graph.layers:
                     inputs = {}
                     for name in dict.fromkeys(layer.inputs):
@@ -164,7 +207,11 @@ def train(graph: Graph, spec: JobSpec) -> Result:
                 else:
                     count = len(fields[spec.data.target or "y"])
                     total = (found.to(dtype) if found.dtype == torch.bfloat16 else found) * float(count)
+                others.end_microbatch()
+                counted = {buffer: buffer.clone() for module in modules.values() for buffer in module.buffers()}
                 total.backward()
+                for buffer, value in counted.items():  # what checkpointing inside a layer has counted again
+                    buffer.copy_(value)
                 losses.append((float(total.detach()), float(count)))
             block_sums.append({n: p.grad for n, p in uses.items()} if len(members) else None)
         gradients: dict[str, Tensor | None] = {}
@@ -188,10 +235,12 @@ def train(graph: Graph, spec: JobSpec) -> Result:
         for group, lr in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = lr * (spec.lr_schedule.partial()(step) if spec.lr_schedule else 1.0)
         optimizer.step()
+        others.end_step()
         result.losses.append(sum(s for s, _ in losses) / count)
         result.norms.append(norm)
         result.gradients.append({n: None if g is None else g.clone() for n, g in gradients.items()})
     result.parameters = {name: uses[names[0]].detach() for name, names in owners.items()}
+    result.buffers = {f"{layer}.{path}": buffer for layer, m in modules.items() for path, buffer in m.named_buffers()}
     result.state = {name: dict(optimizer.state[p]) for name, p in trained.items()}
     return result
 

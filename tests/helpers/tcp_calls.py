@@ -64,6 +64,7 @@ def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: l
             "norms": norms,
             "gradients": gradients,
             "parameters": {n: p.detach().numpy().copy() for s in core.stages.values() for n, p in s.parameters.items()},
+            "buffers": {n: b.numpy().copy() for s in core.stages.values() for n, b in s.buffers.items()},
             "state": {
                 n: {k: getattr(v, "numpy", lambda v=v: v)() for k, v in kinds.items()}
                 for optimizer in core.step_commit.optimizers.values()

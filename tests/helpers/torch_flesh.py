@@ -21,7 +21,7 @@ from raypar.comm.local_transport import LocalMesh
 from raypar.elastic import actions as do
 from raypar.elastic.buddies import assign_buddies
 from raypar.model.graph import Graph
-from raypar.model.layer_skeletons import parameter_shapes
+from raypar.model.layer_skeletons import state_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout, make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.adopt_plan_command import AdoptPlanCommand
@@ -175,7 +175,7 @@ class TorchFlesh:
                 mesh.transports[workers.index(worker)].abort("killed")
 
     def final(self, bodies: Sequence[ElasticWorker]) -> int:
-        """Of parameters and optimizer state; every holder must have the same."""
+        """Of parameters, buffers and optimizer state; every holder must have the same."""
         slices: dict[str, dict[Any, ParameterState]] = {}
         for body in bodies:
             for name, kept in body._stages_state().items():
@@ -185,7 +185,9 @@ class TorchFlesh:
                 assert _digest(same.state) == _digest(kept), self.world.tell(f"holders of {name} differ")
         found: dict[str, bytes] = {}
         cuts = compute_shard_layout(self.job.graph, 1, dict(self.job.spec.styles)).cuts if self.job.shards else {}
-        for name, shape in parameter_shapes(self.job.graph).items():
+        for name, shape in state_shapes(self.job.graph).items():
+            if name not in slices and not shape.numel():
+                continue  # empty tensors are nobody's
             parts = list(slices[name].values())
             whole = extract_elements(parts, 0, shape.numel(), cuts.get(name)) if self.job.shards else parts[0].state
             found[name] = _digest(whole)

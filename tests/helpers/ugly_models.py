@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers import norm_models
 from torch import Tensor, nn
 
 from raypar.model.graph import Graph, Layer
@@ -171,6 +172,7 @@ class Numbers(torch.utils.data.Dataset[dict[str, Any]]):
 MODELS: dict[str, tuple[Any, Any, Any, str]] = {
     "tangled": (tangled, token_loss, Tokens, "*norm*"),
     "plain": (plain, mean_loss, Numbers, "*.bias"),
+    **norm_models.MODELS,
 }
 """Name -> model, loss, data set, pattern of the parameters without weight decay."""
 

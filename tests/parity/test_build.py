@@ -309,19 +309,19 @@ def test_compiled_modules_are_refused_and_the_cure_works(where, trained):
 @pytest.mark.parametrize(
     "build, words",
     [
-        (lambda: nn.BatchNorm1d(4), "running statistics"),
-        (lambda: nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True)), r"l\.0 is an InstanceNorm1d"),
+        (lambda: nn.Sequential(nn.SyncBatchNorm(4)), r"l\.0 is a SyncBatchNorm(.|\n)*cure: use BatchNorm"),
         (lambda: nn.Embedding(4, 4, max_norm=1.0), "max_norm"),
         (lambda: nn.EmbeddingBag(4, 4, sparse=True), "sparse"),
     ],
 )
-def test_layers_that_write_state_in_forward_or_have_sparse_gradients_are_refused(build, words):
+def test_layers_that_wait_for_replicas_write_weights_in_forward_or_have_sparse_gradients_are_refused(build, words):
     with pytest.raises(ModelError, match=words):
         build_on_meta(Layer("l", build))
 
 
-def test_norms_without_running_statistics_are_taken():
-    for build in (lambda: nn.BatchNorm1d(4, track_running_stats=False), lambda: nn.InstanceNorm1d(4), lambda: nn.LayerNorm(4)):
+def test_norms_are_taken_with_running_statistics_and_without():
+    without = (lambda: nn.BatchNorm1d(4, track_running_stats=False), lambda: nn.InstanceNorm1d(4), lambda: nn.LayerNorm(4))
+    for build in (*without, lambda: nn.BatchNorm1d(4), lambda: nn.InstanceNorm1d(4, track_running_stats=True)):
         build_on_meta(Layer("l", build))
 
 

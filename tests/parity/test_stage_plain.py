@@ -79,7 +79,12 @@ def tied():
 
 @pytest.mark.parametrize(
     "model, more, what",
-    [(dropping, {}, "has dropout"), (tied, {}, "share parameters"), (torch.nn.Sequential, {"init_from": "w"}, "has init_from")],
+    [
+        (dropping, {}, "has dropout"),
+        (tied, {}, "share parameters"),
+        (torch.nn.Sequential, {"init_from": "w"}, "has init_from"),
+        (torch.nn.Sequential, {"model": {"function": "m:f", "buffers": "last"}}, "has model.buffers"),
+    ],
 )
 def test_plain_gpt_refuses_what_it_would_compute_otherwise(model, more, what):
     with pytest.raises(SystemExit, match=what) as refused:

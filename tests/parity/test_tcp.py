@@ -15,6 +15,7 @@ LAYOUTS = [
     Layout("tangled", "zb-v", (1, 1), 5),
     Layout("plain", "interleaved", (2, 2), 7),
     Layout("tangled", "gpipe", (4,), 7, blocks=5),
+    Layout("plain norms", "1f1b", (2, 2), 5),
     Layout("tangled", "zb-h1", (1, 2, 1), 8),
     Layout("plain", "1f1b", (1, 1, 1, 1), 5),
     Layout("tangled", "naive", (2, 1), 3),
@@ -23,8 +24,13 @@ LAYOUTS = [
     Layout("plain", "zb-h1", (2, 2), 4),
     Layout("tangled", "1f1b", (3, 1), 7, blocks=5),
     Layout("tangled", "gpipe", (1, 3), 6),
+    Layout("norms", "gpipe", (3,), 5),
+    Layout("norms", "interleaved", (2, 2), 4),
+    Layout("splittable norms", "zb-v", (2, 2), 3),
+    Layout("splittable norms", "zb-h1", (1, 3), 5, blocks=2),
+    Layout("norms", "1f1b", (2, 1, 1), 4, compute="bf16"),
 ]
-QUICK = LAYOUTS[:4]
+QUICK = LAYOUTS[:5]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,7 @@ def check(workers, layout, kind):
     on = list(range(layout.plan.world))
     addresses = workers.each(tcp_calls.listen, kind, on=on)
     found = workers.each(tcp_calls.train, layout, addresses, on=on, timeout_s=60.0)
-    want = expected(layout.model, layout.microbatches, layout.blocks)
+    want = expected(layout.model, layout.microbatches, layout.blocks, layout.compute)
     bad = []
     for rank, got in enumerate(found):
         assert got["losses"] == want.losses
@@ -58,6 +64,8 @@ def check(workers, layout, kind):
                     bad += [] if same else [f"rank {rank}, step {step}: gradient of {name}"]
         for name, copy in got["parameters"].items():
             bad += [] if torch.equal(torch.from_numpy(copy), want.parameters[name]) else [f"rank {rank}: {name}"]
+        for name, copy in got["buffers"].items():
+            bad += [] if torch.equal(torch.from_numpy(copy), want.buffers[name]) else [f"rank {rank}: {name}"]
         for name, kinds in got["state"].items():
             for key, value in want.state[name].items():
                 same = torch.equal(torch.as_tensor(kinds[key]), torch.as_tensor(value))

@@ -22,6 +22,7 @@ from raypar.schedule.instructions import (
     BackwardInput,
     BackwardWeight,
     CheckpointedForward,
+    ExchangeBuffers,
     ExchangeTies,
     ExchangeVotes,
     Forward,
@@ -64,6 +65,7 @@ TABLE = [
     (FreeActivations, "X", "release", (), (), (), (), ()),
     (ReduceGradients, "G", "reduction", ("reduce",), (WEIGHT_GRADIENTS,), (), (), ()),
     (ExchangeTies, "T", "step", (), (), (), (), ()),
+    (ExchangeBuffers, "S", "step", (), (), (), (), ()),
     (ExchangeVotes, "V", "step", ("step",), (), (), (), ()),
     (OptimizerStep, "O", "step", (), (), (), (), ()),
 ]

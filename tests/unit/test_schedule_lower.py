@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from raypar.errors import ScheduleError
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge, TiedParameter
+from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan, StageConnections, StageEdge, TiedParameter
 from raypar.schedule import registry
 from raypar.schedule.instructions import ExchangeTies, FreeActivations, Recv, ReduceGradients, Send
 from raypar.schedule.lower import lower_schedule, lower_validation_pass
@@ -17,13 +17,13 @@ from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.validate import validate_schedule
 
 
-def case(name="1f1b", replicas=(1, 1), microbatches=2, shards=None, edges=(), ties=()):
+def case(name="1f1b", replicas=(1, 1), microbatches=2, shards=None, edges=(), ties=(), buffers=()):
     plan = ParallelPlan.of(
         list(replicas), shards, chunks=registry.resolve_chunks_per_worker(name), placement=registry.placement_of_schedule(name)
     )
     crossing = StageConnections.chain(len(plan.stages))
     routing = MicrobatchRouting(plan, Microbatches(microbatches))
-    return routing, replace(crossing, edges=(*crossing.edges, *edges), ties=tuple(ties))
+    return routing, replace(crossing, edges=(*crossing.edges, *edges), ties=tuple(ties), exchanges_buffers=tuple(buffers))
 
 
 def text(programs):
@@ -75,6 +75,16 @@ def test_tied_parameters_are_exchanged_between_the_reductions_and_the_vote():
     for program in lowered(ties=[TiedParameter("embedding.weight", (0, 1))]):
         assert isinstance(program[-3], ExchangeTies)
         assert max(n for n, i in enumerate(program) if isinstance(i, ReduceGradients)) < len(program) - 3
+
+
+def test_written_buffers_are_exchanged_after_ties_and_before_the_vote_and_only_where_a_stage_has_replicas():
+    for program in lowered(replicas=[1, 2], buffers=[1], ties=[TiedParameter("embedding.weight", (0, 1))]):
+        assert text([program])[0].endswith("T S V O")
+    outline = ModelOutline(tuple((str(i), (f"v{i}",), (f"v{i + 1}",)) for i in range(4)), writes_buffers=frozenset({0, 3}))
+    for replicas, stages in (((1, 1), ()), ((2, 1), (0,)), ((2, 2), (0, 1))):
+        assert outline.crossing(ParallelPlan.of(replicas, layers=4)).exchanges_buffers == stages
+    assert outline.crossing(ParallelPlan.of((2, 2), layers=4, cuts=(3,))).exchanges_buffers == (0, 1)
+    assert replace(outline, writes_buffers=frozenset({1})).crossing(ParallelPlan.of((2, 2), layers=4)).exchanges_buffers == (0,)
 
 
 def test_a_replica_without_microbatches_takes_part_in_reduction_and_vote():

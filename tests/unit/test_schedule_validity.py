@@ -10,7 +10,7 @@ from helpers.brute_force import good
 from raypar.errors import ScheduleError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge, TiedParameter
 from raypar.schedule import registry
-from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, ExchangeTies, Forward, Send
+from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, ExchangeBuffers, ExchangeTies, Forward, Send
 from raypar.schedule.lower import lower_schedule, lower_validation_pass
 from raypar.schedule.schedule_csv import parse_schedule_csv
 from raypar.schedule.validate import find_schedule_problems, validate_schedule
@@ -224,6 +224,12 @@ def doubled(programs, rank, text):
         (lambda p: (p[0][:-2] + p[0][:-3:-1], p[1]), "ended", 0, "the last instructions are O V, not V O"),
         (lambda p: doubled(p, 1, "V"), "ended", 1, "V (ExchangeVotes) stands 2 times, needed 1"),
         (lambda p: (p[0][:-1] + (ExchangeTies(),) + p[0][-1:], p[1]), "ended", 0, "T (ExchangeTies) stands 1 times, needed 0"),
+        (
+            lambda p: (p[0][:-2] + (ExchangeBuffers(),) + p[0][-2:], p[1]),
+            "ended",
+            0,
+            "S (ExchangeBuffers) stands 1 times, needed 0",
+        ),
         (lambda p: (p[0], (*p[1][:-4], p[1][-3], p[1][-4], *p[1][-2:])), "freed", 1, None),
     ],
 )
@@ -272,6 +278,7 @@ def small_programs(rng):
     schedule, routing, crossing = case(name, pp, microbatches, None, replicas, rng.choice([1, 2, 0]), rng.random() < 0.3)
     if rng.random() < 0.2:
         crossing = replace(crossing, ties=(TiedParameter("embedding.weight", (0, len(routing.plan.stages) - 1)),))
+        crossing = replace(crossing, exchanges_buffers=(0,) if routing.plan.stages[0].replicas > 1 else ())
     return lower_schedule(schedule, routing, crossing), routing, crossing
 
 

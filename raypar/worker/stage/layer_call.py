@@ -26,6 +26,7 @@ from raypar.model.graph import Layer
 from raypar.plan.seeds import seed_of
 from raypar.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.buffer_updates import BufferUpdates, same_bits
 from raypar.worker.stage.layer_inputs import ALIGN_GRADIENT, make_input_alias
 from raypar.worker.stage.recomputation import SavedTensors
 from raypar.worker.stage.stage_coordinate import StageCoordinate
@@ -45,10 +46,12 @@ class PassContext(NamedTuple):
     """Layer name -> seed of the layer's random numbers in this pass (rule 3 of the numerics contract)."""
     saved: SavedTensors | None = None
     """Keeps the tensors that autograd saves in the call; None: autograd keeps them itself."""
+    is_first: bool = True
+    """False where recomputation runs a layer again: what it writes into buffers is dropped then."""
 
-    def saving_to(self, saved: SavedTensors | None) -> PassContext:
+    def saving_to(self, saved: SavedTensors | None, *, is_first: bool = True) -> PassContext:
         """This pass, for a call whose saved tensors go to `saved`; None: autograd keeps them."""
-        return self if saved is None else self._replace(saved=saved)
+        return self if saved is None else self._replace(saved=saved, is_first=is_first)
 
     def call(self, function: Callable[..., Any], *args: Tensor) -> Any:
         """Call the user's function. What autograd saves in the call goes to `saved`, if there is one."""
@@ -79,7 +82,7 @@ class LayerCall:
     """Seeds the generators, runs one layer, and checks what the layer did. Equal arguments give equal bits.
 
     Raises `UserCodeError`, with stage, layer and microbatch, for what the layer raises. Refuses a layer that writes into its
-    inputs or buffers, returns other outputs than it declares, or loses the gradient.
+    inputs, or into buffers that `updates` does not keep, returns other outputs than it declares, or loses the gradient.
     """
 
     layer: Layer
@@ -92,28 +95,49 @@ class LayerCall:
     """Seeds every generator from which layers draw."""
     _guard: TorchStateGuard
     """Restores process state that the layer leaves changed."""
+    _updates: BufferUpdates | None
+    """Keeps what the layer writes into buffers; None: it may write none."""
+    _has_compared_buffers: bool
+    """Whether a training call of the layer is known to leave the values of its buffers as they were."""
 
     def __init__(
-        self, layer: Layer, *, coordinate: StageCoordinate, seed_generators: Callable[[int], Any], guard: TorchStateGuard
+        self,
+        layer: Layer,
+        *,
+        coordinate: StageCoordinate,
+        seed_generators: Callable[[int], Any],
+        guard: TorchStateGuard,
+        updates: BufferUpdates | None = None,
     ) -> None:
         self.layer, self.label = layer, f"layer {layer.name!r}"
         self._coordinate, self._seed_generators, self._guard = coordinate, seed_generators, guard
+        self._updates, self._has_compared_buffers = updates, False
 
     def __call__(self, forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The layer's outputs, each a tensor of its own."""
         training = forward_pass.training
         buffer_versions = [buffer.tensor._version for buffer in weights.buffers]
         input_versions = [tensor._version for tensor in inputs]
+        compared = () if self._has_compared_buffers or not training else weights.buffers
+        values = [buffer.tensor.clone() for buffer in compared]
         self._seed_generators(forward_pass.seeds[self.layer.name])
         try:
-            result = forward_pass.call(weights.module, *inputs)
+            if self._updates is None or not training:
+                result = forward_pass.call(weights.module, *inputs)
+            else:
+                with self._updates.recording(forward_pass.microbatch, counts=forward_pass.is_first):
+                    result = forward_pass.call(weights.module, *inputs)
         except USER_CODE_ERRORS as error:
             raise self._error(forward_pass, inputs, input_versions, error) from error
         changed = self._guard.check(self.label, evaluating=not training)
         if [tensor._version for tensor in inputs] != input_versions:
             _refuse_written_inputs(self.layer, inputs, input_versions)
         for buffer, version in zip(weights.buffers, buffer_versions, strict=True):
-            _check_buffer(self.layer, buffer, version)
+            _check_buffer(self.layer, buffer, version, training=training)
+        for buffer, value in zip(compared, values, strict=True):
+            if not same_bits(buffer.tensor, value):  # written by a kernel that counts no version
+                raise _written_buffer(self.layer, buffer, training=True)
+        self._has_compared_buffers = self._has_compared_buffers or training
         outputs = result if isinstance(result, tuple) else (result,)
         if len(outputs) != len(self.layer.outputs) or not all(isinstance(o, Tensor) for o in outputs):
             raise _wrong_outputs(self.layer, outputs)
@@ -195,19 +219,32 @@ def _refuse_written_inputs(
     ) from error
 
 
-def _check_buffer(layer: Layer, buffer: LayerBuffer, version: int) -> None:
+def _check_buffer(layer: Layer, buffer: LayerBuffer, version: int, *, training: bool) -> None:
     """Raises `UserCodeError` if forward has changed a buffer. `version`: of its tensor before the call."""
     if buffer.persistent and buffer.owner._buffers.get(buffer.key) is not buffer.tensor:
         raise UserCodeError(
             f"layer {layer.name!r} replaces its buffer {buffer.path!r} in forward: replicas would no longer be equal",
-            cure="compute it from the inputs, or register a buffer that is only a cache with persistent=False",
+            cure=f"compute it from the inputs, {_policy_cure(training)}or register a buffer that is only a cache with "
+            "persistent=False",
         )
     if buffer.tensor._version != version:
-        raise UserCodeError(
-            f"layer {layer.name!r} writes into its buffer {buffer.path!r} in forward: replicas would no longer be equal",
-            cure="compute it from the inputs; a buffer that is only a cache: register it with persistent=False, and "
-            "assign a new tensor to it instead of writing into the old one",
-        )
+        raise _written_buffer(layer, buffer, training=training)
+
+
+def _written_buffer(layer: Layer, buffer: LayerBuffer, *, training: bool) -> UserCodeError:
+    """The error for a buffer that forward has written into."""
+    return UserCodeError(
+        f"layer {layer.name!r} writes into its buffer {buffer.path!r} in forward: replicas would no longer be equal",
+        cure=f"compute it from the inputs, {_policy_cure(training)}or, if the buffer is only a cache, register it with "
+        "persistent=False, and assign a new tensor to it instead of writing into the old one",
+    )
+
+
+def _policy_cure(training: bool) -> str:
+    """The cure for a buffer that is state, beside those for buffers that need not be."""
+    if not training:
+        return "write it in training only (if self.training), "
+    return "say what becomes of it (model.buffers: last, or sum, which adds what each microbatch has added), "
 
 
 def _wrong_outputs(layer: Layer, outputs: tuple[Any, ...]) -> UserCodeError:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from raypar.comm.buffer_pool import as_aligned
+from raypar.comm.buffer_pool import CPU, as_aligned
 from raypar.errors import RayparError
 from raypar.model.graph import Graph
 from raypar.model.split_linear_backward import DeferredWeightGradient, Stash
@@ -22,6 +23,7 @@ from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.backward_pass import run_backward_pass
+from raypar.worker.stage.buffer_updates import BufferUpdates
 from raypar.worker.stage.deferred_weight_gradients import DeferredGradients, sum_deferred_gradients
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator, Ready
 from raypar.worker.stage.layer_backward_hooks import LayerBackwardHooks
@@ -148,6 +150,8 @@ class Stage:
     """Keeps the memory of the weight gradients of sharded Linears from step to step."""
     recomputation: StageRecomputation
     """The layers whose activations `checkpointed_forward` drops."""
+    buffer_updates: Mapping[str, BufferUpdates]
+    """Layer name -> what forward has written into its buffers in the step under way; layers that write none are left out."""
 
     step: int = -1
     """The step under way, from 0; -1 before the first."""
@@ -191,6 +195,11 @@ class Stage:
         return self.weights.persistent
 
     @property
+    def buffer_device(self) -> torch.device:
+        """Where the stage's buffers lie."""
+        return next((buffer.device for buffer in self.buffers.values()), CPU)
+
+    @property
     def batch_fields(self) -> tuple[str, ...]:
         """Fields of the batch that the stage reads."""
         return self.values.batch_fields
@@ -226,11 +235,18 @@ class Stage:
         self.step = step
         self.losses.clear()
         self._live.clear()
+        for updates in self.buffer_updates.values():
+            updates.begin_step()
         if self.shard is not None:
             self.shard.group.waited_ns = 0
         self.gradient_reuse_policy.begin_step()
         self.gradients.begin()
         self._train(True)
+
+    def apply_buffer_updates(self) -> None:
+        """Change the buffers by what forward has written in the step under way, in all replicas."""
+        for updates in self.buffer_updates.values():
+            updates.apply()
 
     def free(self, microbatch: int) -> None:
         """Drop the activations of a microbatch, which have had their last use."""
@@ -314,7 +330,7 @@ class Stage:
         for position in self.recomputation.positions:
             layer, again = self.layers[position], self._new_saved_tensors(position)
             inputs = layer.inputs.read(values, own_leaves)
-            outputs = layer.call(forward_pass.saving_to(again), self.weights.of_layer(position), inputs)
+            outputs = layer.call(forward_pass.saving_to(again, is_first=False), self.weights.of_layer(position), inputs)
             next(dropped).refill(again)
             values.update(zip(layer.outputs, outputs, strict=True))
         if self.loss is not None and self.recomputation.with_loss:
@@ -410,7 +426,10 @@ class Stage:
         self.hooks.begin(closes)
         try:
             if roots:
-                run_backward_pass(roots, starts)
+                with contextlib.ExitStack() if self.buffer_updates else contextlib.nullcontext() as writes:
+                    for updates in self.buffer_updates.values():
+                        writes.enter_context(updates.refusing())
+                    run_backward_pass(roots, starts)
         except RayparError:
             raise
         except USER_CODE_ERRORS as error:

@@ -43,6 +43,7 @@ class StageCoordinate:
             f"{code} raised {error_text(error)}\n  {self.describe(step, microbatch)}\n{traceback.format_exc()}",
             cure=_cure_for_autocast(error)
             or _cure_for_hooks(error)
+            or cure_for_single_values(error)
             or "this is an error of the user's code; `raypar debug JOB` runs the same plan in one process under pdb",
         )
 
@@ -57,6 +58,16 @@ def _cure_for_hooks(error: BaseException) -> str | None:
     if not refuses_saved_tensor_hooks(error):
         return None
     return "leave the layer out of plan.recompute, and enter no saved_tensors_hooks of your own around torch.func"
+
+
+def cure_for_single_values(error: BaseException) -> str | None:
+    """What to do about a norm that has one value per channel in a microbatch, so no variance; None for other errors."""
+    if not (isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel")):
+        return None
+    return (
+        "a norm's statistics are those of one microbatch: give every microbatch two samples at least (batch_size >= 2 x "
+        "microbatches), or use GroupNorm or LayerNorm, whose statistics are those of one sample"
+    )
 
 
 _ABOUT_BFLOAT16 = ("BFloat16", "bfloat16", "equal to src.dtype")

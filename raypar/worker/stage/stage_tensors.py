@@ -32,7 +32,7 @@ class ParameterUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerBuffer:
-    """A buffer as the stage was given it: part of the stage's state, which forward may not change."""
+    """A buffer as the stage keeps it: part of the stage's state, which changes at commits only (`buffer_updates.py`)."""
 
     path: str
     """The buffer's path in its layer."""
@@ -41,7 +41,7 @@ class LayerBuffer:
     key: str
     """Its name in `owner`."""
     tensor: Tensor
-    """Its value when the stage was built."""
+    """The tensor that holds its value, whatever forward has put in its place."""
     persistent: bool
     """Whether PyTorch's `state_dict` has it. Forward may replace the tensor of a buffer that is not persistent (a cache)."""
 

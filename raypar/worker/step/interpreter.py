@@ -30,6 +30,7 @@ from raypar.schedule.instructions import (
     Bundle,
     CheckpointedForward,
     Compute,
+    ExchangeBuffers,
     ExchangeTies,
     ExchangeVotes,
     Forward,
@@ -314,6 +315,9 @@ class Interpreter:
     def _exchange_ties(self, instruction: ExchangeTies, step: int, received: Received) -> Routine[None]:
         return self.step_commit.exchange_ties()
 
+    def _exchange_buffers(self, instruction: ExchangeBuffers, step: int, received: Received) -> Routine[None]:
+        return self.step_commit.exchange_buffers()
+
     def _vote(self, instruction: ExchangeVotes, step: int, received: Received) -> Routine[None]:
         return self.step_commit.vote()
 
@@ -336,6 +340,7 @@ TRAINING_RULES: dict[type[Instruction], InstructionRule] = {
     FreeActivations: Interpreter._free,
     ReduceGradients: Interpreter._reduce,
     ExchangeTies: Interpreter._exchange_ties,
+    ExchangeBuffers: Interpreter._exchange_buffers,
     ExchangeVotes: Interpreter._vote,
     OptimizerStep: Interpreter._apply,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from raypar.errors import PlanError
 
-_KINDS = {"activation": 0, "gradient": 1, "tie": 2, "vote": 3, "validation": 4, "state": 5, "mirror": 6}
+_KINDS = {"activation": 0, "gradient": 1, "tie": 2, "vote": 3, "validation": 4, "state": 5, "mirror": 6, "buffers": 7}
 LIMITS = {"stages": 1 << 10, "microbatches": 1 << 17, "values on one edge": 1 << 7}
 
 
@@ -34,6 +34,11 @@ def tie_tag(step: int, src: int, dst: int, tie: int, use: int) -> int:
 def vote_tag(step: int) -> int:
     """Tag of a worker's vote for one step."""
     return _tag(step, _KINDS["vote"], 0, 0, 0, 0)
+
+
+def buffers_tag(step: int, stage: int) -> int:
+    """Tag of what one replica of a stage has written into buffers in one step."""
+    return _tag(step, _KINDS["buffers"], stage, stage, 0, 0)
 
 
 def state_tag(index: int) -> int:

@@ -1,4 +1,4 @@
-"""How a step ends on one worker: reduce, complete over shards, add ties, vote, scale once, apply.
+"""How a step ends on one worker: reduce, complete over shards, add ties, exchange written buffers, vote, scale once, apply.
 
 The order of the additions and the norm are rules 6 to 9 of the numerics contract (`raypar/README.md`). The vote decides for all
 workers at once: a step counts only when every worker has its reduced gradients, so that a worker that is lost afterwards takes
@@ -31,6 +31,7 @@ from raypar.worker.job_spec import JobSpec
 from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_losses, sum_squared_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage, fold_gradients
+from raypar.worker.step.buffer_exchange import exchange_buffer_updates
 from raypar.worker.step.message_tags import vote_tag
 from raypar.worker.step.optimizer import set_learning_rate
 from raypar.worker.step.tied_gradients import TiedGradientExchange
@@ -115,6 +116,8 @@ class StepCommit:
     step: int = -1
     """The step under way, from 0; -1 before the first."""
 
+    _has_buffer_updates: bool = False
+    """Whether the stages have what all replicas have written into buffers in the step under way."""
     _reduced_uses: dict[int, list[Tensor | None]] | None = None
     """Stage -> reduced gradient of each use; None until the reductions are finished."""
     _settled: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)
@@ -139,7 +142,7 @@ class StepCommit:
     def begin(self, step: int) -> None:
         """Begin a step. Drops the last step's gradients first: kept, they would be a second set beside the new ones."""
         self.step, self.outcome, self.applied, self._reduced_uses = step, None, False, None
-        self.can_apply_late = False
+        self.can_apply_late = self._has_buffer_updates = False
         self._settled = {}
         for stage in self.stages.values():
             for parameter in stage.parameters.values():
@@ -198,6 +201,15 @@ class StepCommit:
             settled[stage] = gradients
         return settled
 
+    # -- buffers that forward has written ------------------------------------------------------------------------------
+
+    def exchange_buffers(self) -> Routine[None]:
+        """Exchange with the other replicas what forward has written into buffers. A worker votes when it has all of it."""
+        seat = self.routing.plan.seats[self.rank]
+        groups = {index: self.routing.plan.replica_ranks(index, seat.shard) for index in self.stages}
+        yield from exchange_buffer_updates(self.step, self.rank, self.stages, groups, self.transport)
+        self._has_buffer_updates = True
+
     # -- vote ----------------------------------------------------------------------------------------------------------
 
     def vote(self) -> Routine[None]:
@@ -206,6 +218,9 @@ class StepCommit:
         A worker's vote also says that it has its reduced gradients and is ready to apply them.
         """
         self.guard.check_all(f"a layer, the loss or the data set, up to step {self.step + 1},")
+        written = [index for index, stage in self.stages.items() if stage.buffer_updates]
+        missing = [index for index in written if self.routing.plan.stages[index].replicas > 1 and not self._has_buffer_updates]
+        assert not missing, f"the program has no exchange of the buffers that stages {missing} write"
         self._settled = yield from self._settle()
         self.can_apply_late = True
         if self.before_vote is not None:
@@ -274,7 +289,9 @@ class StepCommit:
     # -- apply ---------------------------------------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Scale every gradient once and run the optimizers. A non-finite step is skipped, or stops the job, by policy.
+        """Scale every gradient once, run the optimizers, and give the buffers that forward has written their new values.
+
+        A non-finite step is skipped, or stops the job, by policy; a skipped one changes no buffer either.
 
         Raises `NonFiniteError` where it stops the job, `UserCodeError` for what the lr_schedule or an optimizer raises.
         """
@@ -290,6 +307,8 @@ class StepCommit:
                 with self._user_code(f"the optimizer {type(optimizer).__name__}"):
                     optimizer.step()
                 self.guard.check("the optimizer", compare_everything=True)
+            for stage in self.stages.values():
+                stage.apply_buffer_updates()
         self.applied = not outcome.skipped
         self.can_apply_late, self.last_decided_step = False, self.step
 
