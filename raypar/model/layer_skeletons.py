@@ -223,6 +223,7 @@ def make_model_outline(graph: Graph) -> ModelOutline:
         tensor_sizes_by_layer(graph),
         buffers=frozenset(buffer_shapes(graph)),
         frozen=frozen_parameters(graph),
+        loss_inputs=graph.loss_inputs,
     )
 
 
