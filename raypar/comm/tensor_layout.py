@@ -102,11 +102,23 @@ def empty_message(layout: TensorLayout, dtype: torch.dtype, allocate: Allocate) 
     return allocate((layout.offset + size,), dtype)[layout.offset :].view(layout.sent_shape)
 
 
-def tensor_of_message(message: Tensor, layout: TensorLayout, allocate: Allocate) -> Tensor:
-    """The tensor of a message that was received in memory of `empty_message`; in that memory unless it has gaps."""
+def tensor_for_message(message: Tensor, layout: TensorLayout, allocate: Allocate) -> Tensor:
+    """The tensor that a message (memory of `empty_message`) is for: in the message's own memory unless it has gaps."""
     # `.data`: autograd shall not take the tensor for a view of other memory, which may not be written in place.
     if layout.is_dense:
         return message.as_strided(layout.shape, layout.strides, message.storage_offset()).data
     flat = allocate((layout.offset + layout.extent,), message.dtype)
-    flat.as_strided(layout.sent_shape, layout.sent_strides, layout.offset).copy_(message)
     return flat.as_strided(layout.shape, layout.strides, layout.offset).data
+
+
+def fill_from_message(tensor: Tensor, message: Tensor, layout: TensorLayout) -> None:
+    """Write a message into its tensor of `tensor_for_message`, if that has memory of its own."""
+    if not layout.is_dense:
+        tensor.as_strided(layout.sent_shape, layout.sent_strides, tensor.storage_offset()).copy_(message)
+
+
+def tensor_of_message(message: Tensor, layout: TensorLayout, allocate: Allocate) -> Tensor:
+    """The tensor of a message that has been received in memory of `empty_message`."""
+    tensor = tensor_for_message(message, layout, allocate)
+    fill_from_message(tensor, message, layout)
+    return tensor

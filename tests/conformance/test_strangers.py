@@ -620,7 +620,8 @@ def test_an_announcement_over_nccl_is_checked_before_there_is_room_for_its_messa
 
 def test_an_announcement_over_nccl_says_what_was_sent():
     frame = tagged_messages.pack_announcement(tagged_messages.ON_HOST, torch.zeros(2, 3, dtype=torch.int32), 9)
-    assert tagged_messages.unpack_announcement(bytes(frame)) == (tagged_messages.ON_HOST, torch.int32, (2, 3), 0, 9, False)
+    found = tagged_messages.unpack_announcement(bytes(frame))
+    assert found == (tagged_messages.ON_HOST, torch.int32, (2, 3), 0, 9, False, False)
     for text in (b"", b"[1]", b'{"a communicator": "many"}', b'{"a communicator": true}', b"\xff"):
         with pytest.raises(CommError, match="a goodbye is damaged"):
             tagged_messages.unpack_goodbye(text)
