@@ -84,9 +84,7 @@ class DataFlow:
         gives = self._gives.get(key)
         if gives is None:
             gives = self._gives[key] = [
-                (carrier.dst, *message_ends(what, carrier))
-                for what in key[0].makes
-                for carrier in self.leaving(what, key[1])
+                (carrier.dst, *message_ends(what, carrier)) for what in key[0].makes for carrier in self.leaving(what, key[1])
             ]
         return [(other, (kind, src, dst, m)) for other, kind, src, dst in gives]
 

@@ -84,9 +84,7 @@ def build_stage(
     gradients = build_gradient_accumulator(weights, routing, index, replica)
     completed = uses_completed_by_autograd(weights, deferred)
     crossing = stage_values(graph, plan, index, spec)
-    hooks = LayerBackwardHooks(
-        weights.layer_names, crossing.received, gradients, completed, guard, on_cpu=device == CPU
-    )
+    hooks = LayerBackwardHooks(weights.layer_names, crossing.received, gradients, completed, guard, on_cpu=device == CPU)
     precision = StagePrecision(spec.precision, device, guard)
     calls = build_stage_layers(layers, hooks, coordinate, make_seeder(device), guard, precision)
     return Stage(

@@ -463,7 +463,14 @@ def unpack_announcement(frame: bytes) -> tuple[int, torch.dtype, tuple[int, ...]
     kind, code, dims, more, tag, *shape = ANNOUNCEMENT.unpack(frame)
     laid_out = bool(code & LAID_OUT)
     found = dtype_of_code(code & ~LAID_OUT)
-    if kind > GOODBYE or (laid_out and kind == GOODBYE) or found is None or dims > MAX_ANNOUNCED_DIMS or any(shape[dims:]) or more > MAX_GOODBYE_BYTES:
+    if (
+        kind > GOODBYE
+        or (laid_out and kind == GOODBYE)
+        or found is None
+        or dims > MAX_ANNOUNCED_DIMS
+        or any(shape[dims:])
+        or more > MAX_GOODBYE_BYTES
+    ):
         raise CommError(
             f"an announcement is damaged (kind {kind}, dtype code {code}, {dims} dims, {more} bytes)", cure="abort the group"
         )

@@ -103,9 +103,7 @@ def dtype_of_code(code: int) -> tuple[torch.dtype, bool] | None:
     return None if requires_grad and not (dtype.is_floating_point or dtype.is_complex) else (dtype, requires_grad)
 
 
-def pack_header(
-    tensor: Tensor, generation: int, channel: int, tag: int, layout: TensorLayout | None = None
-) -> bytes:
+def pack_header(tensor: Tensor, generation: int, channel: int, tag: int, layout: TensorLayout | None = None) -> bytes:
     """The header of one message; `layout` is that of the tensor whose message `tensor` is.
 
     Raises `CommError` for a dtype or tag that cannot travel.

@@ -363,9 +363,7 @@ class Stage:
         self._add_deferred(microbatch, block)
         self.gradients.record_finished_halves(block, 1)
 
-    def _backward(
-        self, microbatch: int, gradients: Mapping[str, Tensor | None], *, halves: int
-    ) -> dict[str, Tensor | None]:
+    def _backward(self, microbatch: int, gradients: Mapping[str, Tensor | None], *, halves: int) -> dict[str, Tensor | None]:
         """`halves`: 2 for the whole backward pass, 1 for its input half."""
         self.gradient_reuse_policy.before_backward()
         live = self._live[microbatch]
