@@ -54,8 +54,7 @@ class KeptStoragesMeasurement:
 
     def inputs(self, stage: Stage) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(received values, fields of the batch) that the stage of the next layer reads."""
-        layer = self._graph.layers[len(self._layers)]
-        received = {name: self._values[name] for name in dict.fromkeys(layer.inputs) if name in self._values}
+        received = {name: self._values[name] for name in stage.values.received}
         return received, {name: self._batch[name] for name in stage.batch_fields}
 
     def measure(self, index: int, whole: Stage, split: Stage) -> dict[str, Tensor]:

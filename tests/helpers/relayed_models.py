@@ -1,8 +1,8 @@
-"""Models whose gradients show in which order, and from where, they are added; each as layers, and as one plain module.
+"""A model whose gradients show in which order, and from where, they are added; as layers, and as one plain module.
 
-`tangle`: values read by three stages and by the loss, a layer that uses a value several times, values that are transposed, sliced
-or expanded and then meet dropout, a value whose gradient one consumer leaves undefined, a reader that detaches, a parameter that
-three layers use, an output of several values. `PlainModel` is the plain module: no boundary is anything but a Python variable.
+`relayed`: values read by three stages and by the loss, a layer that uses a value several times, values that are transposed, sliced
+or expanded and then meet dropout, a value whose gradient one consumer leaves undefined, a reader that detaches, a parameter
+that three layers use, an output of several values. `PlainModel` is the plain module: its values are Python variables.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from helpers import ugly_models
 from helpers.reference import computing_in, seed_of
 from torch import Tensor, nn
 
 from raypar.model.graph import Graph, Layer
 from raypar.model.materialise import materialise
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Precision, Ref
+from raypar.worker.job_spec import JobSpec
 
 WIDTH, LENGTH = 8, 6
 
@@ -132,7 +131,7 @@ def rebuild(out: Tensor, e: Tensor, h: Tensor) -> dict[str, Tensor]:
     return {"out": out, "first": e, "last": h}
 
 
-def tangle() -> Graph:
+def relayed() -> Graph:
     """Ten layers; `e` is read by five of them and by the loss."""
     return Graph(
         (
@@ -157,24 +156,6 @@ def loss(output: Mapping[str, Tensor], target: Tensor) -> Tensor:
     """Reads three values of the model."""
     wrong = (output["out"] - target).square().mean()
     return wrong + 0.1 * (output["first"] * output["first"]).mean() + 0.1 * output["last"].cos().mean()
-
-
-def job(microbatches: int = 4, *, steps: int = 2, blocks: int = 0, compute: Any = None) -> JobSpec:
-    """A job of AdamW steps on the model."""
-    return JobSpec(
-        name="tangle",
-        seed=5,
-        steps=steps,
-        batch_size=3 * microbatches - 1,
-        microbatches=microbatches,
-        virtual_replicas=blocks or microbatches,
-        model=Ref(tangle),
-        loss=Ref(loss),
-        data=DataSpec(Ref(ugly_models.Numbers)),
-        optimizer=OptimizerSpec(Ref("torch.optim:AdamW", {"lr": 1e-2})),
-        clip_norm=0.5,
-        precision=Precision(compute),
-    )
 
 
 class PlainModel(nn.Module):

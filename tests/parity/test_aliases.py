@@ -98,3 +98,68 @@ def test_a_layer_that_writes_into_its_input_is_found_before_anything_starts(thir
     batch = {"x": torch.randn(2, W), "y": torch.randn(2, W)}
     with pytest.raises(UserCodeError, match=r"layer 'three' writes into its input '[hn]' in place"):
         check_layer_shapes(job(), graph(third), batch)
+
+
+class Source(nn.Linear):
+    """Returns a value, a parameter, and a part of the value; uses the parameter itself too."""
+
+    def __init__(self) -> None:
+        super().__init__(W, W)
+        self.gate = nn.Parameter(torch.linspace(0.5, 1.5, W))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out = super().forward(x) * self.gate
+        return out, self.gate, out[:, 1:]
+
+
+class Passing(nn.Linear):
+    """Returns what it reads, as it is and as a view, beside something of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(W, W)
+
+    def forward(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return a, a.view(-1, W // 2, 2), super().forward(a).tanh()
+
+
+class Meeting(nn.Linear):
+    """Computes with all of them, with some several times."""
+
+    def __init__(self) -> None:
+        super().__init__(W, W)
+
+    def forward(self, a: Tensor, b: Tensor, gate: Tensor, part: Tensor, pairs: Tensor, h: Tensor) -> Tensor:
+        return super().forward(a) * b * gate + part.exp().sum(1, keepdim=True) + a * pairs.flatten(1) + gate.sin() * h
+
+
+def passing() -> Graph:
+    """`b` is `a` itself where both are made in one stage; `gate` is a parameter."""
+    every = ("a", "b", "gate", "part", "pairs")
+    return Graph(
+        (
+            Layer("source", Source, ("x",), ("a", "gate", "part")),
+            Layer("passing", Passing, ("a",), ("b", "pairs", "h")),
+            Layer("meeting", Meeting, (*every, "h"), ("i",)),
+            Layer("again", Meeting, (*every, "i"), ("j",)),
+            Layer("last", Three, ("j", "b", "gate"), ("out",)),
+        ),
+        output="out",
+    )
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "users autocast"])
+@pytest.mark.parametrize("cuts", [(), (1,), (2,), (3,), (4,), (1, 3), (1, 2, 3, 4)], ids=str)
+def test_a_layer_may_return_what_it_reads_a_view_of_it_or_a_parameter(cuts, autocast, monkeypatch):
+    if autocast:  # with its cache, which keeps casts of leaves
+        inner = Meeting.forward
+        monkeypatch.setattr(Meeting, "forward", lambda self, *given: torch.autocast("cpu", torch.bfloat16)(inner)(self, *given).float())
+    spec = job()
+    want = reference.train(passing(), spec)
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=len(cuts) + 1, layers=5, cuts=cuts), "1f1b", graph=passing()) as run:
+        for step in range(spec.steps):
+            run.step(step)
+            found = run.gradients()
+            bad = [n for n, g in want.gradients[step].items() if not all(torch.equal(copy, g) for copy in found[n])]
+            assert not bad
+        found = run.parameters()
+    assert all(torch.equal(copy, want.parameters[name]) for name, copies in found.items() for copy in copies)

@@ -1,26 +1,28 @@
 """Gradients by relay, and strides that travel: each microbatch's gradients are those of the plain module under plain autograd."""
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from helpers import reference, relayed_models
-from helpers.parity import differences
-from helpers.processes import Workers
-from helpers.relayed_models import PlainModel, job, tangle
+from helpers import reference, relayed_models, ugly_models
+from helpers.relayed_models import PlainModel
 from torch import Tensor
 
 from raypar.model.layer_skeletons import canonical_names
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
-from raypar.worker.job_spec import JobSpec
+from raypar.worker.job_spec import JobSpec, Precision
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
 from raypar.worker.worker_assignments import make_layer_graph
 
 LAYERS = 10
+
+
+def job(compute: Any = None) -> JobSpec:
+    return ugly_models.job("relayed", microbatches=3, virtual_replicas=3, steps=1, precision=Precision(compute))
 
 
 def plan_of(schedule: str, cuts: Sequence[int], *, replicas: int = 1, recompute: Sequence[int] = ()) -> ParallelPlan:
@@ -104,7 +106,7 @@ ALL = [
 
 @pytest.mark.parametrize("schedule, cuts, recompute, compute", CELLS, ids=str)
 def test_each_microbatch_has_the_gradients_of_the_plain_module(monkeypatch, schedule, cuts, recompute, compute):
-    spec = job(3, compute=compute)
+    spec = job(compute)
     found = gradients_of_microbatches(monkeypatch, spec, plan_of(schedule, cuts, recompute=recompute), schedule)
     want = plain_gradients(spec)
     assert all(gradient is not None for gradient in want[0].values())

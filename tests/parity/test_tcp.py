@@ -23,8 +23,9 @@ LAYOUTS = [
     Layout("plain", "zb-h1", (2, 2), 4),
     Layout("tangled", "1f1b", (3, 1), 7, blocks=5),
     Layout("tangled", "gpipe", (1, 3), 6),
+    Layout("relayed", "interleaved", (1, 2), 5),
 ]
-QUICK = LAYOUTS[:4]
+QUICK = [*LAYOUTS[:4], Layout("relayed", "1f1b", (1, 1, 1, 1), 3)]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_a_layout_over_tcp_gives_the_bits_of_one_process(workers, layout):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS[len(QUICK) :], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[4:], ids=str)
 def test_the_other_layouts_over_tcp_give_the_bits_of_one_process(workers, layout):
     check(workers, layout, "tcp")
 
