@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
 MessageKind = Literal["activation", "gradient"]
-"""The content of a message: values along an edge, or the gradients of a relay, which go from a later stage to an earlier one."""
+"""The content of a message: values along an edge, or gradients of a relay, which go from a later stage to an earlier one."""
 Bundle = tuple[MessageKind, int, int, int]
 """(kind, earlier stage, later stage, microbatch): the values of one edge, or the gradients of one relay."""
 Role = Literal["compute", "communication", "release", "reduction", "step"]
@@ -25,7 +25,7 @@ Role = Literal["compute", "communication", "release", "reduction", "step"]
 Cost = Literal["forward", "recompute", "input", "weight", "reduce", "step"]
 """A time in `SimulationCosts`: per stage and microbatch, but `reduce` per stage and step, `step` per step."""
 
-# Results that instructions make. Edges carry values to later stages, relays carry gradients of a stage's inputs to earlier ones.
+# Results that instructions make. Edges carry values to later stages, relays gradients of a stage's inputs to earlier ones.
 VALUES: Final = "values"
 INPUT_GRADIENTS: Final = "input gradients"
 WEIGHT_GRADIENTS: Final = "weight gradients"

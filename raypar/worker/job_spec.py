@@ -285,7 +285,7 @@ class JobSpec:
 
 
 CONTRACT_EDITION = 2
-"""Edition of the numerics contract (`raypar/README.md`) by which this release computes. Contracts of the first do not name it."""
+"""Edition of the numerics contract (`raypar/README.md`) of this release. Checkpoints of the first do not name theirs."""
 
 
 def contract_of_job(spec: JobSpec) -> dict[str, Any]:

@@ -10,6 +10,7 @@ worker may go on if what it uses is there, and any pair may move the message tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from raypar.plan import MicrobatchRouting, StageConnections
 from raypar.schedule.instructions import (
@@ -209,13 +210,13 @@ def _never_stuck(programs: Programs, crossing: StageConnections) -> bool:
 
 
 def _handed_back(crossing: StageConnections) -> list[tuple[int, int]]:
-    """(earlier, later) stages between which gradients are handed back: from each user of a value to the user before it, from the
-    first one to the maker."""
+    """(earlier, later) stages between which gradients are handed back: from each user of a value to the one before it, from
+    the first one to the maker."""
     found = set()
     values = {(e.src, value) for e in crossing.edges if e.differentiable for value in e.values}
     for maker, value in values:
         stages = sorted({maker, *(e.dst for e in crossing.edges if e.differentiable and e.src == maker and value in e.values)})
-        found |= set(zip(stages, stages[1:], strict=False))
+        found |= set(pairwise(stages))
     return sorted(found)
 
 

@@ -152,7 +152,9 @@ def passing() -> Graph:
 def test_a_layer_may_return_what_it_reads_a_view_of_it_or_a_parameter(cuts, autocast, monkeypatch):
     if autocast:  # with its cache, which keeps casts of leaves
         inner = Meeting.forward
-        monkeypatch.setattr(Meeting, "forward", lambda self, *given: torch.autocast("cpu", torch.bfloat16)(inner)(self, *given).float())
+        monkeypatch.setattr(
+            Meeting, "forward", lambda self, *given: torch.autocast("cpu", torch.bfloat16)(inner)(self, *given).float()
+        )
     spec = job()
     want = reference.train(passing(), spec)
     with OneProcessRun(spec, ParallelPlan.mesh(pp=len(cuts) + 1, layers=5, cuts=cuts), "1f1b", graph=passing()) as run:

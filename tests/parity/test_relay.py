@@ -1,4 +1,4 @@
-"""Gradients by relay, and strides that travel: each microbatch's gradients are those of the plain module under plain autograd."""
+"""Gradients by relay, strides that travel: each microbatch's gradients are those of the plain module under plain autograd."""
 
 from collections import defaultdict
 from collections.abc import Sequence

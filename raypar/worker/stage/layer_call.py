@@ -154,7 +154,7 @@ _WRITTEN_IN_PLACE = (
     "a leaf Variable that requires grad is being used in an in-place operation",
     "a view of a leaf Variable that requires grad is being used in an in-place operation",
 )
-"""What PyTorch says when a layer writes into a view that may not be written, or into the alias of a value from another stage."""
+"""What PyTorch says when a layer writes into a view that may not be written, or into a value from another stage."""
 
 
 def _is_about_writing(error: Exception) -> bool:

@@ -17,8 +17,8 @@ from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED
 Hook = Callable[[Tensor | None], None]
 """Called with the gradient of a value once it is complete. Returns None, so autograd goes on with the very gradient."""
 Hooks = OrderedDict[int, Hook]
-"""A tensor's hooks as PyTorch keeps them. The tensors of all microbatches share the dict, so that a hook can be exchanged in all
-of them at once."""
+"""A tensor's hooks as PyTorch keeps them. The tensors of all microbatches share the dict, so that a hook can be exchanged in
+all of them at once."""
 
 
 def _attach_hooks(tensor: Tensor, hooks: Hooks) -> None:
