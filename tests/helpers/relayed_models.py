@@ -1,8 +1,8 @@
 """A model whose gradients show in which order they are added; as layers, and as one plain module.
 
 `relayed`: values read by three stages and by the loss, a layer that uses a value several times, values that are transposed,
-sliced or expanded and then meet dropout, a value whose gradient one consumer leaves undefined, a reader that detaches, a parameter
-that three layers use, an output of several values. `PlainModel` is the plain module: its values are Python variables.
+sliced or expanded and then meet dropout, a value whose gradient one consumer leaves undefined, a reader that detaches, a
+parameter that three layers use, an output of several values. `PlainModel` is the plain module: its values are Python variables.
 """
 
 from __future__ import annotations

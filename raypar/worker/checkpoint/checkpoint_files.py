@@ -552,10 +552,10 @@ def describe_edition_change(manifest: Manifest) -> str | None:
     if edition >= CONTRACT_EDITION:
         return None
     return (
-        f"checkpoint {manifest.checkpoint.name} was computed by edition {edition} of the numerics contract, and the run goes on "
-        f"by edition {CONTRACT_EDITION}: the bits are others than those of an undisturbed run only for models with a value that "
-        "several layers read or one layer reads several times, a value that is not contiguous, or a parameter that three layers "
-        "use"
+        f"checkpoint {manifest.checkpoint.name} was computed by edition {edition} of the numerics contract, and the run goes "
+        f"on by edition {CONTRACT_EDITION}: the bits are others than those of an undisturbed run only for models with a value "
+        "that several layers read or one layer reads several times, a value that is not contiguous, or a parameter that three "
+        "layers use"
     )
 
 

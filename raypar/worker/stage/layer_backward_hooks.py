@@ -18,9 +18,9 @@ class LayerBackwardHooks:
     """The hooks of the values that a stage's layers return, and of those that it gets from other stages.
 
     The gradient of a value that the layer at position p has returned is complete when the backward pass has left everything
-    that was made after the value: the loss and all layers behind p. In every backward pass the hook then restores process state that
-    the layer at p + 1 (or the loss) has left changed. In the pass that closes a block it also hands the finished gradients of
-    the layers behind p to the accumulator, while these are in the processor's cache.
+    that was made after the value: the loss and all layers behind p. In every backward pass the hook then restores process
+    state that the layer at p + 1 (or the loss) has left changed. In the pass that closes a block it also hands the finished
+    gradients of the layers behind p to the accumulator, while these are in the processor's cache.
     """
 
     of_outputs: list[Hooks]
