@@ -33,6 +33,7 @@ CORNERS = [
     Layout("tangled", "gpipe", (1, 2, 3, 1), 8),
     Layout("tangled", "1f1b", (3, 3), 7, blocks=5),
     Layout("tangled", "1f1b", (2, 2), 5, blocks=1),
+    Layout("relayed", "1f1b", (1, 2, 1, 1), 4),
 ]
 
 

@@ -2,18 +2,21 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers import reference, relayed_models, ugly_models
 from helpers.relayed_models import PlainModel
-from torch import Tensor
+from torch import Tensor, nn
 
+from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import canonical_names
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
-from raypar.worker.job_spec import JobSpec, Precision
+from raypar.worker.job_spec import DataSpec, JobSpec, Precision, Ref
+from raypar.worker.preflight import check_model_can_shard, preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
 from raypar.worker.worker_assignments import make_layer_graph
@@ -117,3 +120,89 @@ def test_each_microbatch_has_the_gradients_of_the_plain_module(monkeypatch, sche
 @pytest.mark.parametrize("schedule, cuts, recompute, compute", ALL, ids=str)
 def test_each_microbatch_has_the_gradients_of_the_plain_module_in_every_layout(monkeypatch, schedule, cuts, recompute, compute):
     test_each_microbatch_has_the_gradients_of_the_plain_module(monkeypatch, schedule, cuts, recompute, compute)
+
+
+class Block(nn.Module):
+    """Reads its input and the first value, each several times; column and row layers inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDE), nn.Linear(WIDE, 4 * WIDE), nn.Linear(4 * WIDE, WIDE)
+
+    def forward(self, x: Tensor, e: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x)))) + e * e.tanh()
+
+
+class Vocabulary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDE, IDS, bias=False)
+
+    def forward(self, x: Tensor, e: Tensor) -> Tensor:
+        return self.out(x * e.sigmoid())
+
+
+WIDE, IDS = 8, 10
+
+
+def on_shards() -> Graph:
+    """`e` is read by all layers behind the first one, and by the loss."""
+    return Graph(
+        (
+            Layer("embed", lambda: nn.Embedding(IDS, WIDE), ("x",), ("e",)),
+            Layer("one", Block, ("e", "e"), ("a",)),
+            Layer("two", Block, ("a", "e"), ("b",)),
+            Layer("three", Block, ("b", "e"), ("c",)),
+            Layer("head", Vocabulary, ("c", "e"), ("logits",)),
+        ),
+        outputs=("logits", "e"),
+        rebuild_output=lambda logits, e: {"logits": logits, "first": e},
+        ties=(("one.up.weight", "two.up.weight", "three.up.weight"),),
+    )
+
+
+def loss_of_ids(output: dict[str, Tensor], target: Tensor) -> tuple[Tensor, int]:
+    total = nn.functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten(), reduction="sum")
+    return total + output["first"].square().mean(), target.numel()
+
+
+class Ids:
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        window = torch.randint(0, IDS, (7,), generator=torch.Generator().manual_seed(index))
+        return window[:-1], window[1:]
+
+
+def run_on_shards(cuts: Sequence[int], shards: Sequence[int], sequence: bool = False) -> dict[str, list[Tensor]]:
+    """Parameter -> every worker's part of it, after two steps in float64; checked on the meta device before."""
+    spec = ugly_models.job("plain", microbatches=2, steps=2, batch_size=6, dtype="float64", sequence_parallel=sequence)
+    styles = (("*.up", "column"), ("*.down", "row"), ("head.out", "vocabulary"))
+    spec = replace(spec, model=Ref(on_shards), loss=Ref(loss_of_ids), data=DataSpec(Ref(Ids)), styles=styles)
+    graph, plan = make_layer_graph(spec), ParallelPlan.of([1] * len(shards), shards, layers=5, cuts=cuts)
+    check_model_can_shard(spec, preflight(spec), plan)
+    with OneProcessRun(spec, plan, "1f1b", graph=graph) as run:
+        for step in range(2):
+            run.step(step)
+        return run.parameters()
+
+
+@pytest.mark.parametrize(
+    "cuts, shards, alike, as_shards, sequence",
+    [
+        ((2, 3), (2, 2, 2), (), (2,), False),
+        ((1, 2, 3, 4), (2,) * 5, (), (2,), True),
+        ((1, 2, 3), (2, 1, 1, 2), (1, 3), (2, 1, 2), False),
+        ((1, 3, 4), (1, 2, 2, 1), (1, 4), (1, 2, 1), False),
+    ],
+    ids=str,
+)
+def test_on_shards_the_cut_into_stages_decides_nothing(cuts, shards, alike, as_shards, sequence):
+    found, want = run_on_shards(cuts, shards, sequence), run_on_shards(alike, as_shards, sequence)
+    whole = run_on_shards((), (1,))
+    assert found.keys() == want.keys() == whole.keys()
+    for name, parts in want.items():
+        assert {part.numpy().tobytes() for part in parts} == {part.numpy().tobytes() for part in found[name]}, name
+        if parts[0].shape == whole[name][0].shape:
+            assert torch.allclose(parts[0], whole[name][0], rtol=0, atol=1e-9), name
