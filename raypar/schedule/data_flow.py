@@ -20,6 +20,15 @@ def message_ends(what: str, carrier: StageEdge | GradientRelay) -> tuple[Message
     return (kind, carrier.src, carrier.dst) if kind == "activation" else (kind, carrier.dst, carrier.src)
 
 
+MessageRoute = tuple[str, int, int]
+"""(name of what is carried, sending stage, receiving stage)."""
+
+
+def message_routes(crossing: StageConnections) -> list[MessageRoute]:
+    """The routes of all messages between stages: those of values, then those of gradients."""
+    return [(VALUES, e.src, e.dst) for e in crossing.edges] + [(INPUT_GRADIENTS, r.src, r.dst) for r in crossing.relays]
+
+
 def name_maker_of_result(result: StageResult) -> str:
     """The instruction that gives a result as text, such as `1F0`; `B` if both B and I give it."""
     what, stage, microbatch = result
