@@ -86,7 +86,7 @@ def build_stage(
     crossing = stage_values(graph, plan, index, spec)
     hooks = LayerBackwardHooks(weights.layer_names, crossing.received, gradients, completed, guard, on_cpu=device == CPU)
     precision = StagePrecision(spec.precision, device, guard)
-    calls = build_stage_layers(layers, hooks, coordinate, make_seeder(device), guard, precision)
+    calls = build_stage_layers(graph, layers, hooks, coordinate, make_seeder(device), guard, precision)
     return Stage(
         graph=graph,
         index=index,
@@ -164,6 +164,7 @@ def uses_completed_by_autograd(weights: StageWeights, deferred: DeferredGradient
 
 
 def build_stage_layers(
+    graph: Graph,
     layers: Sequence[Layer],
     hooks: LayerBackwardHooks,
     coordinate: StageCoordinate,
@@ -175,7 +176,8 @@ def build_stage_layers(
     made = []
     for layer, of_outputs in zip(layers, hooks.of_outputs, strict=True):
         call = LayerCall(layer, coordinate=coordinate, seed_generators=seed_generators, guard=guard)
-        made.append(StageLayer(layer, precision.wrap_layer(call), of_outputs))
+        shared = tuple(name for name in dict.fromkeys(layer.inputs) if len(graph.consumers(name)) > 1)
+        made.append(StageLayer(layer, precision.wrap_layer(call), of_outputs, shared))
     return made
 
 

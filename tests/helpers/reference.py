@@ -37,9 +37,9 @@ def lying_as_new(x: Tensor) -> Tensor:
 
 
 def name_values(values: dict[str, Tensor], names: tuple[str, ...], returned: tuple[Tensor, ...]) -> None:
-    """Rule 4: the tensors themselves; but a parameter, or a tensor that is a value already, is read through a view of it."""
+    """Rule 4: the tensors themselves; but a parameter, a tensor with a hook, and one that is a value already as a view."""
     for name, value in zip(names, returned, strict=True):
-        again = value.is_leaf or any(value is other for other in values.values())
+        again = value.is_leaf or value._backward_hooks or any(value is other for other in values.values())
         values[name] = value.view_as(value) if value.requires_grad and again else value
 
 

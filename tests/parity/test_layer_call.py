@@ -267,7 +267,7 @@ def test_a_layer_that_writes_into_an_input_is_refused():
 def test_a_layer_that_returns_one_tensor_twice_has_two_outputs():
     scene = Scene(Twice, outputs=("b", "c"))
     outputs = scene.call(passes(0, 0), scene.weights, [X.clone().requires_grad_()])
-    b, c = (own_tensor(output, OrderedDict()) for output in outputs)
+    b, c = (own_tensor(output, OrderedDict(), is_value=place > 0) for place, output in enumerate(outputs))
     assert b is outputs[0] and b is not c and torch.equal(b, c) and c.requires_grad
     with pytest.raises(UserCodeError, match=r"returned \(Tensor, Tensor\) where 1 tensor"):
         Scene(Twice).run(passes(0, 0), X)

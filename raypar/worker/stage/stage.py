@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from raypar.errors import RayparError
+from raypar.errors import RayparError, UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.model.split_linear_backward import DeferredWeightGradient, Stash
 from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy
@@ -60,10 +60,25 @@ class StageLayer:
     """Runs the layer: a `LayerCall`, or what wraps one."""
     hooks: Hooks
     """Hooks of the values that the layer returns."""
+    shared: tuple[str, ...]
+    """What the layer reads and others read too (or the loss)."""
 
     def read(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         """The layer's arguments."""
         return read_inputs(values, self.layer.inputs, self.layer.name)
+
+    def refuse_hooks(self, values: Mapping[str, Tensor]) -> None:
+        """Raises `UserCodeError` if the layer has registered a hook on a value that others read too.
+
+        It would be called with the sum of the gradients of all readers in this stage: another sum under another plan.
+        """
+        for name in self.shared:
+            if values[name]._backward_hooks is not None:
+                raise UserCodeError(
+                    f"layer {self.layer.name!r} registers a hook on its input {name!r}, which others read too: which of their "
+                    "gradients the hook is called with would depend on the plan",
+                    cure="register the hook on a view of the input, which the layer then computes with: x = x.view_as(x)",
+                )
 
 
 @dataclass(frozen=True)
@@ -267,13 +282,19 @@ class Stage:
         live = self._live[microbatch] = _Microbatch()
         self.deferred.stash = live.stash
         values: dict[str, Tensor] = {**self._read_received(live, received), **batch}
+        with_gradient = {id(value) for value in values.values() if value.requires_grad}
         forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
         for position, layer in enumerate(self.layers):
             saved = self._new_saved_tensors(position) if position in recomputation.positions else None
             outputs = layer.call(forward_pass.saving_to(saved), self.weights.of_layer(position), layer.read(values))
             live.drop(saved)
+            if layer.shared:
+                layer.refuse_hooks(values)
             for name, output in zip(layer.layer.outputs, outputs, strict=True):
-                values[name] = own_tensor(output, layer.hooks) if output.requires_grad else output
+                if output.requires_grad:
+                    output = own_tensor(output, layer.hooks, is_value=id(output) in with_gradient)
+                    with_gradient.add(id(output))
+                values[name] = output
         if self.loss is not None:
             saved = SavedTensors("the loss") if recomputation.with_loss else None
             live.loss, count = self.loss(forward_pass.saving_to(saved), values)

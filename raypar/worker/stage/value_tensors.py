@@ -21,26 +21,22 @@ Hooks = OrderedDict[int, Hook]
 all of them at once."""
 
 
-def _attach_hooks(tensor: Tensor, hooks: Hooks) -> None:
-    """Do what `Tensor.register_hook` does, except for the handle that removes the hook.
-
-    The handle's Python code takes a third of a percent of a small GPT's step. The hook is looked up in `hooks` when a gradient
-    comes. `tensor` must not be a leaf.
-    """
-    tensor._backward_hooks = hooks
-    tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
-
-
-def own_tensor(output: Tensor, hooks: Hooks) -> Tensor:
+def own_tensor(output: Tensor, hooks: Hooks, *, is_value: bool) -> Tensor:
     """The tensor of a value that requires a gradient and that a layer returned as `output`: as a rule `output` itself.
 
-    It is an alias if `output` is a leaf (a parameter), or has hooks: those of another value (the layer has returned what it
-    read, or one tensor under two names), whose gradients are added apart, or those of the user. A leaf's gradient
-    would come at another time than that of what a layer computes, and autocast would keep one cast of it for several readers.
+    It is an alias if `output` `is_value` already (the layer has returned what it read, or one tensor under two names), because
+    the gradients of each value are added apart; if `output` has hooks of users' code, which then come after those that readers
+    register, in one stage as in two; and if it is a leaf (a parameter). A leaf's gradient would come at another time than that
+    of what a layer computes, and autocast would keep one cast of it for several readers.
     """
-    if output.is_leaf or output._backward_hooks is not None:
+    if is_value or output.is_leaf or output._backward_hooks is not None:
         output = output.view_as(output)
-    _attach_hooks(output, hooks)
+    # This does what `Tensor.register_hook` does, except for the handle that removes the hook: the handle's Python code takes a
+    # third of a percent of a small GPT's step. Then the tensor forgets the dict: hooks that users' code registers on it must
+    # not go into `hooks`, and so to the tensors of other microbatches.
+    output._backward_hooks = hooks
+    output.grad_fn._register_hook_dict(output)  # type: ignore[union-attr]
+    output._backward_hooks = None
     return output
 
 
@@ -51,9 +47,9 @@ def alias_received(value: Tensor, hooks: Hooks) -> Tensor:
     none, because it would copy a gradient that somebody else refers to.
     """
     leaf = value.detach().requires_grad_()
+    leaf._backward_hooks = hooks  # of the leaf: called after those that users' code registers on the alias
     alias = leaf.view_as(leaf)
     leaf.requires_grad_(False)
-    _attach_hooks(alias, hooks)
     return alias
 
 
