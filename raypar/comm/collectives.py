@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU, BufferPool
 from raypar.comm.communication_ledger import CommunicationLedger
-from raypar.comm.phased_operation import OperationPhase, PhasedOperation, Phases, PostedMessage
+from raypar.comm.nonblocking_operation import OperationPhase, PhasedOperation, Phases, PostedMessage
 from raypar.comm.tensor_layout import layout_of, message_of
 from raypar.comm.transport import (
     check_collective_group,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.collectives import MessageBasedTransport
-from raypar.comm.phased_operation import PhasedOperation, PostedMessage, tensor_mismatch_error
+from raypar.comm.nonblocking_operation import PhasedOperation, PostedMessage, tensor_mismatch_error
 from raypar.comm.tensor_layout import TensorLayout, empty_message, tensor_of_message
 from raypar.comm.transport import Handle, Routine, RoutineWait, generation_over_error
 from raypar.errors import CommError, GroupAborted

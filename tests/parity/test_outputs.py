@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from raypar.errors import ModelError, UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
+from raypar.worker.job_preflight import check_layer_shapes
 from raypar.worker.job_spec import Ref, ValidationSpec
 from raypar.worker.measure_profile import profile_layers, read_microbatches
-from raypar.worker.preflight import check_layer_shapes
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 

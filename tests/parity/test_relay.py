@@ -15,8 +15,8 @@ from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import canonical_names
 from raypar.plan import ParallelPlan
 from raypar.schedule import registry
+from raypar.worker.job_preflight import check_model_can_shard, preflight
 from raypar.worker.job_spec import DataSpec, JobSpec, Precision, Ref
-from raypar.worker.preflight import check_model_can_shard, preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
 from raypar.worker.worker_assignments import make_layer_graph
