@@ -66,9 +66,9 @@ class OnDevice:
         """A copy; what cannot be moved is left as it is, and refused."""
         return tensor.detach().to(self._device, copy=True) if tensor.is_contiguous() else tensor
 
-    def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
+    def send(self, tensor: Tensor, *, to: int, tag: int, keep_layout: bool = False) -> Handle:
         """See `Transport.send`."""
-        return self._inner.send(self._there(tensor), to=to, tag=tag)
+        return self._inner.send(self._there(tensor), to=to, tag=tag, keep_layout=keep_layout)
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> Handle:
         """See `Transport.recv`."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from raypar.actors.run_request import RunRequest
 from raypar.atomic_write import replace_file_atomically
 from raypar.schedule.chrome_trace import chrome_trace
+from raypar.schedule.data_flow import message_routes
 from raypar.schedule.step_timeline import Timeline
 from raypar.schedule.swimlane_svg import swimlanes_svg
 
@@ -23,11 +24,11 @@ def write_step_timeline_files(request: RunRequest, step: int, spans: Rows, nodes
     measured = Timeline.from_spans(align_node_clocks(spans, nodes), names)
     predicted = replace(request.predicted, names=tuple(names))
     panels = [("predicted before the run", predicted), (f"measured: step {step}", measured)]
-    edges = [(e.src, e.dst) for e in request.crossing.edges]
+    routes = message_routes(request.crossing)
     folder = Path(request.folder)
     workers = f"{request.plan.world} workers = {request.plan.describe()}"
     title = f"{request.run}: {workers}, schedule {request.schedule_name}, {request.batching.count} microbatches"
-    replace_file_atomically(folder / "swimlane.svg", swimlanes_svg(panels, title=title, edges=edges).encode())
+    replace_file_atomically(folder / "swimlane.svg", swimlanes_svg(panels, title=title, routes=routes).encode())
     trace = json.dumps(chrome_trace(measured, nodes=list(nodes), name=request.run))
     replace_file_atomically(folder / "trace.json", trace.encode())
 

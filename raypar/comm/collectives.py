@@ -17,6 +17,7 @@ from torch import Tensor
 from raypar.comm.buffer_pool import CPU, BufferPool
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.nonblocking_operation import OperationPhase, PhasedOperation, Phases, PostedMessage
+from raypar.comm.tensor_layout import layout_of, message_of
 from raypar.comm.transport import (
     check_collective_group,
     check_one_tensor_per_rank,
@@ -109,11 +110,13 @@ class MessageBasedTransport(ABC):
 
     # -- point to point
 
-    def send(self, tensor: Tensor, *, to: int, tag: int) -> PhasedOperation:
+    def send(self, tensor: Tensor, *, to: int, tag: int, keep_layout: bool = False) -> PhasedOperation:
         """See `Transport.send`."""
         self._check_alive()
+        layout = layout_of(tensor) if keep_layout else None
+        tensor = message_of(tensor, layout)
         self._check(tensor, to)
-        operation = PhasedOperation(self, f"send tag {tag}", (to,))
+        operation = PhasedOperation(self, f"send tag {tag}", (to,), layout=layout)
         self.ledger.count("send", sent=tensor.nbytes)
         operation.post(OperationPhase(((tensor, to, tag),), ()))
         operation.end_posting()

@@ -154,9 +154,9 @@ class FaultyTransport:
         """See `Transport.can_share_memory`."""
         return self.inner.can_share_memory(rank)
 
-    def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
+    def send(self, tensor: Tensor, *, to: int, tag: int, keep_layout: bool = False) -> Handle:
         """See `Transport.send`."""
-        return self._call("send", lambda: self.inner.send(tensor, to=to, tag=tag))
+        return self._call("send", lambda: self.inner.send(tensor, to=to, tag=tag, keep_layout=keep_layout))
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> Handle:
         """See `Transport.recv`."""

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from raypar.comm.collectives import MessageBasedTransport
 from raypar.comm.nonblocking_operation import PhasedOperation, PostedMessage, tensor_mismatch_error
+from raypar.comm.tensor_layout import TensorLayout, empty_message, tensor_of_message
 from raypar.comm.transport import Handle, Routine, RoutineWait, generation_over_error
 from raypar.errors import CommError, GroupAborted
 
@@ -91,21 +93,35 @@ def peer_left_error(message: PostedMessage) -> CommError:
 
 def deliver_message(send: PostedMessage, recv: PostedMessage) -> None:
     """Copy the sent tensor into the receiver's own storage and complete both."""
-    source = send.tensor
-    assert source is not None
+    message, layout = send.tensor, send.operation.layout
+    assert message is not None
+    arrived = message if layout is None and recv.tensor is not None else _copy_with_layout(message, layout)
     if recv.tensor is None:
-        needs = source.requires_grad and send.channel == 0
-        recv.tensor = torch.empty(source.shape, dtype=source.dtype, device=source.device, requires_grad=needs)
-    elif recv.tensor.dtype != source.dtype or recv.tensor.shape != source.shape:
-        recv.fail(tensor_mismatch_error(recv, source.dtype, source.shape))
+        recv.tensor = arrived.requires_grad_(message.requires_grad and send.channel == 0)
+    elif recv.tensor.dtype != arrived.dtype or recv.tensor.shape != arrived.shape:
+        recv.fail(tensor_mismatch_error(recv, arrived.dtype, arrived.shape))
         send.complete()
         return
-    with torch.no_grad():
-        recv.tensor.copy_(source)
+    else:
+        with torch.no_grad():
+            recv.tensor.copy_(arrived)
     if recv.channel == 0:
-        recv.operation.transport.ledger.count("recv", received=source.nbytes)
+        recv.operation.transport.ledger.count("recv", received=message.nbytes)
     recv.complete()
     send.complete()
+
+
+def _copy_with_layout(message: Tensor, layout: TensorLayout | None) -> Tensor:
+    """A copy of what was sent, which lies in memory as the sender's tensor does."""
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=message.device)
+
+    with torch.no_grad():
+        if layout is None:
+            return allocate(message.shape, message.dtype).copy_(message)
+        room = empty_message(layout, message.dtype, allocate)
+        return tensor_of_message(room.copy_(message), layout, allocate)
 
 
 class LocalTransport(MessageBasedTransport):

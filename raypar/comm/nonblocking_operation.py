@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.communication_ledger import CommunicationLedger
+from raypar.comm.tensor_layout import TensorLayout
 from raypar.comm.transport import describe_operation
 from raypar.errors import CommError, CommTimeout
 
@@ -123,13 +124,21 @@ class PhasedOperation:
         "_received",
         "_tensors",
         "channel",
+        "layout",
         "name",
         "peers",
         "transport",
     )
 
     def __init__(
-        self, transport: MessageCarrier, name: str, peers: Sequence[int], channel: int = 0, phases: Phases | None = None
+        self,
+        transport: MessageCarrier,
+        name: str,
+        peers: Sequence[int],
+        channel: int = 0,
+        phases: Phases | None = None,
+        *,
+        layout: TensorLayout | None = None,
     ) -> None:
         self.transport = transport
         self.name = name
@@ -138,6 +147,8 @@ class PhasedOperation:
         """Ranks that it sends to or receives from."""
         self.channel = channel
         """See `PostedMessage.channel`."""
+        self.layout = layout
+        """Of a send: how the tensor lies whose message is sent; None: as a new tensor."""
         self._phases = phases
         """The phases that are still to come; None of an operation without phases, and after the last one."""
         self._lock = threading.Lock()

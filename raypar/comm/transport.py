@@ -68,14 +68,16 @@ class Transport(Protocol):
     def can_share_memory(self, rank: int) -> bool:
         """Whether `rank` is on this machine and its memory can be read in place (`comm.shared_memory`)."""
 
-    def send(self, tensor: Tensor, *, to: int, tag: int) -> Handle:
+    def send(self, tensor: Tensor, *, to: int, tag: int, keep_layout: bool = False) -> Handle:
         """Post a send of a contiguous tensor; messages of one (source, destination) pair match by tag, tags may overtake.
 
-        A message says whether its tensor requires a gradient.
+        A message says whether its tensor requires a gradient. `keep_layout`: the tensor may have any strides, and a receive
+        without `out` gives a tensor with its strides and its place modulo 64 bytes (`comm.tensor_layout`).
         """
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> Handle:
-        """Post the matching receive, into `out`, or into a fresh 64-byte aligned tensor when `out` is None.
+        """Post the matching receive, into `out`, or into a fresh tensor when `out` is None: 64-byte aligned and contiguous, or
+        as the sender's lies.
 
         The fresh tensor requires a gradient if the one that was sent does.
         """

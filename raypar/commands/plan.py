@@ -216,10 +216,11 @@ def predicted_step_text(timeline: Timeline) -> str:
 def write_predicted_step_svg(file: Path, title: str, timeline: Timeline, crossing: StageConnections) -> None:
     """Draw the predicted step as an SVG with a lane per worker. Raises `ConfigError` if the file cannot be written."""
     from raypar.atomic_write import write_text_atomically
+    from raypar.schedule.data_flow import message_routes
     from raypar.schedule.swimlane_svg import swimlane_svg
 
-    edges = [(edge.src, edge.dst) for edge in crossing.edges]
-    write_text_atomically(file, swimlane_svg(timeline, title=title, subtitle="predicted", edges=edges))
+    routes = message_routes(crossing)
+    write_text_atomically(file, swimlane_svg(timeline, title=title, subtitle="predicted", routes=routes))
 
 
 def shard_style_by_layer(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, str]:

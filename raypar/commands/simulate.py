@@ -245,11 +245,12 @@ def _write(
 
             write_text_atomically(path, format_schedule_csv(schedule))
         elif option == "svg":
+            from raypar.schedule.data_flow import message_routes
             from raypar.schedule.swimlane_svg import swimlane_svg
 
             timed_links = costs.latency_ms or costs.bandwidth_bytes_per_ms < math.inf
-            edges = [(e.src, e.dst) for e in crossing.edges] if timed_links else []
-            write_text_atomically(path, swimlane_svg(timeline, title=title, edges=edges))
+            routes = message_routes(crossing) if timed_links else []
+            write_text_atomically(path, swimlane_svg(timeline, title=title, routes=routes))
         else:
             from raypar.schedule.chrome_trace import chrome_trace
 

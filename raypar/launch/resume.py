@@ -79,6 +79,7 @@ def prepare_resumed_run(
     from raypar.worker.checkpoint.checkpoint_files import (
         check_checkpoint_fits_model,
         check_contract,
+        describe_edition_change,
         list_changed_shard_settings,
         load_manifest,
     )
@@ -104,6 +105,8 @@ def prepare_resumed_run(
     text = f"from {checkpoint.name}: {manifest.steps_done} steps are done"
     if changed := list_changed_shard_settings(manifest, spec):
         text += f"; with another {' and '.join(changed)}, on which the bits depend where the plan has shards"
+    if line := describe_edition_change(manifest):
+        tell({"kind": "warning", "text": line})
     tell({"kind": "resuming", "text": text, "step": manifest.steps_done})
     return replace(options, resume=checkpoint, steps_done=manifest.steps_done), check_and_choose
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -44,8 +44,8 @@ class Graph:
     """
 
     layers: tuple[Layer, ...]
-    output: str
-    """The value given to the loss."""
+    output: str = ""
+    """The value given to the loss; empty if `outputs` are given."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Tuples of qualified parameter names (`layer.path.weight`) that are one parameter, stored under the first name."""
     init: Callable[[str, object], None] | None = None
@@ -54,6 +54,11 @@ class Graph:
     """Set by raypar: the values of parameters and buffers, when builds return modules without any."""
     buffer_policy: BufferPolicy = "refuse"
     """Set by raypar, from the job: what becomes of buffers that forward writes."""
+    outputs: tuple[str, ...] = ()
+    """In the place of `output`: the values of which `rebuild_output` makes what is given to the loss."""
+    rebuild_output: Callable[..., Any] | None = None
+    """`rebuild_output(*values)` makes what is given to the loss (a tuple, a dict, an object) of the values of `outputs`. It
+    runs where the loss does, and counts as a part of it."""
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
@@ -78,10 +83,20 @@ class Graph:
                     cure="give every value a name of its own",
                 )
             written |= set(layer.outputs)
-        if self.output not in self.layers[-1].outputs or self.consumers(self.output):
+        self._check_outputs(written)
+
+    def _check_outputs(self, written: set[str]) -> None:
+        """Raises `ModelError` for outputs that do not say what the loss gets. `written`: the values that layers write."""
+        if bool(self.output) == bool(self.outputs) or bool(self.outputs) != (self.rebuild_output is not None):
             raise ModelError(
-                f"the output {self.output!r} must be written by the last layer ({names[-1]!r}) and read by the loss alone",
-                cure=f"choose one of {sorted(self.layers[-1].outputs)}, or add a last layer that writes it",
+                f"output is {self.output!r}, outputs are {self.outputs}, rebuild_output is {self.rebuild_output!r}",
+                cure="give output, the value that the loss gets, or outputs and rebuild_output, which makes it of them",
+            )
+        unknown = [value for value in self.loss_inputs if value not in written]
+        if unknown:
+            raise ModelError(
+                f"the output {unknown[0]!r} is written by no layer",
+                cure=f"choose values that layers write, such as {', '.join(sorted(self.layers[-1].outputs))}",
             )
 
     @staticmethod
@@ -112,19 +127,42 @@ class Graph:
         """All values, batch fields first, then in the order they are written."""
         return (*self.batch_fields, *(v for layer in self.layers for v in layer.outputs))
 
+    @property
+    def loss_inputs(self) -> tuple[str, ...]:
+        """The values that the loss reads."""
+        return self.outputs or (self.output,)
+
+    def loss_of_values(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The function (a value for each of `loss_inputs`, target) -> loss, of a loss (output, target) -> loss."""
+        rebuild = self.rebuild_output
+        if rebuild is None:
+            return loss
+
+        def run(*given: Any) -> Any:
+            *values, target = given
+            return loss(rebuild(*values), target)
+
+        return run
+
     def producer(self, value: str) -> int | None:
         """Index of the layer that writes `value`; None for a batch field."""
         return next((i for i, layer in enumerate(self.layers) if value in layer.outputs), None)
 
     def consumers(self, value: str) -> tuple[int, ...]:
-        """Indices of the layers that read `value`, ascending."""
-        return tuple(i for i, layer in enumerate(self.layers) if value in layer.inputs)
+        """Indices of the layers that read `value`, ascending; the loss comes last, with the number of layers as its index."""
+        layers = tuple(i for i, layer in enumerate(self.layers) if value in layer.inputs)
+        return (*layers, len(self.layers)) if value in self.loss_inputs else layers
+
+    def reading_layers(self, value: str) -> tuple[int, ...]:
+        """Indices of the layers in whose stages `value` is read: the loss runs in the stage of the last layer."""
+        return tuple(min(i, len(self.layers) - 1) for i in self.consumers(value))
 
     def crossing(self, plan: ParallelPlan) -> StageConnections:
         """What crosses between the plan's stages: values by edge, and ties. For programs `make_model_outline` says more."""
         for name in (name for names in self.ties for name in names):
             self.layer_of(name)  # a tie of something that is no parameter is refused
-        return ModelOutline(tuple((x.name, x.inputs, x.outputs) for x in self.layers), self.ties).crossing(plan)
+        layers = tuple((x.name, x.inputs, x.outputs) for x in self.layers)
+        return ModelOutline(layers, self.ties, loss_inputs=self.loss_inputs).crossing(plan)
 
     def layer_of(self, parameter: str) -> str:
         """The layer that a qualified parameter name belongs to (layer names may contain dots)."""

@@ -253,6 +253,7 @@ def make_model_outline(graph: Graph) -> ModelOutline:
         buffers=frozenset(buffer_shapes(graph)),
         frozen=frozen_parameters(graph),
         writes_buffers=layers_that_write_buffers(graph),
+        loss_inputs=graph.loss_inputs,
     )
 
 

@@ -2,9 +2,10 @@
 
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.parallel_plan import MicrobatchRouting, ParallelPlan, Seat, StagePlan
-from raypar.plan.stage_connections import ModelOutline, StageConnections, StageEdge, TiedParameter
+from raypar.plan.stage_connections import GradientRelay, ModelOutline, StageConnections, StageEdge, TiedParameter
 
 __all__ = [
+    "GradientRelay",
     "MicrobatchRouting",
     "Microbatches",
     "ModelOutline",

@@ -1,4 +1,4 @@
-"""The connections between the stages of a model: values along edges, and tied parameters."""
+"""The connections between the stages of a model: values along edges, their gradients by relay, and tied parameters."""
 
 from __future__ import annotations
 
@@ -24,6 +24,32 @@ class StageEdge:
     """Bytes of the values of one microbatch, for the simulator; 0 if unknown."""
     differentiable: bool = True
     """Whether gradients of the values are sent back."""
+    value_bytes: tuple[int, ...] = ()
+    """Bytes of each value; empty: only their sum is known, and each is taken to have an even share of it."""
+
+    def bytes_of(self, values: Sequence[str]) -> int:
+        """Bytes of some of the edge's values."""
+        if self.value_bytes:
+            return sum(size for value, size in zip(self.values, self.value_bytes, strict=True) if value in values)
+        return self.nbytes * len(values) // len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRelay:
+    """Gradients that one stage hands to an earlier one: one message a microbatch.
+
+    A value's gradients are added on their way from its last consuming stage to its producer. Each consuming stage gets the sum
+    of those after it, adds its own, and hands the new sum to the consuming stage before it, the first one to the producer.
+    """
+
+    src: int
+    """The stage that has the sums: a consumer of the values."""
+    dst: int
+    """The earlier stage that gets them: the consumer before `src`, or the producer if `src` is the first consumer."""
+    values: tuple[str, ...] = ("x",)
+    """Names of the values whose gradients travel."""
+    nbytes: int = 0
+    """Bytes of the gradients of one microbatch, for the simulator; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +72,11 @@ class StageConnections:
     """Parameters that several stages use."""
     exchanges_buffers: tuple[int, ...] = ()
     """The stages of several replicas whose forward writes buffers: replicas exchange what they have written."""
+    relays: tuple[GradientRelay, ...] = field(init=False)
+    """Gradients of the values on their way back, which follow from the edges; in order of the stages that get them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "relays", _relays_of(self.edges))
 
     @staticmethod
     def chain(stages: int, nbytes: Sequence[int] | int = 0) -> StageConnections:
@@ -60,6 +91,34 @@ class StageConnections:
     def out_of(self, stage: int) -> tuple[StageEdge, ...]:
         """The edges whose values the stage produces, in order of their destinations."""
         return tuple(e for e in self.edges if e.src == stage)
+
+    def relays_to(self, stage: int) -> tuple[GradientRelay, ...]:
+        """The relays that bring gradients to the stage, in order of their sources."""
+        return tuple(r for r in self.relays if r.dst == stage)
+
+    def relays_from(self, stage: int) -> tuple[GradientRelay, ...]:
+        """The relays by which the stage hands gradients on, in order of their destinations."""
+        return tuple(r for r in self.relays if r.src == stage)
+
+
+def _relays_of(edges: Sequence[StageEdge]) -> tuple[GradientRelay, ...]:
+    """The relays of the gradients of all values that have some."""
+    consumers: dict[tuple[int, str], list[int]] = {}
+    for edge in edges:
+        for value in edge.values if edge.differentiable else ():
+            consumers.setdefault((edge.src, value), []).append(edge.dst)
+    found: dict[tuple[int, int], tuple[list[str], int]] = {}
+    for edge in edges:
+        if not edge.differentiable:
+            continue
+        takers: dict[int, list[str]] = {}
+        for value in edge.values:
+            before = [stage for stage in consumers[edge.src, value] if stage < edge.dst]
+            takers.setdefault(max(before, default=edge.src), []).append(value)
+        for taker, values in takers.items():
+            names, nbytes = found.get((taker, edge.dst), ([], 0))
+            found[taker, edge.dst] = ([*names, *values], nbytes + edge.bytes_of(values))
+    return tuple(GradientRelay(src, dst, tuple(names), nbytes) for (dst, src), (names, nbytes) in sorted(found.items()))
 
 
 @dataclass(frozen=True)
@@ -82,11 +141,13 @@ class ModelOutline:
     """Names in `elements` of parameters that are not trained."""
     writes_buffers: frozenset[int] = frozenset()
     """Indices of the layers whose forward may write buffers."""
+    loss_inputs: tuple[str, ...] = ()
+    """Values that the loss reads: the model's output, or those of which it is rebuilt."""
 
     def crossing(self, plan: ParallelPlan) -> StageConnections:
-        """The connections between the stages of a plan of this model."""
+        """The connections between the stages of a plan of this model. The loss is a consumer in the last stage."""
         stage_of = {i: s for s, stage in enumerate(plan.stages) for i in range(stage.first, stage.last)}
-        readers: dict[str, set[int]] = {}
+        readers: dict[str, set[int]] = {value: {len(plan.stages) - 1} for value in self.loss_inputs}
         for index, (_, inputs, _) in enumerate(self.layers):
             for value in inputs:
                 readers.setdefault(value, set()).add(stage_of[index])

@@ -209,11 +209,16 @@ class ModelProfile:
         stage_of = {i: s for s, stage in enumerate(plan.stages) for i in range(stage.first, stage.last)}
         # A producer's value crosses once to each consuming stage, however many of its layers read it.
         sizes = {(producer, stage_of[consumer]): nbytes for producer, consumer, nbytes in pairs}
-        edges: dict[tuple[int, int], int] = {}
+        edges: dict[tuple[int, int], dict[str, int]] = {}
         for (producer, dst), nbytes in sizes.items():
             if stage_of[producer] != dst:
-                edges[stage_of[producer], dst] = edges.get((stage_of[producer], dst), 0) + nbytes
-        return StageConnections(tuple(StageEdge(src, dst, nbytes=n) for (src, dst), n in sorted(edges.items())))
+                edges.setdefault((stage_of[producer], dst), {})[f"of layer {producer}"] = nbytes
+        return StageConnections(
+            tuple(
+                StageEdge(src, dst, tuple(values), sum(values.values()), value_bytes=tuple(values.values()))
+                for (src, dst), values in sorted(edges.items())
+            )
+        )
 
 
 def largest_work_shares(outline: ModelOutline, shards: int) -> tuple[float, ...]:

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
 MessageKind = Literal["activation", "gradient"]
-"""The content of a message: values along an edge, or their gradients in the other direction."""
+"""The content of a message: values along an edge, or gradients of a relay, which go from a later stage to an earlier one."""
 Bundle = tuple[MessageKind, int, int, int]
-"""(kind, producer's stage, consumer's stage, microbatch): the values of one edge, or their gradients."""
+"""(kind, earlier stage, later stage, microbatch): the values of one edge, or the gradients of one relay."""
 Role = Literal["compute", "communication", "release", "reduction", "step"]
 """`communication`: one end of a message. `release`: frees memory. `reduction`: per stage and step. `step`: once per step."""
 Cost = Literal["forward", "recompute", "input", "weight", "reduce", "step"]
 """A time in `SimulationCosts`: per stage and microbatch, but `reduce` per stage and step, `step` per step."""
 
-# Results that instructions make. Edges carry values to later stages, and gradients of a stage's inputs to earlier ones.
+# Results that instructions make. Edges carry values to later stages, relays gradients of a stage's inputs to earlier ones.
 VALUES: Final = "values"
 INPUT_GRADIENTS: Final = "input gradients"
 WEIGHT_GRADIENTS: Final = "weight gradients"
@@ -73,7 +73,7 @@ class Instruction:
     cost: ClassVar[tuple[Cost, ...]] = ()
     """The simulator's costs that it takes, one after the other; empty: no time is predicted for it."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Results that must exist before: values of the edges into the stage, input gradients of the edges out of it, and whatever
+    """Results that must exist before: values of the edges into the stage, input gradients of the relays to it, and whatever
     else the stage itself has made or keeps."""
     makes: ClassVar[tuple[str, ...]] = ()
     """Results that it makes for others; each is made once for a stage and microbatch."""
@@ -224,7 +224,7 @@ class Communication(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Send(Communication):
-    """Post the bundle of edge (stage, to_stage) (an activation) or (to_stage, stage) (a gradient) for one microbatch.
+    """Post the bundle of the edge (an activation) or the relay (a gradient) from `stage` to `to_stage` for one microbatch.
 
     `stage` is the sender's stage, `to_stage` the receiver's, `peer` the receiver's rank.
     """
@@ -323,7 +323,7 @@ class OncePerStep(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTies(OncePerStep):
-    """Add the reduced gradients of parameters used by several layers, in layer order, and send the sum to every holder."""
+    """Send the reduced gradients of parameters that several stages use to every holder, which adds them last layer first."""
 
     letter = "T"
     drawing = DrawingStyle("#5E4B8B", "gradients of tied parameters", "ties")

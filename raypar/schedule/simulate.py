@@ -1,7 +1,7 @@
 """The simulation of a schedule: its duration and its memory, before anything runs.
 
 Every worker runs its order strictly. A forward waits for the values of all edges into its stage, a backward for the
-gradients of all edges out of it. So start times are longest paths, and one pass finds them: a worker runs on until it needs a
+gradients of all relays to it. So start times are longest paths, and one pass finds them: a worker runs on until it needs a
 bundle that does not exist yet; the worker that makes the bundle wakes it. O(instructions). Exact for ints and Fractions, too.
 """
 
@@ -14,11 +14,13 @@ from math import inf
 from typing import Any
 
 from raypar.errors import ScheduleError
-from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
-from raypar.schedule.data_flow import MESSAGE_KIND, DataFlow
+from raypar.plan import GradientRelay, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
+from raypar.schedule.data_flow import DataFlow, message_ends
 from raypar.schedule.instructions import (
     ACTIVATIONS,
+    INPUT_GRADIENTS,
     KEPT_INPUTS,
+    VALUES,
     WEIGHT_GRADIENTS,
     Communication,
     Compute,
@@ -145,35 +147,35 @@ _Made = list[tuple[int, list[int], int]]
 
 
 class _Slots:
-    """The numbers of bundles, called slots: (2 * edge + (1 for a gradient)) * microbatches + microbatch."""
+    """The numbers of bundles, called slots: (number of the edge, or that of edges + number of the relay) * microbatches +
+    microbatch."""
 
     def __init__(self, routing: MicrobatchRouting, crossing: StageConnections) -> None:
         plan, self.count, stages = routing.plan, routing.microbatches.count, range(len(routing.plan.stages))
-        self.total = 2 * len(crossing.edges) * self.count
+        self.total = (len(crossing.edges) + len(crossing.relays)) * self.count
         self.flow = DataFlow(crossing, len(stages))
         replica_ranks = [plan.replica_ranks(s) for s in stages]
         self.rank_of = [[replica_ranks[s][routing.replica_for(s, m)] for m in range(self.count)] for s in stages]
         self.first: dict[tuple[MessageKind, int, int], tuple[int, int]] = {}
-        """(kind, producer's stage, consumer's stage) -> (slot of microbatch 0, bytes)."""
-        for number, e in enumerate(crossing.edges):
-            self.first["activation", e.src, e.dst] = (2 * number * self.count, e.nbytes)
-            self.first["gradient", e.src, e.dst] = ((2 * number + 1) * self.count, e.nbytes)
+        """(kind, earlier stage, later stage) -> (slot of microbatch 0, bytes)."""
+        carried: list[tuple[str, StageEdge | GradientRelay]] = [(VALUES, edge) for edge in crossing.edges]
+        carried += [(INPUT_GRADIENTS, relay) for relay in crossing.relays]
+        for number, (what, carrier) in enumerate(carried):
+            self.first[message_ends(what, carrier)] = (number * self.count, carrier.nbytes)
 
     def needs(self, kind: type[Compute], stage: int) -> list[int]:
         """Slots (of microbatch 0) that an instruction of this class waits for."""
-        carried = [what for what in kind.needs if what in MESSAGE_KIND]
-        return [self._slot(what, edge)[0] for what in carried for _, edge in self.flow.arriving(what, stage)]
+        return [
+            self.first[message_ends(what, carrier)][0] for what in kind.needs for carrier in self.flow.arriving(what, stage)
+        ]
 
     def makes(self, kind: type[Compute], stage: int) -> _Made:
         """The bundles that an instruction of this class sends."""
         return [
-            (self._slot(what, edge)[0], self.rank_of[other], edge.nbytes)
+            (self.first[message_ends(what, carrier)][0], self.rank_of[carrier.dst], carrier.nbytes)
             for what in kind.makes
-            for other, edge in self.flow.leaving(what, stage)
+            for carrier in self.flow.leaving(what, stage)
         ]
-
-    def _slot(self, what: str, edge: StageEdge) -> tuple[int, int]:
-        return self.first[MESSAGE_KIND[what], edge.src, edge.dst]
 
 
 class _Simulation:

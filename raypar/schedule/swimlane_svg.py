@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from raypar.schedule.instructions import INPUT_GRADIENTS, INSTRUCTIONS, VALUES, Compute, Instruction, drawing_style
+from raypar.schedule.data_flow import MessageRoute
+from raypar.schedule.instructions import INSTRUCTIONS, Compute, Instruction, drawing_style
 from raypar.schedule.step_timeline import Timeline, TimelineSpan
 from raypar.schedule.svg_style import (
     CHARACTER_WIDTH,
@@ -26,22 +27,22 @@ _MOST_LANES, _MOST_ARROWS, _MOST_TOOLTIPS = 96, 400, 4000
 
 
 def swimlane_svg(
-    timeline: Timeline, *, title: str, subtitle: str = "", edges: Sequence[tuple[int, int]] = (), width: int = 0
+    timeline: Timeline, *, title: str, subtitle: str = "", routes: Sequence[MessageRoute] = (), width: int = 0
 ) -> str:
     """One timeline as a complete SVG document; see `swimlanes_svg`."""
-    return swimlanes_svg([(subtitle, timeline)], title=title, edges=edges, width=width)
+    return swimlanes_svg([(subtitle, timeline)], title=title, routes=routes, width=width)
 
 
 def swimlanes_svg(
     panels: Sequence[tuple[str, Timeline]],
     *,
     title: str,
-    edges: Sequence[tuple[int, int]] = (),
+    routes: Sequence[MessageRoute] = (),
     width: int = 0,
 ) -> str:
     """An SVG document of timelines (heading, timeline) below each other, to one scale; e.g. predicted and measured.
 
-    `edges`: (src, dst) stages whose messages are drawn as arrows, left out where there are more than a few hundred.
+    `routes`: those of the messages that are drawn as arrows, left out where there are more than a few hundred.
     `width` in pixels; 0: from 1280 to 1920, so that microbatch numbers fit where possible. Of more than 96 workers, evenly
     chosen ones are drawn, and the drawing says so.
     """
@@ -56,7 +57,7 @@ def swimlanes_svg(
     body += legend
     top += 20
     for panel in drawn:
-        body += panel.draw(sheet, top, edges)
+        body += panel.draw(sheet, top, routes)
         top += panel.height
     height = round(top + 12)
     return (
@@ -121,7 +122,7 @@ class _Panel:
     def height(self) -> float:
         return self.top_margin + len(self.ranks) * (self.lane + self.gap) + 48
 
-    def draw(self, sheet: _Sheet, top: float, edges: Sequence[tuple[int, int]]) -> list[str]:
+    def draw(self, sheet: _Sheet, top: float, routes: Sequence[MessageRoute]) -> list[str]:
         timeline = self.timeline
         lanes_top = top + self.top_margin
         bottom = lanes_top + len(self.ranks) * (self.lane + self.gap)
@@ -149,7 +150,7 @@ class _Panel:
         tooltips = sum(len(timeline.spans[rank]) for rank in self.ranks) <= _MOST_TOOLTIPS
         for rank, y in ys.items():
             out += self._boxes(sheet, timeline.spans[rank], y, tooltips)
-        out += self._arrows(sheet, ys, edges)
+        out += self._arrows(sheet, ys, routes)
         return out
 
     def _boxes(self, sheet: _Sheet, row: Sequence[TimelineSpan], y: float, tooltips: bool) -> list[str]:
@@ -209,7 +210,7 @@ class _Panel:
         chunks = max(self.timeline.chunk_of.values(), default=0) + 1
         return mix_with_white(colour, 0.55 * self.timeline.chunk_of[instruction.stage] / max(1, chunks - 1))
 
-    def _arrows(self, sheet: _Sheet, ys: dict[int, float], edges: Sequence[tuple[int, int]]) -> Iterable[str]:
+    def _arrows(self, sheet: _Sheet, ys: dict[int, float], routes: Sequence[MessageRoute]) -> Iterable[str]:
         """Arrows from the instruction that made a bundle to the one that used it, if both lanes are drawn."""
         made: dict[tuple[str, int, int], tuple[int, TimelineSpan]] = {}
         for rank in ys:
@@ -217,10 +218,9 @@ class _Panel:
                 i = span.instruction
                 if isinstance(i, Compute):
                     made.update(((what, i.stage, i.microbatch), (rank, span)) for what in i.makes)
-        pairs = [(VALUES, s, d) for s, d in edges] + [(INPUT_GRADIENTS, d, s) for s, d in edges]
         lines: list[str] = []
         for (what, stage, microbatch), (rank, span) in made.items():
-            for carried, source, target in pairs:
+            for carried, source, target in routes:
                 other = made.get((what, target, microbatch))
                 if carried != what or source != stage or other is None or other[0] == rank:
                     continue

@@ -263,7 +263,8 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
         )
     try:
         with torch.no_grad(), meta_operations_without_dynamo():
-            found = make_loss_function(spec.loss)(values[graph.output], values[target])
+            loss = graph.loss_of_values(make_loss_function(spec.loss))
+            found = loss(*(values[name] for name in graph.loss_inputs), values[target])
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)
         # A loss may read numbers; if it is wrong, the first step says so with its own traceback.

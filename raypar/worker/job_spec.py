@@ -286,9 +286,14 @@ class JobSpec:
         return Microbatches(self.microbatches, self.virtual_replicas, self.batch_size)
 
 
+CONTRACT_EDITION = 2
+"""Edition of the numerics contract (`raypar/README.md`) of this release. Checkpoints of the first do not name theirs."""
+
+
 def contract_of_job(spec: JobSpec) -> dict[str, Any]:
     """The settings of a job on which its bits depend, as JSON values; `steps` and validation are not among them."""
     made = {
+        "edition": CONTRACT_EDITION,
         "seed": spec.seed,
         "batch_size": spec.batch_size,
         "microbatches": spec.microbatches,

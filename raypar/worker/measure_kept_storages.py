@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ def run_forward(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[st
     return stage.forward(0, received, fields)
 
 
-def random_gradients(outputs: Mapping[str, Tensor]) -> dict[str, list[Tensor | None]]:
+def random_gradients(outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     """A random gradient for each floating point value, as `Stage.backward` takes them."""
-    return {name: [torch.randn_like(v) if v.is_floating_point() else None] for name, v in outputs.items()}
+    return {name: torch.randn_like(v) if v.is_floating_point() else None for name, v in outputs.items()}
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -54,8 +54,7 @@ class KeptStoragesMeasurement:
 
     def inputs(self, stage: Stage) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(received values, fields of the batch) that the stage of the next layer reads."""
-        layer = self._graph.layers[len(self._layers)]
-        received = {name: self._values[name] for name in dict.fromkeys(layer.inputs) if name in self._values}
+        received = {name: self._values[name] for name in stage.values.received}
         return received, {name: self._batch[name] for name in stage.batch_fields}
 
     def measure(self, index: int, whole: Stage, split: Stage) -> dict[str, Tensor]:
@@ -99,7 +98,7 @@ class KeptStoragesMeasurement:
         split: Stage,
         received: Mapping[str, Tensor],
         fields: Mapping[str, Tensor],
-        gradients: Mapping[str, Sequence[Tensor | None]],
+        gradients: Mapping[str, Tensor | None],
     ) -> tuple[int, ...]:
         """Numbers of the storages that `BackwardInput` keeps for `BackwardWeight`."""
         run_forward(split, received, fields)

@@ -148,9 +148,9 @@ def profile_layers(
         for kind, sizes_of_kind in of_layer.items():
             state[kind].update(sizes_of_kind)
         sizes.update((name, tensor_nbytes(value)) for name, value in outputs.items())
-    pairs = [(graph.producer(name), c, size) for name, size in sizes.items() for c in graph.consumers(name)]
+    pairs = [(graph.producer(name), layer, size) for name, size in sizes.items() for layer in graph.reading_layers(name)]
     kept = tuple(chain.result() for chain in chains)
-    outputs_of_layers = tuple((p, c, size) for p, c, size in pairs if p is not None)
+    outputs_of_layers = tuple((p, c, size) for p, c, size in pairs if p is not None and p != c)
     return MeasuredLayers(tuple(found), outputs_of_layers, state, kept, tuple(recomputable))
 
 

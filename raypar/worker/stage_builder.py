@@ -37,12 +37,11 @@ from raypar.worker.stage.gradient_accumulator import GradientAccumulator
 from raypar.worker.stage.initial_state import make_initial_stage_state, make_unfilled_stage_state
 from raypar.worker.stage.layer_backward_hooks import LayerBackwardHooks
 from raypar.worker.stage.layer_call import LayerCall
-from raypar.worker.stage.layer_inputs import LayerInputs
 from raypar.worker.stage.loss_call import LossCall
 from raypar.worker.stage.loss_function import make_loss_function
 from raypar.worker.stage.precision import StagePrecision
 from raypar.worker.stage.recomputation import StageRecomputation
-from raypar.worker.stage.stage import Stage, StageLayer, StageValues, count_returned_gradients
+from raypar.worker.stage.stage import Stage, StageLayer, StageValues
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.stage_tensors import StageTensors
@@ -86,7 +85,8 @@ def build_stage(
     deferred = prepare_split_backward(modules, sharded=shard is not None) if split else DeferredGradients()
     gradients = build_gradient_accumulator(weights, routing, index, replica)
     completed = uses_completed_by_autograd(weights, deferred)
-    hooks = LayerBackwardHooks(weights.layer_names, gradients, completed, guard, on_cpu=device == CPU)
+    crossing = stage_values(graph, plan, index, spec)
+    hooks = LayerBackwardHooks(weights.layer_names, crossing.received, gradients, completed, guard, on_cpu=device == CPU)
     precision = StagePrecision(spec.precision, device, guard)
     updates = build_buffer_updates(graph, weights)
     calls = build_stage_layers(graph, layers, hooks, coordinate, make_seeder(device), guard, precision, updates)
@@ -100,8 +100,8 @@ def build_stage(
         guard=guard,
         weights=weights,
         layers=calls,
-        loss=build_stage_loss(graph, plan, index, spec, loss_fn, shard, hooks, coordinate, guard, precision),
-        values=stage_values(graph, plan, index, spec),
+        loss=build_stage_loss(graph, plan, index, spec, loss_fn, shard, coordinate, guard, precision),
+        values=crossing,
         gradients=gradients,
         hooks=hooks,
         deferred=deferred,
@@ -188,17 +188,14 @@ def build_stage_layers(
     precision: StagePrecision,
     updates: Mapping[str, BufferUpdates],
 ) -> list[StageLayer]:
-    """The layers in order, each with how it reads its inputs and is called."""
-    written: set[str] = set()
-    fields = set(graph.batch_fields)
+    """The layers in order, each with how it is called, and the hooks of what it returns."""
     made = []
-    for layer, of_layer in zip(layers, hooks.of_layer, strict=True):
-        inputs = LayerInputs(layer, written_here=frozenset(written), batch_fields=fields, hooks=of_layer)
+    for layer, of_outputs in zip(layers, hooks.of_outputs, strict=True):
         call = LayerCall(
             layer, coordinate=coordinate, seed_generators=seed_generators, guard=guard, updates=updates.get(layer.name)
         )
-        made.append(StageLayer(inputs, precision.wrap_layer(call), layer.outputs))
-        written |= set(layer.outputs)
+        shared = tuple(name for name in dict.fromkeys(layer.inputs) if len(graph.consumers(name)) > 1)
+        made.append(StageLayer(layer, precision.wrap_layer(call), of_outputs, shared))
     return made
 
 
@@ -214,7 +211,6 @@ def build_stage_loss(
     spec: JobSpec,
     loss_fn: Callable[..., Any],
     shard: StageShard | None,
-    hooks: LayerBackwardHooks,
     coordinate: StageCoordinate,
     guard: TorchStateGuard,
     precision: StagePrecision,
@@ -222,9 +218,15 @@ def build_stage_loss(
     """The call of the loss; None unless the stage has the last layer."""
     if plan.stages[index].last < len(graph.layers):
         return None
-    function = precision.wrap_loss(loss_fn if shard is None else sharded_loss(loss_fn, shard.group))
+    function = graph.loss_of_values(loss_fn)
+    if shard is not None:
+        function = sharded_loss(function, shard.group, graph.loss_inputs)
     return LossCall(
-        function, output=graph.output, target=loss_target_name(spec), hooks=hooks.of_loss, coordinate=coordinate, guard=guard
+        precision.wrap_loss(function),
+        inputs=graph.loss_inputs,
+        target=loss_target_name(spec),
+        coordinate=coordinate,
+        guard=guard,
     )
 
 
@@ -236,14 +238,17 @@ def stage_values(graph: Graph, plan: ParallelPlan, index: int, spec: JobSpec) ->
     fields = set(graph.batch_fields)
     read = [v for layer in layers for v in layer.inputs if v in fields]
     target = [loss_target_name(spec)] if here.last == len(graph.layers) else []
+    received = [
+        v
+        for v in graph.values
+        if v not in written and v not in fields and any(here.first <= i < here.last for i in graph.reading_layers(v))
+    ]
+    read_later = {v for v in graph.values if any(i >= here.last for i in graph.reading_layers(v))}
     return StageValues(
         batch_fields=tuple(dict.fromkeys([*read, *target])),
-        outgoing=tuple(v for v in graph.values if v in written and any(c >= here.last for c in graph.consumers(v))),
-        gradient_counts={
-            v: count_returned_gradients(graph, plan, v, index)
-            for v in graph.values
-            if v not in written and v not in fields and any(here.first <= c < here.last for c in graph.consumers(v))
-        },
+        received=tuple(received),
+        relayed=frozenset(read_later.intersection(received)),
+        outgoing=tuple(v for v in graph.values if v in written and v in read_later),
     )
 
 

@@ -227,7 +227,7 @@ class WorkerCore:
     ) -> None:
         """Make loaders and interpreters, of training and of validation."""
         plan, seat = self.assignment.plan, self.assignment.plan.seats[self.rank]
-        links = StageLinks.of(self.graph, plan, self.assignment.crossing, shard=seat.shard)
+        links = StageLinks.of(plan, self.assignment.crossing, shard=seat.shard)
         build = partial(
             Interpreter, rank=self.rank, links=links, stages=self.stages, transport=transport, step_commit=self.step_commit
         )

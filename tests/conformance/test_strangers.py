@@ -32,7 +32,7 @@ from helpers.strangers import (
 )
 from helpers.transport_cases import CREDENTIAL, LIMIT_S
 
-from raypar.comm import shared_memory
+from raypar.comm import shared_memory, tensor_layout
 from raypar.comm.nccl import connect, tagged_messages
 from raypar.comm.tcp import acceptor as tcp_accept
 from raypar.comm.tcp import message_header, rendezvous
@@ -439,6 +439,7 @@ HEADED = {
     "a matrix": torch.arange(15.0).reshape(3, 5),
     "a number": torch.tensor(7, dtype=torch.int64),
     "nothing": torch.zeros(0, 4),
+    "a part of a transposed matrix": torch.arange(15.0).reshape(3, 5).t()[1:],
 }
 
 
@@ -447,12 +448,13 @@ HEADED = {
 def test_a_damaged_header_is_an_error_that_names_the_peer_before_anything_is_allocated(posted, share, monkeypatch):
     count = 0
     for tensor in HEADED.values():
-        header = message_header.pack_header(tensor, 1, 0, 7)
+        layout = tensor_layout.layout_of(tensor)
+        header = message_header.pack_header(tensor_layout.message_of(tensor, layout), 1, 0, 7, layout)
         for what, mutate in some(mutations(len(header)), share):
             with Line() as line:
                 allocated = []
                 monkeypatch.setattr(line.end.pool, "empty", lambda *given, into=allocated: into.append(given))
-                out = torch.full_like(tensor, 3) if posted else None
+                out = torch.full(tensor.shape, 3, dtype=tensor.dtype) if posted else None
                 handle = line.end.recv(out, source=1, tag=7) if posted else None
                 cut = what.startswith("cut")
                 line.peer.sendall(mutate(header) + b"\xaa" * (0 if cut else tensor.nbytes))
@@ -467,9 +469,12 @@ def test_a_damaged_header_is_an_error_that_names_the_peer_before_anything_is_all
     CASES["headers"] += count
 
 
-def lying(dtype_code=0, dims=(3, 5), nbytes=60, generation=1, tag=7, count=None):
+def lying(dtype_code=0, dims=(3, 5), nbytes=60, generation=1, tag=7, count=None, strides=None, place=0):
     """A header that is whole, and wrong."""
     packed = struct.pack(f"<{len(dims)}Q", *dims)
+    if strides is not None:
+        packed += struct.pack(f"<{len(dims) + 1}Q", *strides, place)
+        dtype_code |= message_header.LAID_OUT
     count = len(dims) if count is None else count
     head = message_header.FIXED_HEADER.pack(
         message_header.MESSAGE_MAGIC, dtype_code, count, generation, 0, tag, nbytes, zlib.crc32(packed)
@@ -489,6 +494,13 @@ LIES = {
     "an unknown dtype": lying(dtype_code=len(message_header.SENDABLE_DTYPES)),
     "255 dims": lying(dims=(1,) * 255, nbytes=4),
     "another generation": lying(generation=2),
+    "a place behind 64 bytes": lying(strides=(1, 3), place=16),
+    "gaps of 2**50 bytes": lying(strides=(1 << 47, 1)),
+    "gaps that overflow": lying(strides=(1 << 62, (1 << 64) - 1)),
+    "2**50 bytes, of which four travel": lying(dims=(1 << 48,), strides=(0,), nbytes=4),
+    "fewer bytes than travel": lying(strides=(0, 1), nbytes=16),
+    "more bytes than travel": lying(strides=(0, 1), nbytes=60),
+    "strides of nothing": lying(dims=(0, 5), strides=(1 << 63, 1), nbytes=0),
 }
 
 
@@ -618,9 +630,29 @@ def test_an_announcement_over_nccl_is_checked_before_there_is_room_for_its_messa
         tagged_messages.unpack_announcement(packed)
 
 
+@pytest.mark.parametrize(
+    "place, strides", [(16, (1, 2)), (0, (1 << 47, 1)), (0, (1 << 62, 1)), (0, (1, 2, 3)), ((1 << 64) - 1, (1, 2))]
+)
+def test_a_layout_over_nccl_is_checked_before_there_is_room_for_its_message(place, strides):
+    rest = [0] * (tagged_messages.MAX_ANNOUNCED_DIMS - len(strides))
+    with pytest.raises(CommError, match=r"damaged|more than this machine has memory"):
+        tagged_messages.unpack_layout(tagged_messages.LAYOUT.pack(place, *strides, *rest), (2, 3), torch.float32)
+
+
+def test_a_layout_over_nccl_says_how_the_tensor_lies():
+    tensor = torch.arange(12.0)[2:8].view(2, 3).t()
+    layout = tensor_layout.layout_of(tensor)
+    assert layout == tensor_layout.TensorLayout((3, 2), (1, 3), 2)
+    assert tagged_messages.unpack_layout(bytes(tagged_messages.pack_layout(layout)), (3, 2), torch.float32) == layout
+    message = tensor_layout.message_of(tensor, layout)
+    frame = bytes(tagged_messages.pack_announcement(tagged_messages.ON_DEVICE, message, 9, True, layout))
+    assert tagged_messages.unpack_announcement(frame)[2:] == ((3, 2), 0, 9, True, True)
+
+
 def test_an_announcement_over_nccl_says_what_was_sent():
     frame = tagged_messages.pack_announcement(tagged_messages.ON_HOST, torch.zeros(2, 3, dtype=torch.int32), 9)
-    assert tagged_messages.unpack_announcement(bytes(frame)) == (tagged_messages.ON_HOST, torch.int32, (2, 3), 0, 9, False)
+    found = tagged_messages.unpack_announcement(bytes(frame))
+    assert found == (tagged_messages.ON_HOST, torch.int32, (2, 3), 0, 9, False, False)
     for text in (b"", b"[1]", b'{"a communicator": "many"}', b'{"a communicator": true}', b"\xff"):
         with pytest.raises(CommError, match="a goodbye is damaged"):
             tagged_messages.unpack_goodbye(text)

@@ -10,6 +10,7 @@ worker may go on if what it uses is there, and any pair may move the message tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from raypar.plan import MicrobatchRouting, StageConnections
 from raypar.schedule.instructions import (
@@ -30,7 +31,7 @@ from raypar.schedule.instructions import (
 
 Programs = Sequence[Sequence[Instruction]]
 Message = tuple[str, int, int, int]
-"""(kind, producer's stage, consumer's stage, microbatch)."""
+"""(kind, earlier stage, later stage, microbatch)."""
 
 
 def good(programs: Programs, routing: MicrobatchRouting, crossing: StageConnections) -> bool:
@@ -111,9 +112,8 @@ class _Worker:
             self.give([("activation", e.src, e.dst, i.microbatch) for e in self.crossing.edges if e.src == i.stage])
         elif isinstance(i, (Backward, BackwardInput)):
             self.change(i, "F", "B" if isinstance(i, Backward) else "I")
-            edges = [e for e in self.crossing.edges if e.differentiable]
-            self.take([("gradient", e.src, e.dst, i.microbatch) for e in edges if e.src == i.stage])
-            self.give([("gradient", e.src, e.dst, i.microbatch) for e in edges if e.dst == i.stage])
+            self.take([("gradient", *pair, i.microbatch) for pair in _handed_back(self.crossing) if pair[0] == i.stage])
+            self.give([("gradient", *pair, i.microbatch) for pair in _handed_back(self.crossing) if pair[1] == i.stage])
             self.in_order("inputs", i)
             if isinstance(i, Backward):
                 self.in_order("weights", i)
@@ -215,10 +215,21 @@ def _never_stuck(programs: Programs, crossing: StageConnections) -> bool:
     return True
 
 
+def _handed_back(crossing: StageConnections) -> list[tuple[int, int]]:
+    """(earlier, later) stages between which gradients are handed back: from each user of a value to the one before it, from
+    the first one to the maker."""
+    found = set()
+    values = {(e.src, value) for e in crossing.edges if e.differentiable for value in e.values}
+    for maker, value in values:
+        stages = sorted({maker, *(e.dst for e in crossing.edges if e.differentiable and e.src == maker and value in e.values)})
+        found |= set(pairwise(stages))
+    return sorted(found)
+
+
 def _used(i: Instruction, crossing: StageConnections) -> list[Message]:
     """The messages an instruction uses, if they come from another worker."""
     if isinstance(i, Forward):
         return [("activation", e.src, e.dst, i.microbatch) for e in crossing.edges if e.dst == i.stage]
     if isinstance(i, (Backward, BackwardInput)):
-        return [("gradient", e.src, e.dst, i.microbatch) for e in crossing.edges if e.src == i.stage and e.differentiable]
+        return [("gradient", *pair, i.microbatch) for pair in _handed_back(crossing) if pair[0] == i.stage]
     return []

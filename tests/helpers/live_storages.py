@@ -97,10 +97,10 @@ class LiveStorages(TorchDispatchMode):
         monkeypatch.setattr(Interpreter, "_route", copied_route)
 
     def _watched(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        def run(interpreter: Interpreter, instruction: Compute, step: int, received: dict[str, list[Tensor]]) -> Any:
+        def run(interpreter: Interpreter, instruction: Compute, step: int, received: dict[str, Tensor]) -> Any:
             guard = next(iter(interpreter.stages.values())).guard
             with self, guard.accepting_contexts(), self._counting_for(interpreter.rank):
-                copies = {name: [_copy(tensor) for tensor in tensors] for name, tensors in received.items()}
+                copies = {name: _copy(tensor) for name, tensor in received.items()}
                 received.clear()
                 result = rule(interpreter, instruction, step, copies)
                 del copies

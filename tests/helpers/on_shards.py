@@ -116,7 +116,7 @@ def sharded(
 
     def work(group: ShardGroup) -> Run:
         modules = materialise_shard(graph, 0, len(graph.layers), layout=layout, group=group, seed=SEED, dtype=dtype)
-        run = train_once(graph, modules, sharded_loss(loss, group), x, y)
+        run = train_once(graph, modules, sharded_loss(loss, group, graph.loss_inputs), x, y)
         run.partial = partial_names(modules, group, canonical_names(graph))
         return run
 

@@ -86,6 +86,16 @@ def layouts() -> list[Layout]:
     cells.append(Layout("tangled", "interleaved", (1, 1, 1), 7, chunks=3))
     cells.append(Layout("tangled", "gpipe", (2, 2), 6, chunks=2))
     cells.append(Layout("tangled", "naive", (1, 1), 3, chunks=3))
+    for schedule, replicas in (
+        ("1f1b", (1, 2, 1)),
+        ("gpipe", (2, 1)),
+        ("zb-h1", (1, 1, 1, 1)),
+        ("zb-v", (1, 1)),
+        ("zb-v", (2, 2)),
+    ):
+        cells.append(Layout("relayed", schedule, replicas, 4))
+    cells.append(Layout("relayed", "interleaved", (1, 1, 1), 5, chunks=3))
+    cells.append(Layout("relayed", "1f1b", (1, 1, 1), 3, compute="bf16"))
     return cells
 
 

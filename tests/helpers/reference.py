@@ -36,18 +36,11 @@ def lying_as_new(x: Tensor) -> Tensor:
     return x if x.is_contiguous() and x.data_ptr() % 64 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-class Alias(torch.autograd.Function):
-    """Rule 4: what a layer reads lies in memory as a new tensor does, and so does the gradient it sends back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        lying = lying_as_new(x)
-        return x.view_as(x) if lying is x else lying
-
-    @staticmethod
-    def backward(ctx: Any, *g: Tensor | None) -> Tensor | None:
-        return None if g[0] is None else lying_as_new(g[0])
+def name_values(values: dict[str, Tensor], names: tuple[str, ...], returned: tuple[Tensor, ...]) -> None:
+    """Rule 4: the tensors themselves; but a parameter, a tensor with a hook, and one that is a value already as a view."""
+    for name, value in zip(names, returned, strict=True):
+        again = value.is_leaf or value._backward_hooks or any(value is other for other in values.values())
+        values[name] = value.view_as(value) if value.requires_grad and again else value
 
 
 @dataclass
@@ -184,24 +177,17 @@ def train(graph: Graph, spec: JobSpec) -> Result:
                 values = dict(fields)
                 others.begin_microbatch()
                 for layer in graph.layers:
-                    inputs = {}
-                    for name in dict.fromkeys(layer.inputs):
-                        value = values[name]
-                        if name not in fields:
-                            value = Alias.apply(value) if value.requires_grad else lying_as_new(value)
-                        inputs[name] = value
                     here = seed_of(spec.seed, "forward", step, microbatch, layer.name)
                     torch.manual_seed(here)
                     random.seed(here % 2**32)
                     numpy.random.seed(here % 2**32)
                     with computing_in(spec):
-                        out = modules[layer.name](*(inputs[name] for name in layer.inputs))
-                    outputs = out if isinstance(out, tuple) else (out,)
-                    for place, output in enumerate(outputs):
-                        again = output.requires_grad and any(output is other for other in outputs[:place])
-                        values[layer.outputs[place]] = Alias.apply(output) if again else output
+                        out = modules[layer.name](*(values[name] for name in layer.inputs))
+                    name_values(values, layer.outputs, out if isinstance(out, tuple) else (out,))
                 with computing_in(spec):
-                    found = loss_fn(Alias.apply(values[graph.output]), fields[spec.data.target or "y"])
+                    read = [values[name] for name in graph.outputs or [graph.output]]
+                    output = graph.rebuild_output(*read) if graph.rebuild_output else read[0]
+                    found = loss_fn(output, fields[spec.data.target or "y"])
                 if isinstance(found, tuple):
                     total, count = found[0].to(dtype) if found[0].dtype == torch.bfloat16 else found[0], found[1]
                 else:
@@ -217,7 +203,7 @@ def train(graph: Graph, spec: JobSpec) -> Result:
         gradients: dict[str, Tensor | None] = {}
         for name in trained:
             total_gradient = None
-            for use in owners[name]:
+            for use in reversed(owners[name]):
                 summed = tree([None if b is None else b[use] for b in block_sums])
                 if summed is not None:
                     total_gradient = summed if total_gradient is None else total_gradient + summed

@@ -100,6 +100,58 @@ def messages_say_whether_their_tensor_requires_a_gradient(t: Transport) -> Routi
         yield RoutineWait(handle, "send")
 
 
+def lying_otherwise() -> dict[str, torch.Tensor]:
+    """Tensors that do not lie in memory as new ones do, and some that nearly do."""
+    flat = torch.arange(3000.0)
+    waves = torch.complex(flat[:12], flat[12:24]).view(3, 4)
+    return {
+        "transposed": flat.view(50, 60).t(),
+        "channels last": flat[:120].view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "permuted": flat.view(10, 20, 15).permute(2, 0, 1),
+        "expanded": flat[:5].view(5, 1).expand(5, 7),
+        "expanded from one number": torch.tensor(3.0).expand(4, 5),
+        "every second row": flat.view(50, 60)[::2],
+        "a part of each row": flat.view(50, 60)[:, 3:8],
+        "overlapping": flat[:20].unfold(0, 6, 2),
+        "at another place": flat[7:100],
+        "transposed at another place": flat[5:605].view(20, 30).t(),
+        "expanded and transposed": flat[:6].view(2, 1, 3).expand(2, 4, 3).transpose(0, 2),
+        "empty": flat.view(50, 60)[:, :0].t(),
+        "conjugated": waves.t().conj(),
+        "negated": waves.conj().imag,
+        "half": flat.to(torch.bfloat16)[3:903].view(30, 30).t(),
+        "numbers": torch.arange(24).view(4, 6).t(),
+        "large": torch.arange(float(BIG // 8)).view(-1, 64).t(),
+        "as a new one": flat.view(3, 1000),
+        "a number": torch.tensor(2.5),
+    }
+
+
+def layouts_are_kept(t: Transport) -> Routine[None]:
+    """Strides and place modulo 64 bytes, received early or late into a fresh tensor, and the numbers into a given one."""
+    right, left = (t.rank + 1) % t.size, (t.rank - 1) % t.size
+    cases = list(lying_otherwise().values())
+    cases += [case.detach().requires_grad_() for case in cases if case.is_floating_point()]
+
+    def post(tag: int) -> Any:
+        return t.send(cases[tag // 2], to=right, tag=tag, keep_layout=True)
+
+    sends = [post(2 * place) for place in range(len(cases))]
+    for place, case in enumerate(cases):
+        out = torch.zeros(case.shape, dtype=case.dtype)
+        handles = [t.recv(None, source=left, tag=2 * place), t.recv(out, source=left, tag=2 * place + 1)]
+        sends.append(post(2 * place + 1))
+        for handle in handles:
+            yield RoutineWait(handle, f"a tensor of {tuple(case.shape)} with strides {case.stride()}")
+        fresh = handles[0].tensor()
+        assert torch.equal(fresh, case) and torch.equal(out, case), place
+        assert fresh.stride() == case.stride() or not case.numel(), place
+        assert not case.numel() or fresh.data_ptr() % 64 == case.data_ptr() % 64, place
+        assert (fresh.requires_grad, fresh.is_leaf, fresh._is_view()) == (case.requires_grad, True, False), place
+    for handle in sends:
+        yield RoutineWait(handle, "send")
+
+
 def tags_overtake(t: Transport) -> Routine[None]:
     """Messages match by tag, whatever the order of posting on both ends; equal tags match in order."""
     right, left = (t.rank + 1) % t.size, (t.rank - 1) % t.size
@@ -369,6 +421,7 @@ CASES: dict[str, Callable[[Transport], Routine[None]]] = {
     for case in (
         dtypes_and_shapes,
         messages_say_whether_their_tensor_requires_a_gradient,
+        layouts_are_kept,
         tags_overtake,
         unexpected_then_posted,
         big_both_ways,

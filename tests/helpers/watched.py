@@ -133,8 +133,8 @@ class WatchedTransport(LocalTransport):
         super().__init__(mesh, rank)
         self.weighed = weighed
 
-    def send(self, tensor: Tensor, *, to: int, tag: int) -> Any:
-        handle = super().send(tensor, to=to, tag=tag)
+    def send(self, tensor: Tensor, *, to: int, tag: int, keep_layout: bool = False) -> Any:
+        handle = super().send(tensor, to=to, tag=tag, keep_layout=keep_layout)
         if tag == state_tag(0):
             self.weighed.header_bytes += tensor.nbytes
         elif state_tag(0) < tag <= LAST_STATE_TAG:

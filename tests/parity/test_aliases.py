@@ -1,6 +1,7 @@
 """Tensors that layers share: one returned under two names, and writing into what others read."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -98,3 +99,142 @@ def test_a_layer_that_writes_into_its_input_is_found_before_anything_starts(thir
     batch = {"x": torch.randn(2, W), "y": torch.randn(2, W)}
     with pytest.raises(UserCodeError, match=r"layer 'three' writes into its input '[hn]' in place"):
         check_layer_shapes(job(), graph(third), batch)
+
+
+class Source(nn.Linear):
+    """Returns a value, a parameter, and a part of the value; uses the parameter itself too."""
+
+    def __init__(self) -> None:
+        super().__init__(W, W)
+        self.gate = nn.Parameter(torch.linspace(0.5, 1.5, W))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out = super().forward(x) * self.gate
+        return out, self.gate, out[:, 1:]
+
+
+class Passing(nn.Linear):
+    """Returns what it reads, as it is and as a view, beside something of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(W, W)
+
+    def forward(self, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return a, a.view(-1, W // 2, 2), super().forward(a).tanh()
+
+
+class Meeting(nn.Linear):
+    """Computes with all of them, with some several times."""
+
+    def __init__(self) -> None:
+        super().__init__(W, W)
+
+    def forward(self, a: Tensor, b: Tensor, gate: Tensor, part: Tensor, pairs: Tensor, h: Tensor) -> Tensor:
+        return super().forward(a) * b * gate + part.exp().sum(1, keepdim=True) + a * pairs.flatten(1) + gate.sin() * h
+
+
+def passing() -> Graph:
+    """`b` is `a` itself where both are made in one stage; `gate` is a parameter."""
+    every = ("a", "b", "gate", "part", "pairs")
+    return Graph(
+        (
+            Layer("source", Source, ("x",), ("a", "gate", "part")),
+            Layer("passing", Passing, ("a",), ("b", "pairs", "h")),
+            Layer("meeting", Meeting, (*every, "h"), ("i",)),
+            Layer("again", Meeting, (*every, "i"), ("j",)),
+            Layer("last", Three, ("j", "b", "gate"), ("out",)),
+        ),
+        output="out",
+    )
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "users autocast"])
+@pytest.mark.parametrize("cuts", [(), (1,), (2,), (3,), (4,), (1, 3), (1, 2, 3, 4)], ids=str)
+def test_a_layer_may_return_what_it_reads_a_view_of_it_or_a_parameter(cuts, autocast, monkeypatch):
+    if autocast:  # with its cache, which keeps casts of leaves
+        inner = Meeting.forward
+        monkeypatch.setattr(
+            Meeting, "forward", lambda self, *given: torch.autocast("cpu", torch.bfloat16)(inner)(self, *given).float()
+        )
+    spec = job()
+    want = reference.train(passing(), spec)
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=len(cuts) + 1, layers=5, cuts=cuts), "1f1b", graph=passing()) as run:
+        for step in range(spec.steps):
+            run.step(step)
+            found = run.gradients()
+            bad = [n for n, g in want.gradients[step].items() if not all(torch.equal(copy, g) for copy in found[n])]
+            assert not bad
+        found = run.parameters()
+    assert all(torch.equal(copy, want.parameters[name]) for name, copies in found.items() for copy in copies)
+
+
+class Hooked(nn.Linear):
+    """Registers hooks on what it reads and on what it returns: the first is called, and doubles, the second adds one."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        super().__init__(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def doubled(gradient: Tensor) -> Tensor:
+            self.calls.append("read")
+            return 2 * gradient
+
+        def increased(gradient: Tensor) -> Tensor:
+            self.calls.append("returned")
+            return gradient + 1
+
+        x.register_hook(doubled)
+        out = super().forward(x).tanh()
+        out.register_hook(increased)
+        return out
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2,), (1, 2)], ids=str)
+def test_hooks_of_users_code_on_values_are_called_once_and_may_change_the_gradient(cuts):
+    def hooked() -> Graph:
+        return Graph.sequential([("in", lambda: nn.Linear(W, W)), ("one", Hooked), ("two", Hooked)], input="x")
+
+    spec = job()
+    want = reference.train(hooked(), spec)
+    Hooked.calls.clear()
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=len(cuts) + 1, layers=3, cuts=cuts), "1f1b", graph=hooked()) as run:
+        for step in range(spec.steps):
+            run.step(step)
+        found = run.parameters()
+    assert sorted(Hooked.calls) == ["read"] * 16 + ["returned"] * 16  # two layers, four microbatches, two steps
+    assert all(torch.equal(copy, want.parameters[name]) for name, copies in found.items() for copy in copies)
+
+
+@pytest.mark.parametrize("viewed", [False, True], ids=["itself", "a view"])
+@pytest.mark.parametrize("cuts", [(), (1, 2)], ids=str)
+def test_a_hook_on_a_value_that_others_read_too_is_refused_and_one_on_a_view_of_it_is_not(cuts, viewed):
+    class Reader(Hooked):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.view_as(x) if viewed else x)
+
+    class Sum(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a * b
+
+    def shared() -> Graph:
+        layers = (
+            Layer("in", lambda: nn.Linear(W, W), ("x",), ("a",)),
+            Layer("reader", Reader, ("a",), ("b",)),
+            Layer("sum", Sum, ("a", "b"), ("out",)),
+        )
+        return Graph(layers, output="out")
+
+    spec = job()
+    plan = ParallelPlan.mesh(pp=len(cuts) + 1, layers=3, cuts=cuts)
+    with OneProcessRun(spec, plan, "1f1b", graph=shared()) as run:
+        if not viewed:
+            with pytest.raises(UserCodeError, match=r"layer 'reader' registers a hook on its input 'a', which others read too"):
+                run.step(0)
+            return
+        for step in range(spec.steps):
+            run.step(step)
+        found = run.parameters()
+    want = reference.train(shared(), spec)
+    assert all(torch.equal(copy, want.parameters[name]) for name, copies in found.items() for copy in copies)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import reference, ugly_models
+from helpers import reference, relayed_models, ugly_models
 from helpers.kernel_calls import calls_of, elsewhere, products_in
 from torch import Tensor, nn
 
@@ -47,11 +47,14 @@ class Shifted(nn.Module):
         return shifted(x)
 
 
-def job() -> tuple[Graph, JobSpec]:
+def job(model: str) -> tuple[Graph, JobSpec]:
+    if model == "relayed":
+        return relayed_models.relayed(), ugly_models.job(model, microbatches=5, steps=2)
     layers = [("in", lambda: nn.Linear(S, S)), *((f"shifted{n}", Shifted) for n in range(4)), ("out", lambda: nn.Linear(S, 1))]
     return Graph.sequential(layers, input="x"), ugly_models.job("plain", microbatches=5, steps=2)
 
 
+@pytest.mark.parametrize("model", ["shifted", "relayed"])
 @pytest.mark.parametrize(
     "schedule, replicas, chunks",
     [
@@ -64,12 +67,12 @@ def job() -> tuple[Graph, JobSpec]:
     ],
     ids=str,
 )
-def test_every_plan_makes_the_products_of_one_process(schedule, replicas, chunks):
-    graph, spec = job()
+def test_every_plan_makes_the_products_of_one_process(schedule, replicas, chunks, model):
+    graph, spec = job(model)
     want, _ = calls_of(reference.train, graph, spec)
 
     def train() -> None:
-        plan = ParallelPlan.of(replicas, layers=6, chunks=chunks)
+        plan = ParallelPlan.of(replicas, layers=len(graph.layers), chunks=chunks)
         guard = TorchStateGuard(spec.threads, read_global_torch_state())  # the mode that records is ours, and stays
         with OneProcessRun(spec, plan, schedule, graph=graph, guard=guard) as local:
             for step in range(spec.steps):

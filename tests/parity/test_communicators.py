@@ -33,6 +33,7 @@ CORNERS = [
     Layout("tangled", "gpipe", (1, 2, 3, 1), 8),
     Layout("tangled", "1f1b", (3, 3), 7, blocks=5),
     Layout("tangled", "1f1b", (2, 2), 5, blocks=1),
+    Layout("relayed", "1f1b", (1, 2, 1, 1), 4),
 ]
 
 
@@ -41,10 +42,10 @@ def overheard(transport, used, undefined):
     """What the rank would have a GPU's memory moved by is added to `used`. In these jobs that is fp32 and what stages hand on;
     votes are fp64. Gradients that are undefined, which is known too late, are empty vectors of the host's."""
 
-    def send(tensor, *, to, tag, call=transport.send):
+    def send(tensor, *, to, tag, keep_layout=False, call=transport.send):
         if tensor.dtype != torch.float64:
             (undefined if tensor.shape == (0,) else used).add(CommunicatorKey((transport.rank, to), "message"))
-        return call(tensor, to=to, tag=tag)
+        return call(tensor, to=to, tag=tag, keep_layout=keep_layout)
 
     def collective(name):
         call = getattr(transport, name)

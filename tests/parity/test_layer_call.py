@@ -1,6 +1,7 @@
 """The layer call as its specification: seed, forward and checks of one layer, repeatable, and ready to be wrapped."""
 
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
@@ -22,6 +23,7 @@ from raypar.worker.stage.layer_call import LayerCall, LayerFunction, PassContext
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_tensors import LayerTensors, StageTensors
+from raypar.worker.stage.value_tensors import own_tensor
 from raypar.worker.stage_builder import build_stage
 
 SIZE = 6
@@ -264,8 +266,9 @@ def test_a_layer_that_writes_into_an_input_is_refused():
 
 def test_a_layer_that_returns_one_tensor_twice_has_two_outputs():
     scene = Scene(Twice, outputs=("b", "c"))
-    b, c = scene.call(passes(0, 0), scene.weights, [X.clone().requires_grad_()])
-    assert b is not c and torch.equal(b, c) and c.requires_grad
+    outputs = scene.call(passes(0, 0), scene.weights, [X.clone().requires_grad_()])
+    b, c = (own_tensor(output, OrderedDict(), is_value=place > 0) for place, output in enumerate(outputs))
+    assert b is outputs[0] and b is not c and torch.equal(b, c) and c.requires_grad
     with pytest.raises(UserCodeError, match=r"returned \(Tensor, Tensor\) where 1 tensor"):
         Scene(Twice).run(passes(0, 0), X)
 

@@ -375,7 +375,7 @@ def test_evaluation_is_the_whole_models():
             2,
             lambda group: evaluate(
                 materialise_shard(graph, 0, 4, layout=layout, group=group, seed=1, dtype=torch.float64),
-                sharded_loss(models.next_token, group),
+                sharded_loss(models.next_token, group, graph.loss_inputs),
             ),
             sequence=sequence,
         )

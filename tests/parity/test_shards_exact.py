@@ -118,7 +118,7 @@ def test_partial_gradients_are_completed_in_one_message_a_step():
         from raypar.comm import blocking_code_as_routine
 
         modules = materialise_shard(graph, 0, DEPTH + 2, layout=layout, group=group, seed=1, dtype=torch.float64)
-        run = train_once(graph, modules, sharded_loss(gpt.loss, group), x, y)
+        run = train_once(graph, modules, sharded_loss(gpt.loss, group, graph.loss_inputs), x, y)
         partial = {name for name in run.gradients if "norm" in name}
         assert {id(p) for p in group.partially_used_parameters.values()} == {
             id(p) for m in modules.values() for name, p in m.named_parameters() if "norm" in name

@@ -46,7 +46,7 @@ def two_stages(graph, layout, cut, loss, *, sequence):
 
         sent = forward(0, X)
         received = sent.detach().requires_grad_()
-        total = sharded_loss(loss, groups[1])(forward(1, received), X)
+        total = sharded_loss(loss, groups[1], graph.loss_inputs)(forward(1, received), X)
         total.backward()
         sent.backward(received.grad)
         canonical = canonical_names(graph)
@@ -119,7 +119,7 @@ def test_values_that_skip_layers_and_layers_of_several_outputs(sequence):
 
     def work(group):
         modules = materialise_shard(graph, 0, 3, layout=layout, group=group, seed=1, dtype=torch.float64)
-        return run(modules, sharded_loss(loss, group), value())
+        return run(modules, sharded_loss(loss, group, graph.loss_inputs), value())
 
     for got in on_shards(3, work, sequence=sequence)[0]:
         assert error(got[0], want[0]) < 1e-12 and error(got[1], want[1]) < 1e-12
@@ -180,7 +180,7 @@ def test_sockets_give_the_bits_of_the_local_transport(sequence):
         value = X[:, :6]
         for module in stages[shard].values():
             value = module(value)
-        total = sharded_loss(models.next_token, groups[shard])(value, X[:, :6])
+        total = sharded_loss(models.next_token, groups[shard], graph.loss_inputs)(value, X[:, :6])
         total.backward()
         found[shard] = total.detach()
 
@@ -225,7 +225,7 @@ def test_an_abort_frees_a_shard_that_waits_inside_a_layer(sequence, when):
         value = X[:, :6]
         for module in stages[shard].values():
             value = module(value)
-        return sharded_loss(models.next_token, groups[shard])(value, X[:, :6])
+        return sharded_loss(models.next_token, groups[shard], graph.loss_inputs)(value, X[:, :6])
 
     def survivor():
         try:

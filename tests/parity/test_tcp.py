@@ -29,8 +29,9 @@ LAYOUTS = [
     Layout("splittable norms", "zb-v", (2, 2), 3),
     Layout("splittable norms", "zb-h1", (1, 3), 5, blocks=2),
     Layout("norms", "1f1b", (2, 1, 1), 4, compute="bf16"),
+    Layout("relayed", "interleaved", (1, 2), 5),
 ]
-QUICK = LAYOUTS[:5]
+QUICK = [*LAYOUTS[:5], Layout("relayed", "1f1b", (1, 1, 1, 1), 3)]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_a_layout_over_tcp_gives_the_bits_of_one_process(workers, layout):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS[len(QUICK) :], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[4:], ids=str)
 def test_the_other_layouts_over_tcp_give_the_bits_of_one_process(workers, layout):
     check(workers, layout, "tcp")
 

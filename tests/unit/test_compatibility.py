@@ -20,7 +20,7 @@ from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.ray_job_resubmission import find_unfinished_run
 from raypar.launch.resume import find_last_whole_checkpoint, prepare_resumed_run
 from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint.checkpoint_files import list_contract_differences, load_manifest
+from raypar.worker.checkpoint.checkpoint_files import describe_edition_change, list_contract_differences, load_manifest
 from raypar.worker.job_spec import CONTRACT_CHARACTERS, Ref, contract_of_job, stable_callable_label
 
 JOB = """
@@ -186,7 +186,7 @@ def old(tmp_path: Path) -> RunFolder:
 
 
 def test_every_key_of_a_job_file_is_accepted_and_means_the_same_job():
-    assert json.loads(json.dumps(contract_of_job(parse_job(JOB).to_spec()))) == CONTRACT
+    assert json.loads(json.dumps(contract_of_job(parse_job(JOB).to_spec()))) == {"edition": 2, **CONTRACT}
     assert parse_job(parse_job(JOB).to_yaml()) == parse_job(JOB)
 
 
@@ -268,7 +268,20 @@ def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.Captur
         path, LaunchOptions(make_folder=lambda chosen: old), job.to_spec(), lambda checked: None, told.append
     )
     assert (options.resume, options.steps_done) == (path, 5)
-    assert [event["kind"] for event in told] == ["resuming"]
+    assert [event["kind"] for event in told] == ["warning", "resuming"]
+    assert "was computed by edition 1 of the numerics contract, and the run goes on by edition 2" in told[0]["text"]
+
+
+@pytest.mark.parametrize(
+    "edition, differences, told", [(None, [], True), (1, [], True), (2, [], False), (3, ["edition was 3, is 2"], False)]
+)
+def test_a_checkpoint_of_an_earlier_edition_of_the_numerics_contract_goes_on_and_one_of_a_later_does_not(
+    edition, differences, told, old: RunFolder
+):
+    then = CONTRACT if edition is None else {**CONTRACT, "edition": edition}
+    manifest = replace(load_manifest(old.checkpoints / "step_00000005"), contract=then)
+    assert list_contract_differences(manifest, parse_job(JOB).to_spec()) == differences
+    assert (describe_edition_change(manifest) is not None) == told
 
 
 def test_names_of_the_former_release_that_users_import_are_still_there():

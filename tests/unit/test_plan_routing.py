@@ -1,11 +1,12 @@
 """Plans are consistent when built; routing sends every microbatch to one replica of every stage, in an order all share."""
 
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 
 from raypar.errors import PlanError
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, Seat, StageConnections, StagePlan
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, Seat, StageConnections, StageEdge, StagePlan
 from raypar.plan.parallel_plan import position_of_stage
 
 SHAPES = [(1,), (3,), (1, 1), (2, 1), (1, 3), (2, 3), (2, 2, 2), (1, 3, 2), (4, 1, 2, 3)]
@@ -138,4 +139,30 @@ def test_an_inconsistent_plan_is_refused_with_a_cure(build):
 def test_a_chain_connects_each_stage_to_the_next():
     crossing = StageConnections.chain(3, nbytes=(10, 20))
     assert [(e.src, e.dst, e.nbytes) for e in crossing.edges] == [(0, 1, 10), (1, 2, 20)]
+    assert [(r.src, r.dst, r.nbytes) for r in crossing.relays] == [(1, 0, 10), (2, 1, 20)]
     assert [e.src for e in crossing.into(2)] == [1] and [e.dst for e in crossing.out_of(0)] == [1]
+
+
+def test_gradients_go_from_each_consumer_of_a_value_to_the_consumer_before_it():
+    """`a` is read by the stages 1, 2 and 4, `b` by 2 and 4, `c` by 4 alone; an edge without gradients has no relay."""
+    crossing = StageConnections(
+        (
+            StageEdge(0, 1, ("a",), 10),
+            StageEdge(0, 2, ("a", "b"), 30, value_bytes=(10, 20)),
+            StageEdge(0, 4, ("a", "b", "c"), 70, value_bytes=(10, 20, 40)),
+            StageEdge(1, 4, ("ids",), 5, differentiable=False),
+            StageEdge(2, 3, ("d", "e"), 9),
+            StageEdge(3, 4, ("f",), 3),
+        )
+    )
+    assert [(r.src, r.dst, r.values, r.nbytes) for r in crossing.relays] == [
+        (1, 0, ("a",), 10),
+        (2, 0, ("b",), 20),
+        (4, 0, ("c",), 40),
+        (2, 1, ("a",), 10),
+        (3, 2, ("d", "e"), 9),
+        (4, 2, ("a", "b"), 30),
+        (4, 3, ("f",), 3),
+    ]
+    assert [r.src for r in crossing.relays_to(2)] == [3, 4] and [r.dst for r in crossing.relays_from(4)] == [0, 2, 3]
+    assert replace(crossing, edges=crossing.edges[:1]).relays == crossing.relays[:1]

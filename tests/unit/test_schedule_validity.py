@@ -1,6 +1,7 @@
 """Every built-in schedule is executable, canonical and within its memory; the validator agrees with a brute-force search."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -16,7 +17,8 @@ from raypar.schedule.schedule_csv import parse_schedule_csv
 from raypar.schedule.validate import find_schedule_problems, validate_schedule
 
 
-def case(name, pp, microbatches, chunks=None, replicas=1, blocks=0, skip=False):
+def case(name, pp, microbatches, chunks=None, replicas=1, blocks=0, skip=False, shared=False):
+    """`skip`: a value goes from the first stage straight to the last. `shared`: what the first stage makes is read by all."""
     chunks = registry.resolve_chunks_per_worker(name, chunks)
     counts = [replicas] * pp if isinstance(replicas, int) else replicas
     plan = ParallelPlan.of(counts, chunks=chunks, placement=registry.placement_of_schedule(name))
@@ -24,6 +26,8 @@ def case(name, pp, microbatches, chunks=None, replicas=1, blocks=0, skip=False):
     crossing = StageConnections.chain(len(plan.stages))
     if skip and len(plan.stages) > 2:
         crossing = replace(crossing, edges=(*crossing.edges, StageEdge(0, len(plan.stages) - 1, ("skip",))))
+    if shared:
+        crossing = replace(crossing, edges=(*crossing.edges, *(StageEdge(0, dst) for dst in range(2, len(plan.stages)))))
     return registry.build_schedule(name, routing), routing, crossing
 
 
@@ -72,7 +76,8 @@ def lower_and_validate(name, sizes):
     for pp, microbatches in sizes:
         for chunks in CHUNKS.get(name, (None,)):
             for replicas in (1, 2, *uneven(pp)):
-                schedule, routing, crossing = case(name, pp, microbatches, chunks, replicas, skip=microbatches % 2 == 0)
+                kind = {"skip": microbatches % 3 == 2, "shared": microbatches % 3 == 0}
+                schedule, routing, crossing = case(name, pp, microbatches, chunks, replicas, **kind)
                 validate_schedule(schedule, routing, crossing)
                 validate_schedule(lower_schedule(schedule, routing, crossing), routing, crossing)
 
@@ -106,6 +111,16 @@ def test_skip_connections_go_straight_to_their_consumer():
         (0, 3),
         (3, 0),
     }
+
+
+def test_gradients_of_a_value_that_all_stages_read_go_from_each_stage_to_the_one_before_it():
+    """As many messages as the chain alone has: what the last stage knows of the first one's value goes with the others."""
+    schedule, routing, crossing = case("1f1b", 4, 2, shared=True)
+    programs = lower_schedule(schedule, routing, crossing)
+    sends = [i for program in programs for i in program if isinstance(i, Send)]
+    assert Counter((i.stage, i.to_stage) for i in sends if i.kind == "gradient") == {(s + 1, s): 2 for s in range(3)}
+    assert {(i.stage, i.to_stage) for i in sends if i.kind == "activation"} == {(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)}
+    assert [relay.values for relay in crossing.relays] == [("x",), ("x", "x"), ("x", "x")]
 
 
 BROKEN = {
@@ -275,7 +290,9 @@ def small_programs(rng):
     name = rng.choice(registry.NAMES)
     pp, microbatches = rng.choice([(1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (3, 3)])
     replicas = rng.choice([1, 1, [1, 2, 1][:pp], 2]) if pp * microbatches <= 4 else 1
-    schedule, routing, crossing = case(name, pp, microbatches, None, replicas, rng.choice([1, 2, 0]), rng.random() < 0.3)
+    schedule, routing, crossing = case(
+        name, pp, microbatches, None, replicas, rng.choice([1, 2, 0]), rng.random() < 0.3, microbatches == 2
+    )
     if rng.random() < 0.2:
         crossing = replace(crossing, ties=(TiedParameter("embedding.weight", (0, len(routing.plan.stages) - 1)),))
         crossing = replace(crossing, exchanges_buffers=(0,) if routing.plan.stages[0].replicas > 1 else ())
@@ -309,7 +326,7 @@ def test_verdict_equals_brute_force_on_two_thousand_random_mutations():
 def judge_built_in(name, sizes):
     for pp, microbatches in sizes:
         for chunks in (1, 2) if name == "interleaved" else (None,):
-            schedule, routing, crossing = case(name, pp, microbatches, chunks)
+            schedule, routing, crossing = case(name, pp, microbatches, chunks, shared=microbatches % 2 == 0)
             assert good(lower_schedule(schedule, routing, crossing), routing, crossing)
 
 

@@ -39,9 +39,9 @@ def longest_paths(schedule, routing, crossing, costs):
             for index, i in enumerate(order):
                 made = end.get((rank, index), 0.0)
                 forward = isinstance(i, Forward)
-                edges = crossing.out_of(i.stage) if forward else () if isinstance(i, BackwardWeight) else crossing.into(i.stage)
-                for edge in edges:
-                    other = edge.dst if forward else edge.src
+                sent = () if isinstance(i, BackwardWeight) else crossing.relays_from(i.stage)
+                for edge in crossing.out_of(i.stage) if forward else sent:
+                    other = edge.dst
                     to = routing.rank(other, i.microbatch)
                     there = made
                     if to != rank:
@@ -56,7 +56,7 @@ def longest_paths(schedule, routing, crossing, costs):
                 elif isinstance(i, BackwardWeight):
                     keys = []
                 else:
-                    keys = [(False, e.dst, e.src, i.microbatch) for e in crossing.out_of(i.stage)]
+                    keys = [(False, r.src, r.dst, i.microbatch) for r in crossing.relays_to(i.stage)]
                 clock = max([clock, *(arrival[key] for key in keys)]) + ms[type(i)][i.stage]
                 end[rank, index] = clock
         if end == before:

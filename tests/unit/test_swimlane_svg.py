@@ -7,6 +7,7 @@ import pytest
 
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule import registry
+from raypar.schedule.data_flow import message_routes
 from raypar.schedule.instructions import INSTRUCTIONS
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.step_timeline import Timeline
@@ -84,12 +85,14 @@ def test_predicted_and_measured_share_one_axis():
     assert by_title["0B0: 5 to 15 ms"] == pytest.approx(5 * by_title["0F0: 0 to 2 ms"], rel=0.05)
 
 
-def test_messages_are_drawn_where_edges_are_given_and_there_are_few():
+def test_messages_are_drawn_where_their_routes_are_given_and_there_are_few():
     few = timeline_of("1f1b", 2, 2, latency_ms=1)
-    root = ET.fromstring(swimlane_svg(few, title="t", edges=[(0, 1)]))
+    root = ET.fromstring(swimlane_svg(few, title="t", routes=message_routes(StageConnections.chain(2))))
     arrows = [g for g in root.iter(f"{SVG}g") if g.get("marker-end")]
     assert len(arrows) == 1 and len(arrows[0]) == 4
-    assert 'marker-end="' not in swimlane_svg(timeline_of("1f1b", 4, 96), title="t", edges=[(0, 1), (1, 2), (2, 3)])
+    assert 'marker-end="' not in swimlane_svg(
+        timeline_of("1f1b", 4, 96), title="t", routes=message_routes(StageConnections.chain(4))
+    )
 
 
 def test_a_thousand_workers_make_a_drawing_of_one_replica_under_two_megabytes():

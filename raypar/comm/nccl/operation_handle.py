@@ -130,6 +130,8 @@ class NcclHandle(PolledHandle):
         """Tensors that the device may still read or write, held until it no longer does."""
         self.out = out
         """The received tensor; None for other operations, and until a receive without one has got its message."""
+        self.message_bytes: int | None = None
+        """Bytes of the message of `out`, where they are others than those of `out`."""
         self.requires_grad = False
         """Whether the message says that its tensor requires a gradient, which a fresh `out` then does too."""
         self.writable_event: StreamEvent | None = None

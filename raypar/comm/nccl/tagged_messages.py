@@ -1,7 +1,7 @@
 """Messages between the ranks of an `nccl` transport, matched by tag.
 
 NCCL knows no tags: what one rank sends another arrives in the order of the sends. So the sender enqueues at once, and
-announces tag, dtype and shape over the control transport. The receiver enqueues the receives in the order of the
+announces tag, dtype, shape and layout over the control transport. The receiver enqueues the receives in the order of the
 announcements, each into the posted receive that it matches, or into fresh memory until one is posted.
 
 Therefore tags may overtake, a send never waits for others' receives, and shapes travel, as over TCP. Tensors in host memory
@@ -26,8 +26,21 @@ from raypar.comm.nccl.communicator import CommunicatorStream
 from raypar.comm.nccl.operation_handle import NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
 from raypar.comm.nonblocking_operation import OperationPhase, PhasedOperation, Phases, take_oldest
-from raypar.comm.tcp.message_header import announced_tensor_bytes, dtype_code, dtype_of_code
+from raypar.comm.tcp.message_header import (
+    LAID_OUT,
+    announced_message_bytes,
+    announced_tensor_bytes,
+    dtype_code,
+    dtype_of_code,
+)
 from raypar.comm.tcp.transport import TcpTransport
+from raypar.comm.tensor_layout import (
+    TensorLayout,
+    empty_message,
+    fill_from_message,
+    tensor_for_message,
+    tensor_of_message,
+)
 from raypar.errors import CommError
 
 ANNOUNCEMENTS = 1
@@ -39,7 +52,12 @@ its operation counts, which follow the frame."""
 
 MAX_ANNOUNCED_DIMS = 16
 ANNOUNCEMENT = struct.Struct(f"<BBBxIQ{MAX_ANNOUNCED_DIMS}Q")
-"""Kind (one of the above), dtype code, number of dims, bytes of a goodbye, tag, dims."""
+"""Kind (one of the above), dtype code, number of dims, bytes of a goodbye, tag, dims.
+
+A layout follows the frame if the dtype code has `LAID_OUT`."""
+
+LAYOUT = struct.Struct(f"<Q{MAX_ANNOUNCED_DIMS}Q")
+"""Place (`TensorLayout.offset`), strides."""
 
 MAX_GOODBYE_BYTES = 1 << 20
 """Size limit of a goodbye: some tens of bytes for each communicator that two ranks share."""
@@ -120,33 +138,40 @@ class Mailbox:
         self._posted.clear()
         self._arrived.clear()
 
-    def send(self, tensor: Tensor, to: int, tag: int, requires_grad: bool = False) -> NcclHandle:
-        """See `Transport.send`. `tensor` has no history; `requires_grad`: whether the sender's own requires a gradient."""
+    def send(
+        self, tensor: Tensor, to: int, tag: int, requires_grad: bool = False, layout: TensorLayout | None = None
+    ) -> NcclHandle:
+        """See `Transport.send`. `tensor` is the message, without history; `requires_grad` and `layout`: of the sender's own."""
         handle = NcclHandle(self._owner, f"send tag {tag}", (to,), (tensor,))
         self._owner.ledger.count("send", sent=tensor.nbytes)
         if to == self._owner.rank:
-            self._send_to_self(tensor, tag, requires_grad)
+            self._send_to_self(tensor, tag, requires_grad, layout)
             handle.mark_launched(self._owner.device.record_event())
             return handle
         if not self._owner.device.owns(tensor):
-            frame = pack_announcement(ON_HOST, tensor, tag, requires_grad)
+            frame = pack_announcement(ON_HOST, tensor, tag, requires_grad, layout)
             with self._owner.hold_lock(self._announcing[to]):
                 if self._owner.track(handle):
                     handle.via_control_transport = True
-                    handle.mark_launched(HostMessageEvent(self._announce(to, frame, tensor, handle)))
+                    handle.mark_launched(HostMessageEvent(self._announce(to, frame, tensor, handle, layout)))
             return handle
-        frame = pack_announcement(ON_DEVICE, tensor, tag, requires_grad)
+        frame = pack_announcement(ON_DEVICE, tensor, tag, requires_grad, layout)
         stream = self._owner.stream_of(CommunicatorKey((self._owner.rank, to), "message"))
         with self._owner.hold_lock(self._announcing[to]), self._owner.hold_lock(stream.lock):
             handle.assign_sequence_number(stream)
             if self._owner.track(handle):
                 self._owner.launch(stream, handle, lambda: stream.send_or_receive(tensor))
-                self._announce(to, frame)
+                self._announce(to, frame, layout=layout)
         return handle
 
-    def _send_to_self(self, tensor: Tensor, tag: int, requires_grad: bool) -> None:
+    def _send_to_self(self, tensor: Tensor, tag: int, requires_grad: bool, layout: TensorLayout | None) -> None:
+        def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=tensor.device)
+
         with torch.no_grad():
             copy = tensor.clone()
+            if layout is not None:
+                copy = tensor_of_message(empty_message(layout, copy.dtype, allocate).copy_(copy), layout, allocate)
         arrived = NcclHandle(self._owner, f"message tag {tag}", (self._owner.rank,), (copy,), out=copy)
         arrived.requires_grad = requires_grad
         arrived.mark_launched(self._owner.device.record_event())
@@ -201,7 +226,7 @@ class Mailbox:
                 stream.wait_event(handle.writable_event)  # and `event` is in this stream already
                 stream.run(lambda: out.copy_(came))
                 event = stream.record_event()
-        self._owner.ledger.count("recv", received=came.nbytes)
+        self._owner.ledger.count("recv", received=came.nbytes if arrived.message_bytes is None else arrived.message_bytes)
         handle.mark_launched(event)
         self._owner.track(handle)
         self._owner.wake()
@@ -211,11 +236,24 @@ class Mailbox:
         frame = torch.empty(ANNOUNCEMENT.size, dtype=torch.uint8)
         while True:
             yield OperationPhase((), [(frame, peer, 0)])
-            kind, dtype, shape, more, tag, requires_grad = unpack_announcement(bytes(frame.numpy()))
+            kind, dtype, shape, more, tag, requires_grad, laid_out = unpack_announcement(bytes(frame.numpy()))
+            layout = None
+            if laid_out:
+                lies = torch.empty(LAYOUT.size, dtype=torch.uint8)
+                yield OperationPhase((), [(lies, peer, 2)])
+                layout = unpack_layout(bytes(lies.numpy()), shape, dtype)
             if kind == GOODBYE:
                 text = torch.empty(more, dtype=torch.uint8)
                 yield OperationPhase((), [(text, peer, 1)])
                 self._owner.peer_closed(peer, unpack_goodbye(bytes(text.numpy())))
+            elif layout is not None:
+                if kind == ON_DEVICE:
+                    self._launch_laid_out(peer, tag, dtype, layout, requires_grad)
+                    continue
+                into = empty_message(layout, dtype, self._owner.control.pool.empty)
+                yield OperationPhase((), [(into, peer, 1)])
+                tensor = tensor_of_message(into, layout, self._owner.control.pool.empty)
+                self._arrived_on_host(None, True, peer, tag, tensor, requires_grad, into.nbytes)
             elif kind == ON_HOST:
                 with self._matching:
                     handle, wanted = self._take_posted(peer, tag, dtype, shape, on_device=False)
@@ -264,8 +302,45 @@ class Mailbox:
             self._owner.ledger.count("recv", received=into.nbytes)
         self._owner.wake()
 
+    def _launch_laid_out(self, source: int, tag: int, dtype: torch.dtype, layout: TensorLayout, requires_grad: bool) -> None:
+        """As `_launch_announced`, of a message whose tensor has a layout: received in memory of its own, then given away."""
+        stream = self._owner.stream_of(CommunicatorKey((source, self._owner.rank), "message"))
+        self._owner.device.bind()
+
+        def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            return self._owner.device.empty(shape, dtype, stream.device_stream)
+
+        with self._matching, self._owner.hold_lock(stream.lock):
+            self._owner.check_alive()
+            arrived = NcclHandle(self._owner, f"message tag {tag}", (source,))
+            arrived.requires_grad = requires_grad
+            self._owner.track(arrived)
+            message = empty_message(layout, dtype, allocate)
+            arrived.out = tensor = tensor_for_message(message, layout, allocate)
+            arrived.kept, arrived.message_bytes = (message, tensor), message.nbytes
+
+            def receive() -> Sequence[Tensor]:
+                kept = stream.send_or_receive(message)
+                stream.device_stream.run(lambda: fill_from_message(tensor, message, layout))
+                return kept
+
+            self._owner.launch(stream, arrived, receive, after_current=False)
+            posted = take_oldest(self._posted, (source, tag))
+            if posted is None:
+                self._arrived.setdefault((source, tag), deque()).append(arrived)
+            else:
+                self._give(posted, arrived)
+        self._owner.wake()
+
     def _arrived_on_host(
-        self, handle: NcclHandle | None, wanted: bool, source: int, tag: int, tensor: Tensor, requires_grad: bool
+        self,
+        handle: NcclHandle | None,
+        wanted: bool,
+        source: int,
+        tag: int,
+        tensor: Tensor,
+        requires_grad: bool,
+        message_bytes: int | None = None,
     ) -> None:
         """A whole message in host memory has arrived in `tensor`: the posted receive's own one, if that has one."""
         if not wanted:
@@ -273,7 +348,7 @@ class Mailbox:
         with self._matching:
             if handle is None:
                 arrived = NcclHandle(self._owner, f"message tag {tag}", (source,), (tensor,), out=tensor)
-                arrived.requires_grad = requires_grad
+                arrived.requires_grad, arrived.message_bytes = requires_grad, message_bytes
                 arrived.mark_launched(ARRIVED)
                 posted = take_oldest(self._posted, (source, tag))
                 if posted is None:
@@ -306,13 +381,20 @@ class Mailbox:
         return False
 
     def _announce(
-        self, to: int, frame: bytearray, following: Tensor | None = None, handle: NcclHandle | None = None
+        self,
+        to: int,
+        frame: bytearray,
+        following: Tensor | None = None,
+        handle: NcclHandle | None = None,
+        layout: TensorLayout | None = None,
     ) -> AnnouncementSend:
         """Send an announcement, and what follows it; the peer's lock in `_announcing` is held.
 
         A lost announcement needs no report of its own: its peer is lost too.
         """
         messages = [(torch.frombuffer(frame, dtype=torch.uint8), to, 0)]
+        if layout is not None:
+            messages.append((torch.frombuffer(pack_layout(layout), dtype=torch.uint8), to, 2))
         if following is not None:
             messages.append((following, to, 1))
         sending = AnnouncementSend(self._owner.control, to, handle)
@@ -340,31 +422,61 @@ class Mailbox:
         return True
 
 
-def pack_announcement(kind: int, tensor: Tensor, tag: int, requires_grad: bool = False) -> bytearray:
-    """The announcement of one message. Raises `CommError` for a dtype, shape or tag that cannot travel."""
-    code, dims = dtype_code(tensor.dtype, requires_grad), tensor.dim()
+def pack_announcement(
+    kind: int, tensor: Tensor, tag: int, requires_grad: bool = False, layout: TensorLayout | None = None
+) -> bytearray:
+    """The announcement of one message; `layout` is that of the tensor whose message `tensor` is.
+
+    Raises `CommError` for a dtype, shape or tag that cannot travel.
+    """
+    shape: Sequence[int] = tensor.shape if layout is None else layout.shape
+    code, dims = dtype_code(tensor.dtype, requires_grad), len(shape)
     if code is None or dims > MAX_ANNOUNCED_DIMS or not 0 <= tag < 1 << 64:
         raise CommError(
             f"cannot send {tensor.dtype} with {dims} dims and tag {tag}",
             cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MAX_ANNOUNCED_DIMS} dims",
         )
-    return bytearray(ANNOUNCEMENT.pack(kind, code, dims, 0, tag, *tensor.shape, *[0] * (MAX_ANNOUNCED_DIMS - dims)))
+    code |= LAID_OUT if layout is not None else 0
+    return bytearray(ANNOUNCEMENT.pack(kind, code, dims, 0, tag, *shape, *[0] * (MAX_ANNOUNCED_DIMS - dims)))
 
 
-def unpack_announcement(frame: bytes) -> tuple[int, torch.dtype, tuple[int, ...], int, int, bool]:
-    """(kind, dtype, shape, bytes of a goodbye, tag, whether the tensor requires a gradient) of a frame.
+def pack_layout(layout: TensorLayout) -> bytearray:
+    """What follows the announcement of a message whose tensor has a layout."""
+    return bytearray(LAYOUT.pack(layout.offset, *layout.strides, *[0] * (MAX_ANNOUNCED_DIMS - len(layout.strides))))
+
+
+def unpack_layout(frame: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> TensorLayout:
+    """The layout that follows an announcement. Raises `CommError` for a damaged one."""
+    offset, *strides = LAYOUT.unpack(frame)
+    layout = TensorLayout(shape, tuple(strides[: len(shape)]), offset)
+    if any(strides[len(shape) :]):
+        raise CommError(f"the layout of an announcement is damaged ({strides} for shape {shape})", cure="abort the group")
+    announced_message_bytes(layout, dtype)
+    return layout
+
+
+def unpack_announcement(frame: bytes) -> tuple[int, torch.dtype, tuple[int, ...], int, int, bool, bool]:
+    """(kind, dtype, shape, bytes of a goodbye, tag, whether the tensor requires a gradient, whether its layout follows).
 
     Raises `CommError` for a damaged one.
     """
     kind, code, dims, more, tag, *shape = ANNOUNCEMENT.unpack(frame)
-    found = dtype_of_code(code)
-    if kind > GOODBYE or found is None or dims > MAX_ANNOUNCED_DIMS or any(shape[dims:]) or more > MAX_GOODBYE_BYTES:
+    laid_out = bool(code & LAID_OUT)
+    found = dtype_of_code(code & ~LAID_OUT)
+    if (
+        kind > GOODBYE
+        or (laid_out and kind == GOODBYE)
+        or found is None
+        or dims > MAX_ANNOUNCED_DIMS
+        or any(shape[dims:])
+        or more > MAX_GOODBYE_BYTES
+    ):
         raise CommError(
             f"an announcement is damaged (kind {kind}, dtype code {code}, {dims} dims, {more} bytes)", cure="abort the group"
         )
     dtype, requires_grad = found
     announced_tensor_bytes(shape[:dims], dtype)
-    return kind, dtype, tuple(shape[:dims]), more, tag, requires_grad
+    return kind, dtype, tuple(shape[:dims]), more, tag, requires_grad, laid_out
 
 
 def unpack_goodbye(text: bytes) -> dict[str, int]:

@@ -23,6 +23,7 @@ from raypar.comm.nccl.operation_handle import NcclBatchHandle, NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
 from raypar.comm.nccl.tagged_messages import Mailbox
 from raypar.comm.tcp.transport import TcpTransport
+from raypar.comm.tensor_layout import layout_of, message_of
 from raypar.comm.transport import Handle, check_collective_group, check_one_tensor_per_rank, check_peer_rank
 from raypar.errors import CommError
 
@@ -69,10 +70,12 @@ class NcclTransport(PendingOperations):
 
     # -- messages
 
-    def send(self, tensor: Tensor, *, to: int, tag: int) -> NcclHandle:
+    def send(self, tensor: Tensor, *, to: int, tag: int, keep_layout: bool = False) -> NcclHandle:
         """See `Transport.send`."""
         self.check_alive()
-        return self.mailbox.send(self.check_and_detach(tensor, to), to, tag, tensor.requires_grad)
+        layout = layout_of(tensor) if keep_layout else None
+        message = self.check_and_detach(message_of(tensor, layout), to)
+        return self.mailbox.send(message, to, tag, tensor.requires_grad, layout)
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> NcclHandle:
         """See `Transport.recv`."""

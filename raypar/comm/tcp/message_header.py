@@ -1,4 +1,7 @@
-"""The bytes of a message on a TCP transport's connection: a header, then the tensor as raw memory."""
+"""The bytes of a message on a TCP transport's connection: a header, then the tensor as raw memory.
+
+A tensor that does not lie in memory as a new one does says so in its header (`comm.tensor_layout`); others have no word of it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from raypar.comm.buffer_pool import ALIGNED
+from raypar.comm.tensor_layout import TensorLayout
 from raypar.errors import CommError
 
 MESSAGE_MAGIC = 0x72617970  # "rayp"
@@ -44,11 +49,13 @@ SENDABLE_DTYPES: tuple[torch.dtype, ...] = (
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(SENDABLE_DTYPES)}
 REQUIRES_GRAD = 0x80
 """Set in a dtype's code in a header: the tensor requires a gradient."""
+LAID_OUT = 0x40
+"""Set in a dtype's code in a header: the tensor's strides and its place follow its dims."""
 
 FIXED_HEADER = struct.Struct("<IBBxxQQQQI")
 """magic, dtype code, number of dims, generation, channel, tag, payload bytes, CRC-32 of the dims.
 
-`HEADER_CHECKSUM` follows, then the dims, 8 bytes each."""
+`HEADER_CHECKSUM` follows, then the dims, 8 bytes each; with `LAID_OUT` then the strides and the place, in elements."""
 HEADER_CHECKSUM = struct.Struct("<I")
 """CRC-32 of all bytes before it: for a damaged header nothing may be allocated, awaited or delivered."""
 HEADER_BYTES = FIXED_HEADER.size + HEADER_CHECKSUM.size
@@ -74,7 +81,10 @@ class MessageHeader:
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
+    """Bytes of the message, which has each element once."""
     requires_grad: bool
+    layout: TensorLayout | None
+    """How the sender's tensor lies; None: as a new tensor."""
 
 
 def dtype_code(dtype: torch.dtype, requires_grad: bool) -> int | None:
@@ -93,16 +103,22 @@ def dtype_of_code(code: int) -> tuple[torch.dtype, bool] | None:
     return None if requires_grad and not (dtype.is_floating_point or dtype.is_complex) else (dtype, requires_grad)
 
 
-def pack_header(tensor: Tensor, generation: int, channel: int, tag: int) -> bytes:
-    """The header of one message. Raises `CommError` for a dtype or tag that cannot travel."""
+def pack_header(tensor: Tensor, generation: int, channel: int, tag: int, layout: TensorLayout | None = None) -> bytes:
+    """The header of one message; `layout` is that of the tensor whose message `tensor` is.
+
+    Raises `CommError` for a dtype or tag that cannot travel.
+    """
     code = dtype_code(tensor.dtype, tensor.requires_grad and channel == 0)
-    shape = tensor.shape
+    shape: Sequence[int] = tensor.shape if layout is None else layout.shape
     if code is None or not 0 <= tag < 1 << 64 or len(shape) > MAX_MESSAGE_DIMS:
         raise CommError(
             f"cannot send {tensor.dtype} of {len(shape)} dims with tag {tag}",
             cure=f"tags are 64-bit unsigned, dtypes plain numbers, tensors have at most {MAX_MESSAGE_DIMS} dims",
         )
     dims = struct.pack(f"<{len(shape)}Q", *shape) if shape else b""
+    if layout is not None:
+        code |= LAID_OUT
+        dims += struct.pack(f"<{len(shape) + 1}Q", *layout.strides, layout.offset)
     head = FIXED_HEADER.pack(MESSAGE_MAGIC, code, len(shape), generation, channel, tag, tensor.nbytes, zlib.crc32(dims))
     return head + HEADER_CHECKSUM.pack(zlib.crc32(head)) + dims
 
@@ -113,19 +129,23 @@ def unpack_header(data: memoryview) -> tuple[MessageHeader, int] | None:
         return None
     magic, code, dims, generation, channel, tag, nbytes, check = FIXED_HEADER.unpack_from(data)
     (whole,) = HEADER_CHECKSUM.unpack_from(data, FIXED_HEADER.size)
-    found = dtype_of_code(code)
+    found = dtype_of_code(code & ~LAID_OUT)
     if magic != MESSAGE_MAGIC or whole != zlib.crc32(data[: FIXED_HEADER.size]) or found is None or dims > MAX_MESSAGE_DIMS:
         raise damaged_header_error(f"magic {magic:#x}, dtype code {code}, {dims} dims")
-    length = HEADER_BYTES + 8 * dims
+    laid_out = bool(code & LAID_OUT)
+    numbers = dims + (dims + 1) * laid_out
+    length = HEADER_BYTES + 8 * numbers
     if len(data) < length:
         return None
-    shape = struct.unpack_from(f"<{dims}Q", data, HEADER_BYTES)
+    shape, lies = (found_numbers := struct.unpack_from(f"<{numbers}Q", data, HEADER_BYTES))[:dims], found_numbers[dims:]
     if check != zlib.crc32(data[HEADER_BYTES:length]):
         raise damaged_header_error(f"shape {shape}")
     dtype, requires_grad = found
-    if announced_tensor_bytes(shape, dtype) != nbytes:
+    layout = TensorLayout(shape, lies[:dims], lies[dims]) if laid_out else None
+    expected = announced_tensor_bytes(shape, dtype) if layout is None else announced_message_bytes(layout, dtype)
+    if expected != nbytes:
         raise damaged_header_error(f"{nbytes} bytes for shape {shape}")
-    return MessageHeader(generation, channel, tag, dtype, shape, nbytes, requires_grad), length
+    return MessageHeader(generation, channel, tag, dtype, shape, nbytes, requires_grad, layout), length
 
 
 def announced_tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -139,6 +159,18 @@ def announced_tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
             cure="abort the group",
         )
     return nbytes
+
+
+def announced_message_bytes(layout: TensorLayout, dtype: torch.dtype) -> int:
+    """Bytes of the message of a tensor that a peer has announced with a layout.
+
+    Raises `CommError` for one that this machine cannot hold, with its gaps or when its expanded dims are written out.
+    """
+    announced_tensor_bytes(layout.shape, dtype)
+    if max(layout.strides, default=0) >= 1 << 62 or layout.offset * dtype.itemsize >= ALIGNED:
+        raise damaged_header_error(f"strides {layout.strides}, {layout.offset} elements after a multiple of {ALIGNED} bytes")
+    announced_tensor_bytes((layout.extent,), dtype)
+    return announced_tensor_bytes(layout.sent_shape, dtype)
 
 
 def damaged_header_error(what: str) -> CommError:

@@ -24,6 +24,7 @@ from torch import Tensor
 from raypar.comm.collectives import MessageBasedTransport
 from raypar.comm.nonblocking_operation import PhasedOperation, PostedMessage, take_oldest, tensor_mismatch_error
 from raypar.comm.tcp.message_header import MessageHeader, pack_header, tensor_memory, unpack_header
+from raypar.comm.tensor_layout import TensorLayout, empty_message, tensor_of_message
 from raypar.comm.transport import generation_over_error
 from raypar.errors import CommError
 
@@ -47,17 +48,19 @@ class OutgoingMessage:
 
 
 class EarlyMessage:
-    """A message that came before its receive was posted."""
+    """A message that is received in memory of its own: it came before its receive was posted, or its tensor has a layout."""
 
-    __slots__ = ("complete", "receive", "tensor")
+    __slots__ = ("complete", "header", "receive", "tensor")
 
-    def __init__(self, tensor: Tensor, complete: bool = False) -> None:
+    def __init__(self, tensor: Tensor, header: MessageHeader | None = None, complete: bool = False) -> None:
         self.tensor = tensor
         """Where it is received."""
+        self.header = header
+        """Its header; None of a message from the same rank."""
         self.complete = complete
         """Whether all of it has arrived."""
         self.receive: PostedMessage | None = None
-        """Its receive, if that was posted before all of it had arrived."""
+        """Its receive, if that is posted."""
 
 
 class PeerConnection:
@@ -172,7 +175,7 @@ class TcpTransport(MessageBasedTransport):
             self._send_to_self(message, tensor)
             return
         connection = self._connections[message.peer]
-        header = pack_header(tensor, self.generation, message.channel, message.tag)
+        header = pack_header(tensor, self.generation, message.channel, message.tag, message.operation.layout)
         nbytes = tensor.nbytes
         outgoing = OutgoingMessage(message, [header, tensor_memory(tensor, nbytes)] if nbytes else [header])
         if self._aborted is None and connection.lost_reason is None:
@@ -187,15 +190,18 @@ class TcpTransport(MessageBasedTransport):
                 message.fail(self._gone(connection, message))
 
     def _send_to_self(self, message: PostedMessage, tensor: Tensor) -> None:
-        needs = tensor.requires_grad and message.channel == 0
-        arrival = EarlyMessage(tensor.detach().clone().requires_grad_(needs), complete=True)
+        needs, layout = tensor.requires_grad and message.channel == 0, message.operation.layout
+        copy = tensor.detach().clone()
+        if layout is not None:
+            copy = tensor_of_message(empty_message(layout, copy.dtype, self.pool.empty).copy_(copy), layout, self.pool.empty)
+        arrival = EarlyMessage(copy.requires_grad_(needs), complete=True)
         key = (self.rank, message.channel, message.tag)
         with self._match:
             posted = take_oldest(self._posted, key)
             if posted is None:
                 self._arrived.setdefault(key, deque()).append(arrival)
         if posted is not None:
-            self._hand_over(posted, arrival.tensor)
+            self._hand_over(posted, arrival)
         message.complete()
 
     def _flush(self, connection: PeerConnection) -> None:
@@ -253,14 +259,15 @@ class TcpTransport(MessageBasedTransport):
             elif not arrival.complete:
                 arrival.receive = message
         if arrival is not None and arrival.complete and arrival.receive is None:
-            self._hand_over(message, arrival.tensor)
+            self._hand_over(message, arrival)
         elif message.peer != self.rank:
             connection = self._connections[message.peer]
             if self._aborted is not None or connection.lost_reason is not None:
                 message.fail(self._gone(connection, message))
 
-    def _hand_over(self, message: PostedMessage, tensor: Tensor) -> None:
+    def _hand_over(self, message: PostedMessage, arrival: EarlyMessage) -> None:
         """Complete a receive with a message that has arrived in a tensor of its own."""
+        tensor = arrival.tensor
         if message.tensor is None:
             message.tensor = tensor
         elif not self._fits(message, tensor.dtype, tensor.shape):
@@ -268,7 +275,7 @@ class TcpTransport(MessageBasedTransport):
         else:
             with torch.no_grad():
                 message.tensor.copy_(tensor)
-        self._received(message)
+        self._received(message, tensor.nbytes if arrival.header is None else arrival.header.nbytes)
 
     def _fits(self, message: PostedMessage, dtype: torch.dtype, shape: Sequence[int]) -> bool:
         out = message.tensor
@@ -277,10 +284,9 @@ class TcpTransport(MessageBasedTransport):
         message.fail(tensor_mismatch_error(message, dtype, shape))
         return False
 
-    def _received(self, message: PostedMessage) -> None:
+    def _received(self, message: PostedMessage, nbytes: int) -> None:
         if message.channel == 0:
-            assert message.tensor is not None
-            self.ledger.count("recv", received=message.tensor.nbytes)
+            self.ledger.count("recv", received=nbytes)
         message.complete()
 
     def _drain(self, connection: PeerConnection, until: PhasedOperation | None = None) -> None:
@@ -360,12 +366,18 @@ class TcpTransport(MessageBasedTransport):
         with self._match:
             message = take_oldest(self._posted, key)
             if message is None:
-                arrival = EarlyMessage(self._room_for(header))
+                arrival = EarlyMessage(self._room_for(header), header)
                 self._arrived.setdefault(key, deque()).append(arrival)
                 connection.receiving = arrival
                 return arrival.tensor
         if not self._fits(message, header.dtype, header.shape):
             return None
+        if header.layout is not None:
+            connection.receiving = message  # the receive fails with the connection if there is no room
+            arrival = EarlyMessage(self._room_for(header), header)
+            arrival.receive = message
+            connection.receiving = arrival
+            return arrival.tensor
         connection.receiving = message  # the receive fails with the connection if there is no room
         if message.tensor is None:
             message.tensor = self._room_for(header)
@@ -374,26 +386,42 @@ class TcpTransport(MessageBasedTransport):
     def _room_for(self, header: MessageHeader) -> Tensor:
         """Memory for a message. Raises `CommError` if there is not enough."""
         try:
+            if header.layout is not None:
+                return empty_message(header.layout, header.dtype, self.pool.empty)
             return self.pool.empty(header.shape, header.dtype).requires_grad_(header.requires_grad)
         except (MemoryError, RuntimeError) as error:
-            raise CommError(
-                f"it sent {header.dtype} {header.shape}, {header.nbytes:,} bytes for which there is no memory here: {error}",
-                cure="use workers with more memory, or a model that is cut smaller",
-            ) from error
+            raise self._no_memory_error(header, error) from error
+
+    def _no_memory_error(self, header: MessageHeader, error: Exception) -> CommError:
+        return CommError(
+            f"it sent {header.dtype} {header.shape}, {header.nbytes:,} bytes for which there is no memory here: {error}",
+            cure="use workers with more memory, or a model that is cut smaller",
+        )
+
+    def _lay_out(self, message: EarlyMessage, header: MessageHeader, layout: TensorLayout) -> None:
+        """Put the tensor in the place of its message. Raises `CommError` if there is no memory for its gaps."""
+        try:
+            tensor = tensor_of_message(message.tensor, layout, self.pool.empty)
+        except (MemoryError, RuntimeError) as error:
+            raise self._no_memory_error(header, error) from error
+        message.tensor = tensor.requires_grad_(header.requires_grad)
 
     def _payload_done(self, connection: PeerConnection) -> None:
         """Finish the message that has been received whole."""
         message = connection.receiving
+        if isinstance(message, EarlyMessage) and message.header is not None and message.header.layout is not None:
+            self._lay_out(message, message.header, message.header.layout)
         connection.receiving, connection.payload, connection.payload_received = None, None, 0
         if isinstance(message, PostedMessage):
-            self._received(message)
+            assert message.tensor is not None
+            self._received(message, message.tensor.nbytes)
             return
         assert message is not None
         with self._match:
             message.complete = True
             receive = message.receive
         if receive is not None:
-            self._hand_over(receive, message.tensor)
+            self._hand_over(receive, message)
 
     # -- waiting
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,9 +125,9 @@ class _StageEdges:
 
     def __init__(self, graph: Graph, first: int, last: int) -> None:
         made = {value for layer in graph.layers[first:last] for value in layer.outputs}
-        self.output = graph.output
-        """The value that the loss reads."""
-        self.leaving = {v for v in made if v == graph.output or any(c >= last for c in graph.consumers(v))}
+        self.outputs = {v for v in made if graph.consumers(v) == (last,)} if last == len(graph.layers) else set()
+        """Values of the last stage that the loss alone reads."""
+        self.leaving = {v for v in made if any(c >= last for c in graph.consumers(v))}
         """Values that another stage, or the loss, reads."""
 
 
@@ -136,7 +136,7 @@ class _LayerBoundary:
 
     Values that come into the stage or leave it are whole on every shard. Under sequence parallelism floating point values of 3
     dims ([batch, sequence, features]) are cut along dim 1 where they come in, stay cut between the layers, and are joined where
-    they leave. The model's output may leave cut along its last dim; `sharded_loss` reads it so.
+    they leave. What the loss alone reads may leave cut along its last dim; `sharded_loss` reads it so.
     """
 
     def __init__(self, forward: Callable[..., Any], layer: Layer, group: ShardGroup, edges: _StageEdges) -> None:
@@ -165,14 +165,13 @@ class _LayerBoundary:
 
     def _leave(self, name: str, made: Any) -> Any:
         self._group.value_layouts.pop(name, None)
-        if name == self._edges.output:
-            self._group.output_layout = None
+        self._group.output_layouts.pop(name, None)
         if not isinstance(made, ShardedValue):
             return made
         group, part = self._group, made.part_layout
         by_sequence = made.by_sequence and made.dim() == 3
-        if name == self._edges.output and not by_sequence and part.dim == made.dim() - 1:
-            group.output_layout = part
+        if name in self._edges.outputs and not by_sequence and part.dim == made.dim() - 1:
+            group.output_layouts[name] = part
             return made.local
         if not by_sequence:
             raise ModelError(
@@ -185,14 +184,15 @@ class _LayerBoundary:
         return made.local
 
 
-def sharded_loss(loss: Callable[..., Any], group: ShardGroup) -> Callable[..., Any]:
-    """The user's loss function, for an output that the last layer may have left cut along its last dim (logits)."""
+def sharded_loss(loss: Callable[..., Any], group: ShardGroup, inputs: Sequence[str]) -> Callable[..., Any]:
+    """The loss of values (named `inputs`) and target, for values that may have been left cut along their last dim (logits)."""
     if group.size == 1:
         return loss
 
-    def run(output: Tensor, *others: Any) -> Any:
-        part = group.output_layout
-        found = loss(output if part is None else ShardedValue(output, part, group), *others)
+    def run(*given: Any) -> Any:
+        *values, target = given
+        parts = [(value, group.output_layouts.get(name)) for name, value in zip(inputs, values, strict=True)]
+        found = loss(*(value if part is None else ShardedValue(value, part, group) for value, part in parts), target)
         for value in found if isinstance(found, tuple) else (found,):
             if isinstance(value, ShardedValue):
                 raise ModelError(

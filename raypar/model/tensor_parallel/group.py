@@ -50,8 +50,8 @@ class ShardGroup:
         """(`linear.SharedInput`, the tensor they read) of the value that column layers of the running layer read last."""
         self.grad_enabled = False
         """Whether the running layer was called with gradients."""
-        self.output_layout: LocalPartLayout | None = None
-        """How the last forward pass left the model's output cut; None: it is whole."""
+        self.output_layouts: dict[str, LocalPartLayout] = {}
+        """Value that the loss alone reads -> how the last forward pass left it cut; values without an entry are whole."""
         self.value_layouts: dict[str, LocalPartLayout] = {}
         """Value that stays in parts between layers -> how the last forward pass left it cut."""
         self.waited_ns = 0

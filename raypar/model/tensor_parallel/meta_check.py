@@ -65,7 +65,8 @@ def check_shards_on_meta(
                         values.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
                     access.refuse_mixed_use()
                     place = "the loss"
-                sharded_loss(loss, group)(values[graph.output], values[target])
+                read = [values[name] for name in graph.loss_inputs]
+                sharded_loss(graph.loss_of_values(loss), group, graph.loss_inputs)(*read, values[target])
             except RayparError as error:
                 raise _placed(error, place) from error
             except USER_CODE_ERRORS as error:

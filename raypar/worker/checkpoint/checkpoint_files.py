@@ -52,7 +52,7 @@ from raypar.worker.checkpoint.manifest import (
     parse_manifest,
 )
 from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header
-from raypar.worker.job_spec import JobSpec, contract_of_job, shorten_contract_text
+from raypar.worker.job_spec import CONTRACT_EDITION, JobSpec, contract_of_job, shorten_contract_text
 
 __all__ = [  # of the manifest, for those who handle checkpoints
     "BUFFER",
@@ -526,15 +526,37 @@ def _as_written_now(value: Any) -> Any:
 
 
 def list_contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
-    """A line for each setting of the contract that differs from the checkpoint's, except for those of shards (`_OF_SHARDS`)."""
+    """A line for each setting of the contract that differs from the checkpoint's, except for those of shards (`_OF_SHARDS`).
+
+    An earlier edition of the contract is no difference (`describe_edition_change`), a later one is.
+    """
     # Checkpoints from before there was a choice say nothing of the device; of the precision none does unless it is set.
     then = _as_written_now({"device": "cpu", "precision": None, **manifest.contract})
     now = _as_written_now({"precision": None, **contract_of_job(spec)})
     return [
         f"{k} was {shorten(repr(then.get(k)))}, is {v!r}"
         for k, v in now.items()
-        if k not in _OF_SHARDS and not _is_same_setting(then.get(k), v)
+        if k not in _OF_SHARDS and not (_is_same_setting(then.get(k), v) or (k == "edition" and _edition_of(manifest) < v))
     ]
+
+
+def _edition_of(manifest: Manifest) -> int:
+    """Edition of the numerics contract by which a checkpoint was computed; anything that is no number counts as a later one."""
+    edition = manifest.contract.get("edition", 1)
+    return edition if isinstance(edition, int) else CONTRACT_EDITION + 1
+
+
+def describe_edition_change(manifest: Manifest) -> str | None:
+    """What changes for a run that goes on from a checkpoint of an earlier edition of the contract; None for one of this."""
+    edition = _edition_of(manifest)
+    if edition >= CONTRACT_EDITION:
+        return None
+    return (
+        f"checkpoint {manifest.checkpoint.name} was computed by edition {edition} of the numerics contract, and the run goes "
+        f"on by edition {CONTRACT_EDITION}: the bits are others than those of an undisturbed run only for models with a value "
+        "that several layers read or one layer reads several times, a value that is not contiguous, or a parameter that three "
+        "layers use"
+    )
 
 
 def _is_same_setting(then: Any, now: Any) -> bool:

@@ -1,9 +1,9 @@
-"""Hooks called when a backward pass reaches a layer's inputs: restore process state, align, hand over finished gradients."""
+"""Hooks of the values in a stage's backward pass: restore process state, hand over finished gradients, keep those to send."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
@@ -11,21 +11,24 @@ from torch import Tensor
 
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
-from raypar.worker.stage.layer_inputs import Hook, Hooks, aligned_gradient
+from raypar.worker.stage.value_tensors import Hook, Hooks
 
 
 class LayerBackwardHooks:
-    """The hooks of the aliases through which a stage's layers and the loss read their values.
+    """The hooks of the values that a stage's layers return, and of those that it gets from other stages.
 
-    In every backward pass they restore process state that a layer's backward has left changed, and align the gradient. In the
-    pass that closes a block they also hand the finished gradients of the layers behind them to the accumulator, while these
-    are in the processor's cache.
+    The gradient of a value that the layer at position p has returned is complete when the backward pass has left everything
+    that was made after the value: the loss and all layers behind p. In every backward pass the hook then restores process
+    state that the layer at p + 1 (or the loss) has left changed. In the pass that closes a block it also hands the finished
+    gradients of the layers behind p to the accumulator, while these are in the processor's cache.
     """
 
-    of_layer: list[Hooks]
-    """By position of the layer in the stage: hooks of the aliases of what the layer reads."""
-    of_loss: Hooks
-    """Hooks of the alias through which the loss reads the model's output."""
+    of_outputs: list[Hooks]
+    """By position of the layer in the stage: hooks of the values that the layer returns."""
+    of_received: dict[str, Hooks]
+    """Value from another stage -> hooks of its alias."""
+    received_gradients: dict[str, Tensor | None]
+    """Value from another stage -> its complete gradient, once this backward pass has it."""
     _plain_hooks: list[Hook]
     """By position: the hook of an ordinary backward pass."""
     _closing_hooks: list[Hook]
@@ -42,28 +45,33 @@ class LayerBackwardHooks:
     """Whether a backward pass of the stage is under way."""
     _block: int | None
     """The block that this backward pass closes; None in other passes."""
-    _not_passed: int
-    """The backward pass has still to reach the inputs of the layers before this position."""
+    _not_left: int
+    """The backward pass is known to have left the layers from this position on."""
 
     def __init__(
         self,
         layers: Sequence[str],
+        received: Collection[str],
         gradients: GradientAccumulator,
         completed: Sequence[Sequence[int]],
         guard: TorchStateGuard,
         *,
         on_cpu: bool,
     ) -> None:
-        self._plain_hooks = [partial(self._on_gradient, f"the backward pass of layer {name!r}") for name in layers]
-        self._closing_hooks = [partial(self._on_passed, position) for position in range(len(layers))]
-        self.of_layer = [OrderedDict({0: arrived}) for arrived in self._plain_hooks]
-        self.of_loss = OrderedDict({0: partial(self._on_gradient, "the backward pass of the loss")})
+        """`layers`: names; `received`: values from other stages."""
+        callers = [*(f"the backward pass of layer {name!r}" for name in layers[1:]), "the backward pass of the loss"]
+        self._plain_hooks = [partial(self._on_gradient, caller) for caller in callers]
+        self._closing_hooks = [partial(self._on_left, position) for position in range(len(layers))]
+        self.of_outputs = [OrderedDict({0: plain}) for plain in self._plain_hooks]
+        self.of_received = {name: OrderedDict({0: partial(self._on_received, name)}) for name in received}
+        self.received_gradients = {}
         self._gradients, self._completed, self._guard, self._on_cpu = gradients, completed, guard, on_cpu
-        self._running, self._block, self._not_passed = False, None, len(layers)
+        self._running, self._block, self._not_left = False, None, len(layers)
 
     def begin(self, block: int | None) -> None:
         """Prepare for a backward pass. `block`: the block it closes, if gradients are to be handed over inside the pass."""
         self._running = True
+        self.received_gradients.clear()
         if block is not None:
             self._watch(block)
 
@@ -74,25 +82,25 @@ class LayerBackwardHooks:
             self._watch(None)
 
     def _watch(self, block: int | None) -> None:
-        self._block, self._not_passed = block, len(self.of_layer)
-        for hooks, arrived, passed in zip(self.of_layer, self._plain_hooks, self._closing_hooks, strict=True):
-            hooks[0] = arrived if block is None else passed
+        self._block, self._not_left = block, len(self.of_outputs)
+        for hooks, plain, closing in zip(self.of_outputs, self._plain_hooks, self._closing_hooks, strict=True):
+            hooks[0] = plain if block is None else closing
 
-    def _on_passed(self, position: int, gradient: Tensor | None) -> Tensor | None:
-        """A hook: the backward pass has left the layers from `position` on. Hands over their finished gradients.
+    def _on_left(self, position: int, gradient: Tensor | None) -> None:
+        """A hook: the backward pass has left the layers behind `position`. Hands over their finished gradients.
 
         Of the nodes that are ready autograd runs the newest first, and a node's users are newer than the node. So all that was
-        made after the alias is over by now, and the gradients of these layers' parameters are complete.
+        made after the value is over by now, and the gradients of these layers' parameters are complete.
         """
-        if self._block is not None and position < self._not_passed:
-            uses = [use for uses in reversed(self._completed[position : self._not_passed]) for use in uses]
-            self._not_passed = position
+        if self._block is not None and position + 1 < self._not_left:
+            uses = [use for uses in reversed(self._completed[position + 1 : self._not_left]) for use in uses]
+            self._not_left = position + 1
             with torch.no_grad():
                 self._gradients.settle(self._block, uses)
-        return self._plain_hooks[position](gradient)
+        self._plain_hooks[position](gradient)
 
-    def _on_gradient(self, caller: str, gradient: Tensor | None) -> Tensor | None:
-        """A hook: `caller`, the backward pass of a layer or the loss, has computed a gradient. Returns the gradient aligned.
+    def _on_gradient(self, caller: str, gradient: Tensor | None) -> None:
+        """A hook: `caller`, the backward pass of a layer or the loss, is over.
 
         Restores process state that `caller` left changed, before the next layer's backward pass runs. Not outside of the
         stage's own backward pass: a layer that takes a gradient in forward is inside contexts of its own. Not on a GPU: hooks
@@ -100,7 +108,11 @@ class LayerBackwardHooks:
         """
         if self._running and self._on_cpu and not torch.is_grad_enabled():
             self._guard.check(caller, evaluating=True)
-        return aligned_gradient(gradient)
+
+    def _on_received(self, name: str, gradient: Tensor | None) -> None:
+        """A hook: the gradient of a value from another stage is complete."""
+        if self._running:
+            self.received_gradients[name] = gradient
 
     def release(self) -> None:
         """Break the circles between this object and its hooks; it cannot be used any more."""

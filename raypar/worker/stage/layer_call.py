@@ -27,7 +27,6 @@ from raypar.plan.seeds import seed_of
 from raypar.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.buffer_updates import BufferUpdates, same_bits
-from raypar.worker.stage.layer_inputs import ALIGN_GRADIENT, make_input_alias
 from raypar.worker.stage.recomputation import SavedTensors
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_tensors import LayerBuffer, LayerTensors
@@ -114,7 +113,7 @@ class LayerCall:
         self._updates, self._has_compared_buffers = updates, False
 
     def __call__(self, forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The layer's outputs, each a tensor of its own."""
+        """The layer's outputs."""
         training = forward_pass.training
         buffer_versions = [buffer.tensor._version for buffer in weights.buffers]
         input_versions = [tensor._version for tensor in inputs]
@@ -141,11 +140,8 @@ class LayerCall:
         outputs = result if isinstance(result, tuple) else (result,)
         if len(outputs) != len(self.layer.outputs) or not all(isinstance(o, Tensor) for o in outputs):
             raise _wrong_outputs(self.layer, outputs)
-        if training:
-            if "grad" in changed:
-                self._check_graph(forward_pass, weights, inputs, outputs)
-            if len(outputs) > 1:
-                return alias_repeated_outputs(outputs)
+        if training and "grad" in changed:
+            self._check_graph(forward_pass, weights, inputs, outputs)
         return outputs
 
     def _error(
@@ -182,7 +178,7 @@ _WRITTEN_IN_PLACE = (
     "a leaf Variable that requires grad is being used in an in-place operation",
     "a view of a leaf Variable that requires grad is being used in an in-place operation",
 )
-"""What PyTorch says when a layer writes into an alias or into a value from another stage."""
+"""What PyTorch says when a layer writes into a view that may not be written, or into a value from another stage."""
 
 
 def _is_about_writing(error: Exception) -> bool:
@@ -193,7 +189,7 @@ def _is_about_writing(error: Exception) -> bool:
 def refuse_input_writes(layer: Layer, inputs: Sequence[Tensor]) -> Iterator[None]:
     """Context that refuses a layer that writes into its inputs: only readers in the same stage would see the change.
 
-    Raises `UserCodeError`, also in place of PyTorch's error about the aliases through which layers read.
+    Raises `UserCodeError`, also in place of PyTorch's error about views and aliases.
     """
     versions = [tensor._version for tensor in inputs]
     try:
@@ -254,17 +250,3 @@ def _wrong_outputs(layer: Layer, outputs: tuple[Any, ...]) -> UserCodeError:
         f"layer {layer.name!r} returned ({got}) where {len(layer.outputs)} tensor(s) {layer.outputs} were declared",
         cure="return one tensor per name in the layer's outputs",
     )
-
-
-def alias_repeated_outputs(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The outputs, with an alias in the place of each tensor that a layer returns again.
-
-    A tensor that a layer returns under two names is two values, each with gradients of its own to add (rule 4).
-    """
-    seen: set[int] = set()
-    found = []
-    for output in outputs:
-        again = id(output) in seen and output.requires_grad
-        seen.add(id(output))
-        found.append(make_input_alias(output, ALIGN_GRADIENT) if again else output)
-    return tuple(found)

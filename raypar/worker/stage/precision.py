@@ -50,13 +50,13 @@ class StagePrecision:
         return run
 
     def wrap_loss(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss function (output, target) -> loss, under autocast. The sum that it returns is cast to float32."""
+        """The loss as a function of values and the target, under autocast. The sum that it returns is cast to float32."""
         if self._dtype is None:
             return function
 
-        def run(output: Tensor, target: Tensor) -> Any:
+        def run(*given: Tensor) -> Any:
             with self._entered():
-                found = function(output, target)
+                found = function(*given)
             if isinstance(found, tuple) and len(found) == 2:
                 return _as_float32(found[0]), found[1]
             return _as_float32(found)

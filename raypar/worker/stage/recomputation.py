@@ -26,18 +26,18 @@ class StageRecomputation:
     positions: tuple[int, ...] = ()
     """Positions in the stage of the layers whose activations are dropped, ascending."""
     with_loss: bool = False
-    """Whether the loss is recomputed too: it is if the layer that makes the output is."""
+    """Whether the loss is recomputed too: it is if a layer is that makes something that the loss reads."""
     inputs: tuple[str, ...] = ()
     """Values that recomputed layers and a recomputed loss read, except those that recomputed layers write."""
 
     @staticmethod
     def of(graph: Graph, layers: Sequence[Layer], positions: Sequence[int], target: str | None) -> StageRecomputation:
-        """`positions`: of the layers to recompute. `target`: what the loss reads beside the output; None: there is no loss."""
-        loss = target is not None and bool(positions) and graph.output in layers[positions[-1]].outputs
+        """`positions`: of the layers to recompute. `target`: what the loss reads beside the graph's; None: there is no loss."""
         read = [name for position in positions for name in layers[position].inputs]
-        if loss:
-            read += [graph.output, str(target)]
         made = {name for position in positions for name in layers[position].outputs}
+        loss = target is not None and not made.isdisjoint(graph.loss_inputs)
+        if loss:
+            read += [*graph.loss_inputs, str(target)]
         return StageRecomputation(tuple(positions), loss, tuple(dict.fromkeys(name for name in read if name not in made)))
 
 

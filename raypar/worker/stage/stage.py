@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from raypar.comm.buffer_pool import CPU, as_aligned
-from raypar.errors import RayparError
-from raypar.model.graph import Graph
+from raypar.comm.buffer_pool import CPU
+from raypar.errors import RayparError, UserCodeError
+from raypar.model.graph import Graph, Layer
 from raypar.model.split_linear_backward import DeferredWeightGradient, Stash
 from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
-from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan import MicrobatchRouting
 from raypar.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.backward_pass import run_backward_pass
@@ -28,26 +28,15 @@ from raypar.worker.stage.deferred_weight_gradients import DeferredGradients, sum
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator, Ready
 from raypar.worker.stage.layer_backward_hooks import LayerBackwardHooks
 from raypar.worker.stage.layer_call import LayerFunction, training_pass_context, validation_pass_context
-from raypar.worker.stage.layer_inputs import LayerInputs
 from raypar.worker.stage.loss_call import LossCall
 from raypar.worker.stage.recomputation import NO_RECOMPUTATION, SavedTensors, StageRecomputation
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.stage_tensors import ParameterUse, StageTensors
+from raypar.worker.stage.value_tensors import Hooks, alias_received, own_tensor, read_inputs
 
 Batch = Mapping[str, Tensor]
 """The fields of one microbatch, collated."""
-
-
-def count_returned_gradients(graph: Graph, plan: ParallelPlan, value: str, consumer_stage: int) -> int:
-    """How many gradients of `value` a consuming stage sends back: one for each layer, or one sum from the last consumer.
-
-    Gradients are added from the last consumer to the first, so only the stage that has the last one may add up its own.
-    """
-    consumers = graph.consumers(value)
-    stage = plan.stages[consumer_stage]
-    here = [c for c in consumers if stage.first <= c < stage.last]
-    return 1 if consumers[-1] in here else len(here)
 
 
 def fold_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
@@ -61,19 +50,38 @@ def fold_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 def _without_graph(value: Tensor) -> Tensor:
     """The value, as a tensor that requires a gradient if the value does, and refers to no graph."""
-    return value.detach().requires_grad_() if value.requires_grad else value
+    return value.detach().requires_grad_() if value.requires_grad else value.detach()
 
 
 @dataclass
 class StageLayer:
     """One layer in a stage's forward pass: read the inputs, call the layer, name the outputs."""
 
-    inputs: LayerInputs
-    """Reads the layer's arguments."""
+    layer: Layer
+    """The layer, with the names of what it reads and returns."""
     call: LayerFunction
     """Runs the layer: a `LayerCall`, or what wraps one."""
-    outputs: tuple[str, ...]
-    """Names of the values that the layer returns."""
+    hooks: Hooks
+    """Hooks of the values that the layer returns."""
+    shared: tuple[str, ...]
+    """What the layer reads and others read too (or the loss)."""
+
+    def read(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        """The layer's arguments."""
+        return read_inputs(values, self.layer.inputs, self.layer.name)
+
+    def refuse_hooks(self, values: Mapping[str, Tensor]) -> None:
+        """Raises `UserCodeError` if the layer has registered a hook on a value that others read too.
+
+        It would be called with the sum of the gradients of all readers in this stage: another sum under another plan.
+        """
+        for name in self.shared:
+            if values[name]._backward_hooks is not None:
+                raise UserCodeError(
+                    f"layer {self.layer.name!r} registers a hook on its input {name!r}, which others read too: which of their "
+                    "gradients the hook is called with would depend on the plan",
+                    cure="register the hook on a view of the input, which the layer then computes with: x = x.view_as(x)",
+                )
 
 
 @dataclass(frozen=True)
@@ -82,20 +90,20 @@ class StageValues:
 
     batch_fields: tuple[str, ...]
     """Fields of the batch that the stage's layers and the loss read."""
+    received: tuple[str, ...]
+    """Values from other stages that the stage's layers and the loss read."""
+    relayed: frozenset[str]
+    """Those of `received` that later stages read too: their gradients come from there, and go on with this stage's added."""
     outgoing: tuple[str, ...]
-    """Values written here that layers of other stages read."""
-    gradient_counts: Mapping[str, int]
-    """Value from another stage -> how many gradients go back for it (`count_returned_gradients`)."""
+    """Values written here that layers of other stages, or the loss there, read."""
 
 
 @dataclass
 class _Microbatch:
     """What is kept of one microbatch between its forward and its backward pass."""
 
-    received: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Value from another stage -> one leaf for each layer here that reads it, in layer order."""
-    produced: dict[str, GradientEdge] = field(default_factory=dict)
-    """Outgoing value that has a graph -> where its gradient enters the graph."""
+    entries: dict[str, GradientEdge] = field(default_factory=dict)
+    """Outgoing or relayed value that has a graph -> where the gradient from later stages enters the graph."""
     loss: Tensor | None = None
     """The loss's sum with its graph, where the stage has the last layer."""
     stash: Stash = field(default_factory=list)
@@ -143,7 +151,7 @@ class Stage:
     gradients: GradientAccumulator
     """Adds up gradients of the parameters' uses over microbatches and blocks."""
     hooks: LayerBackwardHooks
-    """Called when a backward pass reaches the inputs of a layer."""
+    """Called when a backward pass has completed the gradient of a value."""
     deferred: DeferredGradients
     """Weight gradients that split Linears put off."""
     gradient_reuse_policy: GradientReusePolicy
@@ -290,14 +298,20 @@ class Stage:
         self.gradient_reuse_policy.before_forward()
         live = self._live[microbatch] = _Microbatch()
         self.deferred.stash = live.stash
-        values: dict[str, Tensor] = {**received, **batch}
+        values: dict[str, Tensor] = {**self._read_received(live, received), **batch}
+        with_gradient = {id(value) for value in values.values() if value.requires_grad}
         forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
         for position, layer in enumerate(self.layers):
-            inputs = layer.inputs.read(values, live.received)
             saved = self._new_saved_tensors(position) if position in recomputation.positions else None
-            outputs = layer.call(forward_pass.saving_to(saved), self.weights.of_layer(position), inputs)
+            outputs = layer.call(forward_pass.saving_to(saved), self.weights.of_layer(position), layer.read(values))
             live.drop(saved)
-            values.update(zip(layer.outputs, outputs, strict=True))
+            if layer.shared:
+                layer.refuse_hooks(values)
+            for name, output in zip(layer.layer.outputs, outputs, strict=True):
+                if output.requires_grad:
+                    output = own_tensor(output, layer.hooks, is_value=id(output) in with_gradient)
+                    with_gradient.add(id(output))
+                values[name] = output
         if self.loss is not None:
             saved = SavedTensors("the loss") if recomputation.with_loss else None
             live.loss, count = self.loss(forward_pass.saving_to(saved), values)
@@ -308,11 +322,23 @@ class Stage:
             live.value_layouts = dict(self.shard.group.value_layouts)
         return self._leave(live, values)
 
+    def _read_received(self, live: _Microbatch, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values from other stages as layers read them. Those that require no gradient there require none here either:
+        kernels, reentrant checkpoints and users' code ask whether an input does."""
+        found = dict(received)
+        for name in self.values.received:
+            value = received[name]
+            if value.requires_grad:
+                found[name] = alias = alias_received(value, self.hooks.of_received[name])
+                if name in self.values.relayed:
+                    live.entries[name] = get_gradient_edge(alias)
+        return found
+
     def _leave(self, live: _Microbatch, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values that other stages read. Of their graph only the edges are kept, not the values themselves."""
         outgoing = {name: values[name] for name in self.values.outgoing}
-        live.produced = {name: get_gradient_edge(value) for name, value in outgoing.items() if value.requires_grad}
-        return {name: as_aligned(value.detach()).requires_grad_(value.requires_grad) for name, value in outgoing.items()}
+        live.entries.update((name, get_gradient_edge(value)) for name, value in outgoing.items() if value.requires_grad)
+        return {name: _without_graph(value) for name, value in outgoing.items()}
 
     def recompute(self, microbatch: int) -> None:
         """Recompute the activations that `checkpointed_forward` has dropped, by the same calls. Losses are not counted again.
@@ -324,15 +350,16 @@ class Stage:
         self.deferred.stash = live.stash
         if self.shard is not None:  # other microbatches have run since
             self.shard.group.value_layouts = live.value_layouts
-        values, own_leaves = live.kept_inputs, dict[str, list[Tensor]]()
+        # Views, as in the first forward: of a leaf itself autocast would keep one cast for several readers.
+        values = {name: value.view_as(value) if value.requires_grad else value for name, value in live.kept_inputs.items()}
         forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
         dropped = iter(live.dropped)
         for position in self.recomputation.positions:
             layer, again = self.layers[position], self._new_saved_tensors(position)
-            inputs = layer.inputs.read(values, own_leaves)
-            outputs = layer.call(forward_pass.saving_to(again, is_first=False), self.weights.of_layer(position), inputs)
+            call = forward_pass.saving_to(again, is_first=False)
+            outputs = layer.call(call, self.weights.of_layer(position), layer.read(values))
             next(dropped).refill(again)
-            values.update(zip(layer.outputs, outputs, strict=True))
+            values.update(zip(layer.layer.outputs, outputs, strict=True))
         if self.loss is not None and self.recomputation.with_loss:
             again = SavedTensors("the loss")
             self.loss(forward_pass.saving_to(again), values)
@@ -349,28 +376,23 @@ class Stage:
         with torch.no_grad():
             values = {**batch, **received}
             for position, layer in enumerate(self.layers):
-                inputs = layer.inputs.read_for_evaluation(values)
-                outputs = layer.call(forward_pass, self.weights.of_layer(position), inputs)
-                values.update(zip(layer.outputs, outputs, strict=True))
+                outputs = layer.call(forward_pass, self.weights.of_layer(position), layer.read(values))
+                values.update(zip(layer.layer.outputs, outputs, strict=True))
             if self.loss is not None:
                 self.losses[microbatch] = self.loss(forward_pass, values)
-        return {name: as_aligned(values[name]) for name in self.values.outgoing}
+        return {name: values[name].detach() for name in self.values.outgoing}
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def backward(
-        self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]
-    ) -> dict[str, tuple[Tensor | None, ...]]:
+    def backward(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Run the whole backward pass of a microbatch.
 
-        `gradients[v]`: those of value v from consumers in other stages, last consumer first. Returns the gradients of each
-        received value, one for each layer here that reads it, last first (one sum where this stage has the last consumer).
+        `gradients`: outgoing or relayed value -> the sum of its gradients in later stages, None where there is none. Returns
+        for each received value the sum of its gradients from here on; None where there is none.
         """
         return self._backward(microbatch, gradients, halves=2)
 
-    def backward_input(
-        self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]
-    ) -> dict[str, tuple[Tensor | None, ...]]:
+    def backward_input(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """As `backward`, but the weight gradients of split Linears are left to `backward_weight`."""
         return self._backward(microbatch, gradients, halves=1)
 
@@ -380,9 +402,7 @@ class Stage:
         self._add_deferred(microbatch, block)
         self.gradients.record_finished_halves(block, 1)
 
-    def _backward(
-        self, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]], *, halves: int
-    ) -> dict[str, tuple[Tensor | None, ...]]:
+    def _backward(self, microbatch: int, gradients: Mapping[str, Tensor | None], *, halves: int) -> dict[str, Tensor | None]:
         """`halves`: 2 for the whole backward pass, 1 for its input half."""
         self.gradient_reuse_policy.before_backward()
         live = self._live[microbatch]
@@ -395,22 +415,24 @@ class Stage:
         )
         if halves == 2 and live.stash:
             self._add_deferred(microbatch, block)
-        returned = self._gradients_of_received(live)
-        live.received.clear()
-        live.produced.clear()
+        returned = {name: self.hooks.received_gradients.pop(name, None) for name in self.values.received}
+        live.entries.clear()
         live.loss = None
         live.dropped.clear()
         self.gradients.record_finished_halves(block, halves)
         return returned
 
     def _roots(
-        self, live: _Microbatch, gradients: Mapping[str, Sequence[Tensor | None]]
+        self, live: _Microbatch, gradients: Mapping[str, Tensor | None]
     ) -> tuple[list[Tensor | GradientEdge], list[Tensor | None]]:
-        """Where the backward pass starts, and the gradient of each (None: 1, of the loss)."""
+        """Where the backward pass starts, and the gradient of each (None: 1, of the loss).
+
+        Autograd adds what it computes to the gradient of a root, so a relayed sum comes before what is added here.
+        """
         roots: list[Tensor | GradientEdge] = []
         starts: list[Tensor | None] = []
-        for name, edge in live.produced.items():
-            gradient = fold_gradients(gradients.get(name, ()))
+        for name, edge in live.entries.items():
+            gradient = gradients.get(name)
             if gradient is not None:
                 roots.append(edge)
                 starts.append(gradient)
@@ -439,19 +461,6 @@ class Stage:
             if self.shard is not None:
                 self.shard.group.shared_input = None  # activation checkpointing in a layer has run its forward again
         self.guard.check("the backward pass")
-
-    def _gradients_of_received(self, live: _Microbatch) -> dict[str, tuple[Tensor | None, ...]]:
-        """Received value -> its gradients, last consumer first, as `backward` returns them."""
-        counts = self.values.gradient_counts
-        returned: dict[str, tuple[Tensor | None, ...]] = {}
-        for name, leaves in live.received.items():
-            found = [None if leaf.grad is None else as_aligned(leaf.grad) for leaf in reversed(leaves)]
-            for leaf in leaves:
-                leaf.grad = None  # what a stash keeps may be a view of the leaf, which would keep the gradient
-            returned[name] = (fold_gradients(found),) if counts[name] == 1 else tuple(found)
-        for name, count in counts.items():
-            returned.setdefault(name, (None,) * count)
-        return returned
 
     def _add_deferred(self, microbatch: int, block: int) -> None:
         """Compute the weight gradients that the microbatch has put off, and add them to the block's."""

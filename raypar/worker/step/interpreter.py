@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.transport import Handle, Routine, RoutineWait, RoutineWork, Transport
-from raypar.model.graph import Graph
-from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
+from raypar.plan import GradientRelay, MicrobatchRouting, ParallelPlan, StageConnections, StageEdge
 from raypar.schedule.instructions import (
     INPUT_GRADIENTS,
     VALUES,
@@ -46,54 +45,53 @@ from raypar.schedule.instructions import (
     Send,
 )
 from raypar.worker.microbatch_loader import BatchSource
-from raypar.worker.stage.stage import Batch, Stage, count_returned_gradients
+from raypar.worker.stage.stage import Batch, Stage
 from raypar.worker.step.message_tags import bundle_tag
 from raypar.worker.step.step_commit import InstructionSpan, StepCommit
 
-Received = dict[str, list[Tensor]]
-"""Value -> [activation], or -> its gradients, last consumer first."""
+Received = dict[str, Tensor]
+"""Value -> its activation, or the sum of its gradients in later stages."""
 _AT_ONCE: tuple[Role, ...] = ("communication", "release")
 """Roles of instructions that only post or drop something: no work for the virtual clock, not traced."""
 
 
 @dataclass
 class StageLinks:
-    """The values that cross between stages, which the program's sends and receives carry. Worked out once for each plan."""
+    """What crosses between stages, which the program's sends and receives carry. Worked out once for each plan."""
 
     incoming_edges: dict[int, tuple[StageEdge, ...]]
     """Stage -> edges whose values it uses."""
     outgoing_edges: dict[int, tuple[StageEdge, ...]]
     """Stage -> edges whose values it makes."""
-    returned_gradient_counts: dict[tuple[int, int], tuple[tuple[str, int], ...]]
-    """(src, dst) -> (value, number of gradients that come back for it), in the order of the edge's values."""
-    bundle_sizes: dict[tuple[MessageKind, int, int], int]
-    """(kind of message, src, dst) -> number of tensors in each of its bundles."""
+    incoming_relays: dict[int, tuple[GradientRelay, ...]]
+    """Stage -> relays that bring gradients to it."""
+    outgoing_relays: dict[int, tuple[GradientRelay, ...]]
+    """Stage -> relays by which it hands gradients on."""
+    bundle_values: dict[tuple[MessageKind, int, int], tuple[str, ...]]
+    """(kind of message, earlier stage, later stage) -> names of the values that its bundles carry, or whose gradients."""
     receiving_shard_counts: dict[tuple[int, int], int]
-    """(maker's stage, user's stage) -> number of the user's shards to which this worker sends a bundle."""
+    """(sending stage, receiving stage) -> number of the receiver's shards to which this worker sends a bundle."""
 
     @staticmethod
-    def of(graph: Graph, plan: ParallelPlan, crossing: StageConnections, *, shard: int = 0) -> StageLinks:
+    def of(plan: ParallelPlan, crossing: StageConnections, *, shard: int = 0) -> StageLinks:
         """The links of all stages, for a worker with this shard of its stages.
 
-        Values are whole on every shard of their maker, so shard t of S serves the shards t, t + S, ... of the user.
+        Values and gradients are whole on every shard of their sender, so shard t of S serves the shards t, t + S, ... of the
+        receiver.
         """
         stages = range(len(plan.stages))
-        returned = {
-            (e.src, e.dst): tuple((v, count_returned_gradients(graph, plan, v, e.dst)) for v in e.values)
-            for e in crossing.edges
-            if e.differentiable
-        }
-        sizes: dict[tuple[MessageKind, int, int], int] = {("activation", e.src, e.dst): len(e.values) for e in crossing.edges}
-        sizes |= {("gradient", src, dst): sum(count for _, count in counts) for (src, dst), counts in returned.items()}
+        values: dict[tuple[MessageKind, int, int], tuple[str, ...]]
+        values = {("activation", edge.src, edge.dst): edge.values for edge in crossing.edges}
+        values |= {("gradient", relay.dst, relay.src): relay.values for relay in crossing.relays}
         return StageLinks(
             {s: crossing.into(s) for s in stages},
             {s: crossing.out_of(s) for s in stages},
-            returned,
-            sizes,
+            {s: crossing.relays_to(s) for s in stages},
+            {s: crossing.relays_from(s) for s in stages},
+            values,
             {
-                (maker, user): len(range(shard, plan.stages[user].shards, plan.stages[maker].shards))
-                for e in crossing.edges
-                for maker, user in ((e.src, e.dst), (e.dst, e.src))
+                (carrier.src, carrier.dst): len(range(shard, plan.stages[carrier.dst].shards, plan.stages[carrier.src].shards))
+                for carrier in (*crossing.edges, *crossing.relays)
             },
         )
 
@@ -202,7 +200,8 @@ class Interpreter:
             self._outgoing[key] = tensors, receivers - 1
         for index, tensor in enumerate(tensors):
             tag = bundle_tag(step, *key, index, validation=self._validating)
-            self._sending.append((self.transport.send(tensor, to=instruction.peer, tag=tag), [tensor]))
+            handle = self.transport.send(tensor, to=instruction.peer, tag=tag, keep_layout=True)
+            self._sending.append((handle, [tensor]))
         while self._sending and self._sending[0][0].done():
             self._sending.popleft()
 
@@ -210,7 +209,7 @@ class Interpreter:
         key = instruction.bundle
         self._incoming[key] = [
             self.transport.recv(None, source=instruction.peer, tag=bundle_tag(step, *key, i, validation=self._validating))
-            for i in range(self.links.bundle_sizes[key[:3]])
+            for i in range(len(self.links.bundle_values[key[:3]]))
         ]
 
     def _bundle(self, key: Bundle) -> Routine[list[Tensor]]:
@@ -231,15 +230,11 @@ class Interpreter:
         if VALUES in instruction.needs:
             for edge in self.links.incoming_edges[instruction.stage]:
                 bundle: Bundle = ("activation", edge.src, edge.dst, instruction.microbatch)
-                for value, tensor in zip(edge.values, (yield from self._bundle(bundle)), strict=True):
-                    found[value] = [tensor]
+                found.update(zip(edge.values, (yield from self._bundle(bundle)), strict=True))
         if INPUT_GRADIENTS in instruction.needs:
-            for edge in reversed(self.links.outgoing_edges[instruction.stage]):
-                if not edge.differentiable:
-                    continue
-                tensors = iter((yield from self._bundle(("gradient", edge.src, edge.dst, instruction.microbatch))))
-                for value, count in self.links.returned_gradient_counts[edge.src, edge.dst]:
-                    found.setdefault(value, []).extend(next(tensors) for _ in range(count))
+            for relay in self.links.incoming_relays[instruction.stage]:
+                bundle = ("gradient", relay.dst, relay.src, instruction.microbatch)
+                found.update(zip(relay.values, (yield from self._bundle(bundle)), strict=True))
         return found
 
     def _drain(self) -> Routine[None]:
@@ -257,13 +252,13 @@ class Interpreter:
 
     def _forward(self, instruction: Forward, step: int, received: Received) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
-        outputs = self.stages[stage].forward(microbatch, _single(received), self._batch(stage, step, microbatch))
+        outputs = self.stages[stage].forward(microbatch, received, self._batch(stage, step, microbatch))
         self._hand_on(stage, microbatch, outputs)
 
     def _checkpointed_forward(self, instruction: CheckpointedForward, step: int, received: Received) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
         batch = self._batch(stage, step, microbatch)
-        outputs = self.stages[stage].checkpointed_forward(microbatch, _single(received), batch)
+        outputs = self.stages[stage].checkpointed_forward(microbatch, received, batch)
         self._hand_on(stage, microbatch, outputs)
 
     def _recompute(self, instruction: Recompute, step: int, received: Received) -> None:
@@ -273,7 +268,7 @@ class Interpreter:
         """The forward of a validation pass."""
         stage, microbatch = instruction.stage, instruction.microbatch
         # Every pass reads the same samples: the first step's worth of the validation data.
-        outputs = self.stages[stage].evaluate(microbatch, _single(received), self._batch(stage, 0, microbatch))
+        outputs = self.stages[stage].evaluate(microbatch, received, self._batch(stage, 0, microbatch))
         self._hand_on(stage, microbatch, outputs)
 
     def _backward(self, instruction: Backward, step: int, received: Received) -> None:
@@ -294,11 +289,10 @@ class Interpreter:
         for edge in self.links.outgoing_edges[stage]:
             self._route(("activation", stage, edge.dst, microbatch), stage, edge.dst, [outputs[v] for v in edge.values])
 
-    def _hand_back(self, stage: int, microbatch: int, gradients: Mapping[str, Sequence[Tensor | None]]) -> None:
-        for edge in self.links.incoming_edges[stage]:
-            if edge.differentiable:
-                tensors = [_sendable(g) for v, _ in self.links.returned_gradient_counts[edge.src, stage] for g in gradients[v]]
-                self._route(("gradient", edge.src, stage, microbatch), stage, edge.src, tensors)
+    def _hand_back(self, stage: int, microbatch: int, gradients: Mapping[str, Tensor | None]) -> None:
+        for relay in self.links.outgoing_relays[stage]:
+            tensors = [_sendable(gradients[value]) for value in relay.values]
+            self._route(("gradient", relay.dst, stage, microbatch), stage, relay.dst, tensors)
 
     def _route(self, key: Bundle, maker: int, user: int, tensors: list[Tensor]) -> None:
         """Keep a bundle for this worker's own stage `user`, or for its sends: other replicas of the stage are other workers."""
@@ -366,11 +360,6 @@ def _defined(gradient: Tensor) -> Tensor | None:
     return None if gradient.dim() == 1 and gradient.numel() == 0 else gradient
 
 
-def _single(received: Received) -> dict[str, Tensor]:
-    """Value -> its activation."""
-    return {value: tensors[0] for value, tensors in received.items()}
-
-
-def _gradients(received: Received) -> dict[str, list[Tensor | None]]:
-    """Value -> its gradients, None where undefined."""
-    return {value: [_defined(tensor) for tensor in tensors] for value, tensors in received.items()}
+def _gradients(received: Received) -> dict[str, Tensor | None]:
+    """Value -> the sum of its gradients in later stages, None where undefined."""
+    return {value: _defined(tensor) for value, tensor in received.items()}

@@ -184,7 +184,7 @@ class StepCommit:
         yield from self._exchange.run(self.step, lambda stage, name: [reduced[stage][i] for i in self._uses_of(stage, name)])
 
     def _settle(self) -> Routine[dict[int, dict[str, Tensor | None]]]:
-        """Stage -> canonical parameter name -> gradient, unscaled, uses added in layer order."""
+        """Stage -> canonical parameter name -> gradient, unscaled, uses added from the last layer to the first."""
         reduced = yield from self._reduced()
         tied = {tie.name: tie for tie in self.ties}
         settled: dict[int, dict[str, Tensor | None]] = {}
@@ -197,7 +197,7 @@ class StepCommit:
                         uses += [reduced[src][i] for i in self._uses_of(src, name)]
                     else:
                         uses += self._exchange.received_gradients.get((name, src), ())
-                gradients[name] = fold_gradients(uses)
+                gradients[name] = fold_gradients(uses[::-1])
             settled[stage] = gradients
         return settled
 

@@ -1,0 +1,68 @@
+"""The tensors that values are to autograd inside a stage (rule 4 of the numerics contract).
+
+A layer reads the very tensor that another layer of the stage returned, so autograd adds the gradients of a value in its own
+order. A value from another stage is read through one alias, whose complete gradient is what the stage hands on.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from raypar.errors import UserCodeError
+from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED
+
+Hook = Callable[[Tensor | None], None]
+"""Called with the gradient of a value once it is complete. Returns None, so autograd goes on with the very gradient."""
+Hooks = OrderedDict[int, Hook]
+"""A tensor's hooks as PyTorch keeps them. The tensors of all microbatches share the dict, so that a hook can be exchanged in
+all of them at once."""
+
+
+def own_tensor(output: Tensor, hooks: Hooks, *, is_value: bool) -> Tensor:
+    """The tensor of a value that requires a gradient and that a layer returned as `output`: as a rule `output` itself.
+
+    It is an alias if `output` `is_value` already (the layer has returned what it read, or one tensor under two names), because
+    the gradients of each value are added apart; if `output` has hooks of users' code, which then come after those that readers
+    register, in one stage as in two; and if it is a leaf (a parameter). A leaf's gradient would come at another time than that
+    of what a layer computes, and autocast would keep one cast of it for several readers.
+    """
+    if is_value or output.is_leaf or output._backward_hooks is not None:
+        output = output.view_as(output)
+    # This does what `Tensor.register_hook` does, except for the handle that removes the hook: the handle's Python code takes a
+    # third of a percent of a small GPT's step. Then the tensor forgets the dict: hooks that users' code registers on it must
+    # not go into `hooks`, and so to the tensors of other microbatches.
+    output._backward_hooks = hooks
+    output.grad_fn._register_hook_dict(output)  # type: ignore[union-attr]
+    output._backward_hooks = None
+    return output
+
+
+def alias_received(value: Tensor, hooks: Hooks) -> Tensor:
+    """The tensor through which all layers of a stage read a value from another stage that requires a gradient.
+
+    The gradient reaches `hooks`, with the strides that autograd gave it, and goes no further: the leaf behind the alias takes
+    none, because it would copy a gradient that somebody else refers to.
+    """
+    leaf = value.detach().requires_grad_()
+    leaf._backward_hooks = hooks  # of the leaf: called after those that users' code registers on the alias
+    alias = leaf.view_as(leaf)
+    leaf.requires_grad_(False)
+    return alias
+
+
+def require_value(values: Mapping[str, Tensor], name: str, reader: str) -> Tensor:
+    """The value `name`. Raises `UserCodeError` if no layer has written it and the batch has no such field."""
+    if name not in values:
+        raise UserCodeError(
+            f"{reader} reads {name!r}, which no layer writes and the batch does not have (it has {sorted(values)})",
+            cure=WHERE_FIELDS_ARE_NAMED,
+        )
+    return values[name]
+
+
+def read_inputs(values: Mapping[str, Tensor], names: Sequence[str], layer: str) -> list[Tensor]:
+    """A layer's arguments."""
+    return [values[name] if name in values else require_value(values, name, f"layer {layer!r}") for name in names]

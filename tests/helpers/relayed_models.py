@@ -1,0 +1,193 @@
+"""A model whose gradients show in which order they are added; as layers, and as one plain module.
+
+`relayed`: values read by three stages and by the loss, a layer that uses a value several times, values that are transposed,
+sliced or expanded and then meet dropout, a value whose gradient one consumer leaves undefined, a reader that detaches, a
+parameter that three layers use, an output of several values. `PlainModel` is the plain module: its values are Python variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from helpers.reference import computing_in, seed_of
+from torch import Tensor, nn
+
+from raypar.model.graph import Graph, Layer
+from raypar.model.materialise import materialise
+from raypar.worker.job_spec import JobSpec
+
+WIDTH, LENGTH = 8, 6
+
+
+class Embed(nn.Module):
+    """x [mb, 6] -> [mb, LENGTH, WIDTH]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, LENGTH * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).view(-1, LENGTH, WIDTH)
+
+
+class Several(nn.Module):
+    """Uses its input four times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x).tanh() * x + self.other(x).sigmoid() + 0.3 * x.exp()
+
+
+class Lying(nn.Module):
+    """Returns its input transposed, every second row of it, and its mean expanded: none lies in memory as a new tensor does."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x.transpose(1, 2), x[:, 1::2], x.mean(1, keepdim=True).expand(-1, LENGTH, -1)
+
+
+class Drop(nn.Module):
+    """Dropout, whose mask is drawn in the order of the input's strides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.3, self.training)
+
+
+class Mix(nn.Module):
+    """Joins a transposed value with two others, one of them expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, u: Tensor, e: Tensor, w: Tensor) -> Tensor:
+        return self.shared(u.transpose(1, 2)) + e * e + F.dropout(w, 0.2, self.training)
+
+
+class Detached(nn.Module):
+    """Reads `e` without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, c: Tensor, e: Tensor) -> Tensor:
+        return c + self.shared(e.detach()).tanh()
+
+
+class NoGradient(torch.autograd.Function):
+    """Leaves the gradient of its input undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+class Ending(nn.Module):
+    """Reads `s` and gives it an undefined gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, d: Tensor, s: Tensor) -> Tensor:
+        return self.inner(d).relu() + NoGradient.apply(s).mean(1, keepdim=True)
+
+
+class Join(nn.Module):
+    """Reads two of the values that others read too, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, f: Tensor, s: Tensor, e: Tensor) -> Tensor:
+        return self.shared(f) + F.dropout(s, 0.4, self.training).mean(1, keepdim=True) + e.sin() * e
+
+
+class Head(nn.Module):
+    """[mb, LENGTH, WIDTH] -> [mb]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(LENGTH * WIDTH, 1)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.inner(h.flatten(1)).squeeze(1)
+
+
+def rebuild(out: Tensor, e: Tensor, h: Tensor) -> dict[str, Tensor]:
+    """What the loss gets."""
+    return {"out": out, "first": e, "last": h}
+
+
+def relayed() -> Graph:
+    """Ten layers; `e` is read by five of them and by the loss."""
+    return Graph(
+        (
+            Layer("embed", Embed, ("x",), ("e",)),
+            Layer("several", Several, ("e",), ("a",)),
+            Layer("lying", Lying, ("a",), ("t", "s", "w")),
+            Layer("drop", Drop, ("t",), ("u",)),
+            Layer("mix", Mix, ("u", "e", "w"), ("c",)),
+            Layer("detached", Detached, ("c", "e"), ("d",)),
+            Layer("ending", Ending, ("d", "s"), ("f",)),
+            Layer("join", Join, ("f", "s", "e"), ("h",)),
+            Layer("again", Several, ("h",), ("k",)),
+            Layer("head", Head, ("k",), ("out",)),
+        ),
+        outputs=("out", "e", "h"),
+        rebuild_output=rebuild,
+        ties=(("mix.shared.weight", "detached.shared.weight", "join.shared.weight"),),
+    )
+
+
+def loss(output: Mapping[str, Tensor], target: Tensor) -> Tensor:
+    """Reads three values of the model."""
+    wrong = (output["out"] - target).square().mean()
+    return wrong + 0.1 * (output["first"] * output["first"]).mean() + 0.1 * output["last"].cos().mean()
+
+
+class PlainModel(nn.Module):
+    """The layers as a plain module, as a user would write it: ties are one parameter, values are Python variables."""
+
+    def __init__(self, graph: Graph, spec: JobSpec) -> None:
+        super().__init__()
+        self.graph, self.spec = graph, spec
+        made = materialise(graph, 0, len(graph.layers), seed=spec.seed, dtype=getattr(torch, spec.dtype))
+        self.parts = nn.ModuleDict(made)
+        for first, *others in graph.ties:
+            for name in others:
+                owner, _, key = name.rpartition(".")
+                setattr(self.parts.get_submodule(owner), key, self.parts.get_parameter(first))
+
+    def forward(self, step: int, microbatch: int, fields: Mapping[str, Tensor]) -> Any:
+        values = dict(fields)
+        for layer in self.graph.layers:
+            here = seed_of(self.spec.seed, "forward", step, microbatch, layer.name)
+            torch.manual_seed(here)
+            numpy.random.seed(here % 2**32)
+            with computing_in(self.spec):
+                made = self.parts[layer.name](*(values[name] for name in layer.inputs))
+            values.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+        read = [values[name] for name in self.graph.loss_inputs]
+        return read[0] if self.graph.rebuild_output is None else self.graph.rebuild_output(*read)
+
+    def gradients(self, microbatch: int, fields: Mapping[str, Tensor], loss: Any) -> dict[str, Tensor | None]:
+        """Parameter -> its gradient of one microbatch of the first step, by plain autograd."""
+        self.zero_grad(set_to_none=True)
+        output = self(0, microbatch, fields)
+        with computing_in(self.spec):
+            total = loss(output, fields["y"])
+        (total.float() * float(len(fields["y"]))).backward()
+        return {name: None if p.grad is None else p.grad.clone() for name, p in self.parts.named_parameters()}

@@ -1,0 +1,208 @@
+"""Gradients by relay, strides that travel: each microbatch's gradients are those of the plain module under plain autograd."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import reference, relayed_models, ugly_models
+from helpers.relayed_models import PlainModel
+from torch import Tensor, nn
+
+from raypar.model.graph import Graph, Layer
+from raypar.model.layer_skeletons import canonical_names
+from raypar.plan import ParallelPlan
+from raypar.schedule import registry
+from raypar.worker.job_preflight import check_model_can_shard, preflight
+from raypar.worker.job_spec import DataSpec, JobSpec, Precision, Ref
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.stage.gradient_accumulator import GradientAccumulator
+from raypar.worker.worker_assignments import make_layer_graph
+
+LAYERS = 10
+
+
+def job(compute: Any = None) -> JobSpec:
+    return ugly_models.job("relayed", microbatches=3, virtual_replicas=3, steps=1, precision=Precision(compute))
+
+
+def plan_of(schedule: str, cuts: Sequence[int], *, replicas: int = 1, recompute: Sequence[int] = ()) -> ParallelPlan:
+    chunks = registry.resolve_chunks_per_worker(schedule)
+    positions = (len(cuts) + 1) // chunks
+    return ParallelPlan.of(
+        [replicas] * positions,
+        layers=LAYERS,
+        chunks=chunks,
+        placement=registry.placement_of_schedule(schedule),
+        cuts=cuts,
+        recompute=recompute,
+    )
+
+
+def gradients_of_microbatches(
+    monkeypatch: pytest.MonkeyPatch, spec: JobSpec, plan: ParallelPlan, schedule: str
+) -> list[dict[str, Tensor | None]]:
+    """By microbatch: parameter -> gradient of the first step, before anything is added over microbatches."""
+    rows: dict[tuple[int, int], dict[str, Tensor | None]] = defaultdict(dict)
+    add, enter = GradientAccumulator._add, GradientAccumulator.enter
+
+    def keep(self: GradientAccumulator, block: int, uses: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+        for use, gradient in zip(uses, gradients, strict=True):
+            rows[0, block][self.names[use]] = None if gradient is None else gradient.clone()
+        add(self, block, uses, gradients)
+
+    monkeypatch.setattr(GradientAccumulator, "_add", keep)
+    monkeypatch.setattr(GradientAccumulator, "enter", lambda self, block, *, join=False: enter(self, block))
+    with OneProcessRun(spec, plan, schedule) as run:
+        run.step(0)
+        canonical = canonical_names(run.graph)
+        order = [f"{layer.name}." for layer in run.graph.layers]
+    found = []
+    for microbatch in range(spec.microbatches):
+        sums: dict[str, Tensor | None] = {}
+        uses = rows[0, microbatch]
+        # The uses of a tie, last layer first.
+        for prefix in reversed(order):
+            for name, gradient in ((n, g) for n, g in uses.items() if n.startswith(prefix)):
+                name = canonical.get(name, name)
+                before = sums.get(name)
+                sums[name] = gradient if before is None else before if gradient is None else before + gradient
+        found.append(sums)
+    return found
+
+
+def plain_gradients(spec: JobSpec) -> list[dict[str, Tensor | None]]:
+    torch.set_num_threads(1)
+    model, data = PlainModel(make_layer_graph(spec), spec), spec.data.dataset.call()
+    m, batch = spec.microbatches, spec.batch_size
+    fields = [reference.samples(data, spec, i * batch // m, (i + 1) * batch // m) for i in range(m)]
+    return [model.gradients(i, each, relayed_models.loss) for i, each in enumerate(fields)]
+
+
+def unequal(found: list[dict[str, Tensor | None]], want: list[dict[str, Tensor | None]]) -> list[str]:
+    bad = []
+    for microbatch, (got, wanted) in enumerate(zip(found, want, strict=True)):
+        assert got.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            other = got[name]
+            if (gradient is None) != (other is None) or not (gradient is None or torch.equal(gradient, other)):
+                bad.append(f"{name} of microbatch {microbatch}")
+    return bad
+
+
+CUTS = [(1,), (3,), (5,), (8,), (2, 4, 7), (1, 3, 5, 6), tuple(range(1, 10))]
+CELLS = [("1f1b", cuts, (), None) for cuts in CUTS]
+CELLS += [("zb-h1", (3, 5), (), None), ("zb-v", (3, 5, 7), (), None), ("interleaved", (2, 4, 6), (), None)]
+CELLS += [("gpipe", (4, 7), (1, 2, 3, 6), None), ("zb-v", (2, 5, 6), (3, 4, 8, 9), None), ("1f1b", (3, 6), (), "bf16")]
+EVERY_CUT = [(cut,) for cut in range(1, LAYERS)]
+ALL = [
+    (schedule, cuts, recompute, compute)
+    for schedule in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
+    for cuts in [*EVERY_CUT, (2, 4, 7), (1, 3, 5), (3, 6, 8), (1, 2, 4, 5, 7), tuple(range(1, 10))]
+    if (len(cuts) + 1) % registry.resolve_chunks_per_worker(schedule) == 0
+    for recompute in ((), tuple(range(LAYERS)), (1, 4, 7))
+    for compute in (None, "bf16")
+]
+
+
+@pytest.mark.parametrize("schedule, cuts, recompute, compute", CELLS, ids=str)
+def test_each_microbatch_has_the_gradients_of_the_plain_module(monkeypatch, schedule, cuts, recompute, compute):
+    spec = job(compute)
+    found = gradients_of_microbatches(monkeypatch, spec, plan_of(schedule, cuts, recompute=recompute), schedule)
+    want = plain_gradients(spec)
+    assert all(gradient is not None for gradient in want[0].values())
+    assert unequal(found, want) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule, cuts, recompute, compute", ALL, ids=str)
+def test_each_microbatch_has_the_gradients_of_the_plain_module_in_every_layout(monkeypatch, schedule, cuts, recompute, compute):
+    test_each_microbatch_has_the_gradients_of_the_plain_module(monkeypatch, schedule, cuts, recompute, compute)
+
+
+class Block(nn.Module):
+    """Reads its input and the first value, each several times; column and row layers inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDE), nn.Linear(WIDE, 4 * WIDE), nn.Linear(4 * WIDE, WIDE)
+
+    def forward(self, x: Tensor, e: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x)))) + e * e.tanh()
+
+
+class Vocabulary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDE, IDS, bias=False)
+
+    def forward(self, x: Tensor, e: Tensor) -> Tensor:
+        return self.out(x * e.sigmoid())
+
+
+WIDE, IDS = 8, 10
+
+
+def on_shards() -> Graph:
+    """`e` is read by all layers behind the first one, and by the loss."""
+    return Graph(
+        (
+            Layer("embed", lambda: nn.Embedding(IDS, WIDE), ("x",), ("e",)),
+            Layer("one", Block, ("e", "e"), ("a",)),
+            Layer("two", Block, ("a", "e"), ("b",)),
+            Layer("three", Block, ("b", "e"), ("c",)),
+            Layer("head", Vocabulary, ("c", "e"), ("logits",)),
+        ),
+        outputs=("logits", "e"),
+        rebuild_output=lambda logits, e: {"logits": logits, "first": e},
+        ties=(("one.up.weight", "two.up.weight", "three.up.weight"),),
+    )
+
+
+def loss_of_ids(output: dict[str, Tensor], target: Tensor) -> tuple[Tensor, int]:
+    total = nn.functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten(), reduction="sum")
+    return total + output["first"].square().mean(), target.numel()
+
+
+class Ids:
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        window = torch.randint(0, IDS, (7,), generator=torch.Generator().manual_seed(index))
+        return window[:-1], window[1:]
+
+
+def run_on_shards(cuts: Sequence[int], shards: Sequence[int], sequence: bool = False) -> dict[str, list[Tensor]]:
+    """Parameter -> every worker's part of it, after two steps in float64; checked on the meta device before."""
+    spec = ugly_models.job("plain", microbatches=2, steps=2, batch_size=6, dtype="float64", sequence_parallel=sequence)
+    styles = (("*.up", "column"), ("*.down", "row"), ("head.out", "vocabulary"))
+    spec = replace(spec, model=Ref(on_shards), loss=Ref(loss_of_ids), data=DataSpec(Ref(Ids)), styles=styles)
+    graph, plan = make_layer_graph(spec), ParallelPlan.of([1] * len(shards), shards, layers=5, cuts=cuts)
+    check_model_can_shard(spec, preflight(spec), plan)
+    with OneProcessRun(spec, plan, "1f1b", graph=graph) as run:
+        for step in range(2):
+            run.step(step)
+        return run.parameters()
+
+
+@pytest.mark.parametrize(
+    "cuts, shards, alike, as_shards, sequence",
+    [
+        ((2, 3), (2, 2, 2), (), (2,), False),
+        ((1, 2, 3, 4), (2,) * 5, (), (2,), True),
+        ((1, 2, 3), (2, 1, 1, 2), (1, 3), (2, 1, 2), False),
+        ((1, 3, 4), (1, 2, 2, 1), (1, 4), (1, 2, 1), False),
+    ],
+    ids=str,
+)
+def test_on_shards_the_cut_into_stages_decides_nothing(cuts, shards, alike, as_shards, sequence):
+    found, want = run_on_shards(cuts, shards, sequence), run_on_shards(alike, as_shards, sequence)
+    whole = run_on_shards((), (1,))
+    assert found.keys() == want.keys() == whole.keys()
+    for name, parts in want.items():
+        assert {part.numpy().tobytes() for part in parts} == {part.numpy().tobytes() for part in found[name]}, name
+        if parts[0].shape == whole[name][0].shape:
+            assert torch.allclose(parts[0], whole[name][0], rtol=0, atol=1e-9), name
