@@ -345,7 +345,7 @@ def _built_model(value: Any) -> Given:
     Raises `ConfigError` for a larger one: every worker would get all of it, through Ray's store; `ModelError` for one without
     layers, which may be a wrapper that cannot be copied.
     """
-    from raypar.model.capture import layers_in
+    from raypar.model.capture.sequential import layers_in
 
     layers_in(value)
     nbytes = sum(t.numel() * t.element_size() for t in (*value.parameters(), *value.buffers()))

@@ -78,6 +78,8 @@ class ModelOutline:
     """Names in `elements` that are buffers."""
     frozen: frozenset[str] = frozenset()
     """Names in `elements` of parameters that are not trained."""
+    owners: Mapping[str, int] = field(default_factory=dict)
+    """Name of a parameter or buffer -> index of its layer, where the name does not begin with the layer's name."""
 
     def crossing(self, plan: ParallelPlan) -> StageConnections:
         """The connections between the stages of a plan of this model."""
@@ -100,5 +102,7 @@ class ModelOutline:
 
     def layer_of(self, parameter: str) -> int:
         """Index of the layer that a qualified parameter name belongs to (layer names may contain dots)."""
+        if parameter in self.owners:
+            return self.owners[parameter]
         owners = [i for i, (name, _, _) in enumerate(self.layers) if parameter.startswith(name + ".")]
         return max(owners, key=lambda i: len(self.layers[i][0]))

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from raypar.errors import ModelError, RayparError, UserCodeError
-from raypar.model.capture import capture_layer_graph, layers_in, replace_builds_by_skeletons
+from raypar.model.capture.sequential import capture_layer_graph, layers_in, replace_builds_by_skeletons
 from raypar.model.deferred_init import OperationRecording, Undeferrable, run_with_deferred_init
 from raypar.model.graph import Graph
 from raypar.model.initial_values import CallGuard, SeededByNameValues

@@ -1,0 +1,190 @@
+"""Runs the layers of a captured model in stages apart, with relayed gradients, beside the plain module under plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from raypar.model.capture.forward_inputs import ForwardInputs
+from raypar.model.capture.module_graph import make_layers, trace_module
+from raypar.model.capture.trace_cache import TraceCache
+from raypar.model.graph import Layer
+from raypar.model.layer_skeletons import make_skeletons
+from raypar.plan.seeds import seed_of
+
+
+@dataclass
+class Captured:
+    """A captured model."""
+
+    cache: TraceCache
+    layers: list[Layer]
+    ties: list[tuple[str, ...]]
+    skeleton: nn.Module
+
+
+def capture(model: nn.Module, batch: Mapping[str, Tensor], units: Sequence[str] = ()) -> Captured:
+    """The layers of an unmodified module."""
+    ((_, skeleton),) = make_skeletons([("", model)])
+    inputs = ForwardInputs(by_name=tuple(batch))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    cache = trace_module(skeleton, buffers, batch, inputs, dtype=torch.float32, units=units)
+    return Captured(cache, *make_layers(cache, skeleton), skeleton)
+
+
+@dataclass
+class StageOfLayers:
+    """Consecutive layers that share one autograd graph."""
+
+    layers: Sequence[Layer]
+    modules: list[nn.Module]
+    parameters: dict[str, nn.Parameter]
+    """Canonical name -> parameter."""
+    buffers: dict[str, Tensor]
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    """Received value -> the leaf to which its gradient is added."""
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+
+def make_stages(captured: Captured, model: nn.Module, cuts: Sequence[int]) -> list[StageOfLayers]:
+    """Stages that begin at these layers, with copies of the model's values: one of a parameter in each stage that uses it."""
+    canonical = {name: names[0] for names in captured.ties for name in names}
+    state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    bounds = [0, *cuts, len(captured.layers)]
+    stages = []
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        made: dict[str, nn.Parameter] = {}
+        buffers: dict[str, Tensor] = {}
+        modules = []
+        for layer in captured.layers[first:last]:
+            module = layer.build()
+            for part in module.modules():
+                names = {id(p): path for path, p in module.named_parameters()}
+                for key, parameter in part._parameters.items():
+                    if parameter is None:
+                        continue
+                    if id(parameter) not in names:
+                        continue  # put here already
+                    name = layer.qualify(names[id(parameter)])
+                    name = canonical.get(name, name)
+                    if name not in made:
+                        value = state[name.partition("@")[0]].detach().clone()
+                        made[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                    for other in module.modules():
+                        for k, p in other._parameters.items():
+                            if p is parameter:
+                                other._parameters[k] = made[name]
+                paths = {id(b): path for path, b in module.named_buffers()}
+                for key, buffer in part._buffers.items():
+                    if buffer is not None and buffer.is_meta:
+                        name = layer.qualify(paths[id(buffer)])
+                        part._buffers[key] = buffers.setdefault(name, state[name].detach().clone())
+            modules.append(module)
+        stages.append(StageOfLayers(captured.layers[first:last], modules, made, buffers))
+    return stages
+
+
+def seed_of_layer(name: str) -> int:
+    """The seed of a layer's random numbers."""
+    return seed_of(0, "forward", 0, 0, name)
+
+
+def run_stages(
+    captured: Captured, stages: Sequence[StageOfLayers], batch: Mapping[str, Tensor], loss: Callable[[Any], Tensor], *, seeded: bool
+) -> tuple[Tensor, Any, dict[str, Tensor]]:
+    """(loss, output, gradients) of one microbatch, whose values and gradients pass from stage to stage as copies."""
+    values: dict[str, Tensor] = {}
+    for stage in stages:
+        _forward(stage, values, batch, seeded=seeded)
+    cut = captured.cache.trace_of(batch, training=True)
+    last = stages[-1]
+    names = iter(cut.outputs)
+    leaves = [last.values[next(names)] if key in cut.trace.output_keys else key for key in cut.trace.output_leaves]
+    output = tree_unflatten(leaves, cut.trace.output_structure)
+    found = loss(output)
+    relayed: dict[str, Tensor] = {}
+    for stage in reversed(stages):
+        roots = [(stage.values[name], relayed[name]) for name in stage.values if name in relayed]
+        if stage is last:
+            roots.append((found, torch.ones_like(found)))
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        relayed |= {name: _copy(leaf.grad) for name, leaf in stage.leaves.items() if leaf.grad is not None}
+    gradients: dict[str, Tensor] = {}
+    for stage in reversed(stages):
+        for name, parameter in stage.parameters.items():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad if name not in gradients else gradients[name] + parameter.grad
+    return found, output, gradients
+
+
+def _forward(stage: StageOfLayers, values: dict[str, Tensor], batch: Mapping[str, Tensor], *, seeded: bool) -> None:
+    """Run a stage's layers; adds copies of what they write to `values`."""
+    stage.leaves, stage.values = {}, {}
+    for parameter in stage.parameters.values():
+        parameter.grad = None
+    written = {name for layer in stage.layers for name in layer.outputs}
+    for layer, module in zip(stage.layers, stage.modules, strict=True):
+        for name in layer.inputs:
+            if name in batch:
+                stage.values.setdefault(name, batch[name])
+            elif name not in written and name not in stage.values:
+                value = _copy(values[name])
+                if value.requires_grad:
+                    stage.leaves[name] = value = value.detach().requires_grad_()
+                    value = value.view_as(value)
+                stage.values[name] = value
+        if seeded:
+            torch.manual_seed(seed_of_layer(layer.name))
+        made = module(*(stage.values[name] for name in layer.inputs))
+        stage.values |= dict(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+    values |= {name: stage.values[name] for name in written}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as the tensor does, and requires a gradient if that does."""
+    return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
+
+
+def run_plain(
+    captured: Captured, model: nn.Module, batch: Mapping[str, Tensor], loss: Callable[[Any], Tensor], *, seeded: bool
+) -> tuple[Tensor, Any, dict[str, Tensor]]:
+    """(loss, output, gradients) of the user's own module under plain autograd. Seeded: before each unit."""
+    hooks = []
+    if seeded:
+        names = iter([layer.name for layer in captured.layers][1:])
+        first = [True]
+
+        def seed(module: nn.Module, args: Any) -> None:
+            if first[0]:
+                first[0] = False
+            else:
+                torch.manual_seed(seed_of_layer(next(names)))
+
+        hooks = [model.get_submodule(unit).register_forward_pre_hook(seed) for unit in captured.cache.units]
+        torch.manual_seed(seed_of_layer(captured.layers[0].name))
+    model.zero_grad()
+    output = model(**{name: value.clone() for name, value in batch.items()})
+    found = loss(output)
+    found.backward()
+    for hook in hooks:
+        hook.remove()
+    canonical = {name: names[0] for names in captured.ties for name in names}
+    by_id = {id(p): canonical.get(name, name) for name, p in model.named_parameters(remove_duplicate=False)}
+    return found, output, {by_id[id(p)]: p.grad.clone() for p in model.parameters() if p.grad is not None}
+
+
+def differences(one: tuple[Tensor, Any, dict[str, Tensor]], other: tuple[Tensor, Any, dict[str, Tensor]]) -> list[str]:
+    """What is not bit for bit equal in two results."""
+    found = [] if torch.equal(one[0], other[0]) else ["loss"]
+    mine, theirs = ([t for t in tree_flatten(result[1])[0] if isinstance(t, Tensor)] for result in (one, other))
+    if len(mine) != len(theirs) or not all(map(torch.equal, mine, theirs)):
+        found.append("output")
+    gradients, wanted = one[2], other[2]
+    found += [f"gradient of {name}" for name in sorted(gradients.keys() ^ wanted.keys())]
+    return found + [f"gradient of {n}" for n in gradients if n in wanted and not torch.equal(gradients[n], wanted[n])]
