@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from raypar.model.capture.forward_inputs import ForwardInputs
-from raypar.model.capture.module_graph import make_layers, trace_module
+from raypar.model.capture.module_graph import find_aliases, make_layers, trace_module
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.graph import Layer
 from raypar.model.layer_skeletons import make_skeletons
@@ -174,8 +174,9 @@ def run_plain(
     found.backward()
     for hook in hooks:
         hook.remove()
-    canonical = {name: names[0] for names in captured.ties for name in names}
-    by_id = {id(p): canonical.get(name, name) for name, p in model.named_parameters(remove_duplicate=False)}
+    stored = {name: names[0] for names in captured.ties for name in names}
+    stored |= dict(find_aliases(captured.skeleton, captured.layers, captured.ties))
+    by_id = {id(p): stored.get(name, name) for name, p in model.named_parameters(remove_duplicate=False)}
     return found, output, {by_id[id(p)]: p.grad.clone() for p in model.parameters() if p.grad is not None}
 
 

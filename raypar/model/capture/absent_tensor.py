@@ -51,7 +51,7 @@ class AbsentTensor(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation on meta tensors. Raises `ValuesNeeded` for one that reads values."""
-        if func in _READ_VALUES or torch.Tag.dynamic_output_shape in func.tags:
+        if func in _READ_VALUES or has_dynamic_shape(func, args):
             raise ValuesNeeded(str(func))
         known: dict[int, Tensor] = {}
 
@@ -78,6 +78,15 @@ class AbsentTensor(Tensor):
 _READ_VALUES = frozenset(
     (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default)
 )
+
+
+def has_dynamic_shape(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the shape of what an operation returns depends on values."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func is torch.ops.aten.index.Tensor:  # an index of integers gives its own shape
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return True
 
 
 def absent_like(tensor: Tensor) -> AbsentTensor:

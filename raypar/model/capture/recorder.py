@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from raypar.errors import with_article
-from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, memory_of
+from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, has_dynamic_shape, memory_of
 from raypar.model.capture.constants import may_hide_tensors
 from raypar.model.capture.refusal import InnerModuleUsed, Refused, users_place
 from raypar.model.capture.trace import (
@@ -383,7 +383,7 @@ class _OperationWatch(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         self.drew_random_numbers |= torch.Tag.nondeterministic_seeded in func.tags
-        self.gave_dynamic_shape |= torch.Tag.dynamic_output_shape in func.tags
+        self.gave_dynamic_shape |= has_dynamic_shape(func, args)
         return func(*args, **(kwargs or {}))
 
 
