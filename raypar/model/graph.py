@@ -8,27 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from raypar.errors import ModelError
 from raypar.model.initial_values_protocol import InitialValues
 from raypar.plan.parallel_plan import ParallelPlan
-from raypar.plan.stage_connections import ModelOutline, StageConnections
-
-LATER_USE = "@"
-"""In the name of a parameter that a layer of a captured model uses after others: `<qualified name>@<layer name>`."""
+from raypar.plan.stage_connections import LATER_USE, ModelOutline, StageConnections
 
 
 def join_names(layer: str, path: str) -> str:
     """`<layer>.<path>`; of a whole model, which has no name, the path alone."""
     return f"{layer}.{path}" if layer and path else layer or path
-
-
-def owner_of(parameter: str) -> str:
-    """Qualified name of the module that has a parameter or buffer."""
-    name, later, layer = parameter.partition(LATER_USE)
-    return name.rpartition(".")[0] + later + layer
 
 
 @dataclass(frozen=True)
@@ -67,8 +59,8 @@ class Graph:
     """
 
     layers: tuple[Layer, ...]
-    output: str
-    """The value given to the loss."""
+    output: str = ""
+    """The value given to the loss; empty if `outputs` are given."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Tuples of qualified parameter names (`layer.path.weight`) that are one parameter, stored under the first name."""
     init: Callable[[str, object], None] | None = None
@@ -77,6 +69,11 @@ class Graph:
     """(another name, qualified name) of parameters and buffers of a captured model: its `state_dict` has both."""
     initial_values: InitialValues | None = field(default=None, compare=False, repr=False)
     """Set by raypar: the values of parameters and buffers, when builds return modules without any."""
+    outputs: tuple[str, ...] = ()
+    """In the place of `output`: the values of which `rebuild_output` makes what is given to the loss."""
+    rebuild_output: Callable[..., Any] | None = None
+    """`rebuild_output(*values)` makes what is given to the loss (a tuple, a dict, an object) of the values of `outputs`. It runs
+    where the loss does, and counts as a part of it."""
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
@@ -101,9 +98,10 @@ class Graph:
                     cure="give every value a name of its own",
                 )
             written |= set(layer.outputs)
-        if self.output not in self.layers[-1].outputs or self.consumers(self.output):
+        odd = next((v for v in self.loss_inputs if v not in self.layers[-1].outputs or self.consumers(v)), None)
+        if odd is not None:
             raise ModelError(
-                f"the output {self.output!r} must be written by the last layer ({names[-1]!r}) and read by the loss alone",
+                f"the output {odd!r} must be written by the last layer ({names[-1]!r}) and read by the loss alone",
                 cure=f"choose one of {sorted(self.layers[-1].outputs)}, or add a last layer that writes it",
             )
 
@@ -134,6 +132,23 @@ class Graph:
     def values(self) -> tuple[str, ...]:
         """All values, batch fields first, then in the order they are written."""
         return (*self.batch_fields, *(v for layer in self.layers for v in layer.outputs))
+
+    @property
+    def loss_inputs(self) -> tuple[str, ...]:
+        """The values that the loss reads."""
+        return self.outputs or (self.output,)
+
+    def loss_of_values(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The function (a value for each of `loss_inputs`, target) -> loss, of a loss (output, target) -> loss."""
+        rebuild = self.rebuild_output
+        if rebuild is None:
+            return loss
+
+        def run(*given: Any) -> Any:
+            *values, target = given
+            return loss(rebuild(*values), target)
+
+        return run
 
     def producer(self, value: str) -> int | None:
         """Index of the layer that writes `value`; None for a batch field."""

@@ -9,6 +9,15 @@ from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
+LATER_USE = "@"
+"""In the name of a parameter that a layer of a captured model uses after others: `<qualified name>@<layer name>`."""
+
+
+def owner_of(parameter: str) -> str:
+    """Qualified name of the module that has a parameter or buffer."""
+    name, later, layer = parameter.partition(LATER_USE)
+    return name.rpartition(".")[0] + later + layer
+
 
 @dataclass(frozen=True, slots=True)
 class StageEdge:

@@ -28,13 +28,12 @@ from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan import ParallelPlan
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.job_spec import JobSpec, Ref
+from raypar.worker.job_spec import JobSpec, Ref, loss_target_name
 from raypar.worker.measure_profile import read_microbatches
 from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, make_dataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import refuse_input_writes
 from raypar.worker.stage.loss_function import make_loss_function
-from raypar.worker.stage_builder import loss_target_name
 from raypar.worker.step.optimizer import check_optimizer_groups, check_optimizer_is_elementwise
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -233,7 +232,8 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
         )
     try:
         with torch.no_grad(), meta_operations_without_dynamo():
-            found = make_loss_function(spec.loss)(values[graph.output], values[target])
+            loss = graph.loss_of_values(make_loss_function(spec.loss))
+            found = loss(*(values[name] for name in graph.loss_inputs), values[target])
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)
         # A loss may read numbers; if it is wrong, the first step says so with its own traceback.

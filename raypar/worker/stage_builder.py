@@ -27,7 +27,7 @@ from raypar.model.tensor_parallel.materialise_shard import materialise_shard, sh
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.worker.job_spec import JobSpec
+from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.process.gpu_setup import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.deferred_weight_gradients import DeferredGradients
@@ -184,11 +184,6 @@ def build_stage_layers(
     return made
 
 
-def loss_target_name(spec: JobSpec) -> str:
-    """Name of the value with which the loss compares the model's output."""
-    return spec.data.target or "y"
-
-
 def build_stage_loss(
     graph: Graph,
     plan: ParallelPlan,
@@ -204,9 +199,11 @@ def build_stage_loss(
     """The call of the loss; None unless the stage has the last layer."""
     if plan.stages[index].last < len(graph.layers):
         return None
-    function = precision.wrap_loss(loss_fn if shard is None else sharded_loss(loss_fn, shard.group))
+    function = graph.loss_of_values(loss_fn)
+    (output,) = graph.loss_inputs
+    function = precision.wrap_loss(function if shard is None else sharded_loss(function, shard.group))
     return LossCall(
-        function, output=graph.output, target=loss_target_name(spec), hooks=hooks.of_loss, coordinate=coordinate, guard=guard
+        function, output=output, target=loss_target_name(spec), hooks=hooks.of_loss, coordinate=coordinate, guard=guard
     )
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from raypar.errors import ModelError, RayparError, UserCodeError
-from raypar.model.capture.sequential import capture_layer_graph, layers_in, replace_builds_by_skeletons
+from raypar.model.capture.module_graph import ModuleCapture
+from raypar.model.capture.sequential import capture_layer_graph, replace_builds_by_skeletons, state_in
 from raypar.model.deferred_init import OperationRecording, Undeferrable, run_with_deferred_init
 from raypar.model.graph import Graph
 from raypar.model.initial_values import CallGuard, SeededByNameValues
-from raypar.model.layer_skeletons import named_state
 from raypar.model.model_function_allocations import WHOLE_BYTES, AllocationLimitExceeded, call_counting_allocations
 from raypar.model.parameter_aliasing import Replaced
 from raypar.model.random_state import RandomState, preserve_random_state, seed_all
@@ -25,7 +26,8 @@ from raypar.plan import Microbatches, ParallelPlan
 from raypar.schedule.instructions import Schedule
 from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
 from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.job_spec import JobSpec
+from raypar.worker.job_spec import JobSpec, loss_target_name
+from raypar.worker.microbatch_loader import SampleOrder, SamplePosition, SampleReader, make_dataset
 from raypar.worker.pretrained.initial_values import weights_from_file
 
 __all__ = ["ProgramAssignment", "make_layer_graph", "make_validation_batching", "make_worker_assignments"]
@@ -49,7 +51,13 @@ def make_layer_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -
             graph = replace_builds_by_skeletons(made, seed=spec.seed, state=RandomState.now(), guard=guard, replaced=replaced)
         else:
             again = partial(_values_again, spec)
-            captured = partial(capture_layer_graph, input=spec.data.input or "x", again=again, replaced=replaced)
+            captured = partial(
+                capture_layer_graph,
+                input=spec.data.input or "x",
+                again=again,
+                replaced=replaced,
+                whole=module_capture_of_job(spec, guard),
+            )
             try:
                 graph = captured(made, recording=recording, notes=notes)
             except Undeferrable as error:
@@ -148,7 +156,7 @@ def _call_model(spec: JobSpec) -> Any:
             cure="the last lines of the traceback are where it did; it is called with model.args",
         ) from error
     if made is None:
-        raise ModelError(f"the model function {spec.model.label} returned None", cure="return nn.Sequential, layers or a Graph")
+        raise ModelError(f"the model function {spec.model.label} returned None", cure="return an nn.Module, layers or a Graph")
     return made
 
 
@@ -157,7 +165,40 @@ def _values_again(spec: JobSpec) -> Mapping[str, Tensor]:
     with preserve_random_state():
         seed_all(spec.seed)
         made, _ = call_counting_allocations(partial(_call_model, spec))
-        return dict(named_state(layers_in(made)))
+        return state_in(made)
+
+
+def module_capture_of_job(spec: JobSpec, guard: CallGuard) -> ModuleCapture:
+    """What the job says about a model that is captured. Its first microbatch is read when it is asked for."""
+
+    @cache
+    def reader() -> SampleReader:
+        with guard("the data set function"):
+            dataset = make_dataset(spec.data)
+        return SampleReader(dataset, spec.data.names, (), spec.seed)
+
+    def positions() -> list[SamplePosition]:
+        order = SampleOrder(spec.seed, len(reader().dataset))
+        return order.ids(0, len(spec.batching.samples(0)))
+
+    def fields() -> tuple[str, ...]:
+        with preserve_random_state(), guard("the data set's __getitem__"):
+            return reader().field_names(positions()[0])
+
+    def read(names: Sequence[str]) -> Mapping[str, Tensor]:
+        with preserve_random_state(), guard("the data set's __getitem__"):
+            return replace(reader(), fields=tuple(names)).read(positions())
+
+    return ModuleCapture(
+        fields,
+        read,
+        dtype=getattr(torch, spec.dtype),
+        input=spec.data.input or "x",
+        target=loss_target_name(spec),
+        wants_loss=spec.loss.is_loss_of_model,
+        units=spec.units,
+        autocast_dtype=torch.bfloat16 if spec.precision.compute == "bf16" else None,
+    )
 
 
 def make_validation_batching(spec: JobSpec, samples: int) -> Microbatches | None:

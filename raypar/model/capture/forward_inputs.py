@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from raypar.errors import ModelError
+from raypar.errors import ModelError, with_article
+from raypar.model.capture.refusal import Refused
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class ForwardInputs:
     """Fields that are given by place."""
     by_name: tuple[str, ...] = ()
     """Fields that are given by name: they are called as parameters of forward are."""
+    wants_loss: bool = False
+    """Whether the model computes the loss itself: of what it returns only that is used."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -27,8 +30,18 @@ class ForwardInputs:
         return self.by_place + self.by_name
 
     def call(self, model: nn.Module, fields: Mapping[str, Tensor]) -> Any:
-        """What the model returns for a batch."""
-        return model(*(fields[name] for name in self.by_place), **{name: fields[name] for name in self.by_name})
+        """What the model returns for a batch, or the loss in it. Raises `Refused` if there is no loss."""
+        out = model(*(fields[name] for name in self.by_place), **{name: fields[name] for name in self.by_name})
+        if not self.wants_loss:
+            return out
+        loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+        if not isinstance(loss, Tensor):
+            raise Refused(
+                f"loss: model, and what {type(model).__name__} returned has no loss, but is "
+                f"{with_article(type(out).__name__)}, for the fields {', '.join(self.fields)}",
+                "have samples with the labels that its forward takes, or give a loss function of (output, target)",
+            )
+        return loss
 
 
 def choose_forward_inputs(
@@ -55,4 +68,4 @@ def choose_forward_inputs(
             f"{', '.join(fields)}: it {missing}",
             cure="name the fields as forward's parameters (data.names for tuples), or say which one is the input (data.input)",
         )
-    return ForwardInputs(tuple(by_place), tuple(by_name))
+    return ForwardInputs(tuple(by_place), tuple(by_name), wants_loss)

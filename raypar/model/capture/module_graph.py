@@ -2,24 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
 
 from raypar.errors import ModelError
 from raypar.model.capture.absent_tensor import absent_like
-from raypar.model.capture.forward_inputs import ForwardInputs
+from raypar.model.capture.forward_inputs import ForwardInputs, choose_forward_inputs
 from raypar.model.capture.layer_programs import CutTrace
 from raypar.model.capture.replay import CapturedLayer
+from raypar.model.capture.trace import TensorKey
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.capture.units import find_units, units_by_pattern
-from raypar.model.graph import LATER_USE, Layer
+from raypar.model.graph import Graph, Layer
+from raypar.model.initial_values_protocol import InitialValues
 from raypar.model.layer_skeletons import SkeletonCopier, make_skeletons
+from raypar.model.parameter_aliasing import refuse_parameter_aliasing
+from raypar.plan.stage_connections import LATER_USE
 
 
 class _Container(nn.Module):
     """Stands for a module of the user's whose forward is glue: it has the modules and parameters that a layer needs."""
+
+
+@dataclass(frozen=True)
+class ModuleCapture:
+    """What a job says about a model that is captured."""
+
+    fields: Callable[[], tuple[str, ...]]
+    """Reads the names of the fields of a sample."""
+    read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    """Reads these fields of the first microbatch, collated as workers do."""
+    dtype: torch.dtype
+    """The job's dtype."""
+    input: str = "x"
+    """The field that forward is given by place, if its parameters have other names."""
+    target: str = "y"
+    """The field that the loss reads."""
+    wants_loss: bool = False
+    """Whether the model computes the loss itself."""
+    units: tuple[str, ...] = ()
+    """Patterns of modules that are units."""
+    autocast_dtype: torch.dtype | None = None
+    """The dtype of the autocast in which layers run; None: there is none."""
+
+
+def capture_module_graph(made: nn.Module, initial: InitialValues, request: ModuleCapture) -> Graph:
+    """The graph of an unmodified module: one layer for each call of a unit. `initial`: values of its parameters and buffers.
+
+    Raises `ModelError` for what cannot be captured, with the file and line of the user's code.
+    """
+    ((_, skeleton),) = make_skeletons([("", made)])
+    _refuse_names(skeleton)
+    inputs = choose_forward_inputs(
+        skeleton, request.fields(), input=request.input, target=request.target, wants_loss=request.wants_loss
+    )
+    buffers = dict(initial.stream([name for name, _ in skeleton.named_buffers()], request.dtype))
+    batch = request.read(inputs.fields)
+    cache = trace_module(
+        skeleton, buffers, batch, inputs, dtype=request.dtype, units=request.units, autocast_dtype=request.autocast_dtype
+    )
+    refuse_parameter_aliasing([(name, made.get_submodule(name)) for name in cache.units])
+    layers, ties = make_layers(cache, skeleton)
+    cut = cache.declared
+    if not cut.outputs:
+        raise ModelError(
+            f"{type(made).__name__} returned no tensor, and the loss needs one",
+            cure="return the output, or the loss (loss: model)",
+        )
+    bare = len(cut.trace.output_leaves) == 1 and tree_unflatten([0], cut.trace.output_structure) == 0
+    return Graph(
+        tuple(layers),
+        output=cut.outputs[0] if bare else "",
+        ties=tuple(ties),
+        initial_values=initial,
+        outputs=() if bare else tuple(dict.fromkeys(cut.outputs)),
+        rebuild_output=None if bare else _OutputBuilder(cut),
+        aliases=find_aliases(skeleton, layers, ties),
+    )
+
+
+class _OutputBuilder:
+    """Makes what the model returned of the tensors in it."""
+
+    def __init__(self, cut: CutTrace) -> None:
+        self._structure = cut.trace.output_structure
+        """The pytree structure of what the model returned."""
+        places = {value: place for place, value in enumerate(dict.fromkeys(cut.outputs))}
+        names = iter(cut.outputs)
+        self._leaves = [
+            (True, places[next(names)]) if isinstance(leaf, TensorKey) else (False, leaf) for leaf in cut.trace.output_leaves
+        ]
+        """(True, place among the values) of each tensor, (False, value) of what is none."""
+
+    def __call__(self, *values: Tensor) -> Any:
+        """What the model returns, with these tensors in it."""
+        return tree_unflatten([values[leaf] if tensor else leaf for tensor, leaf in self._leaves], self._structure)
+
+
+def _refuse_names(model: nn.Module) -> None:
+    """Raises `ModelError` for a module or parameter whose name would be taken for another's."""
+    for name in (*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())):
+        if LATER_USE in name or "#" in name:
+            raise ModelError(
+                f"the name {name!r} has a {LATER_USE!r} or '#', with which raypar marks later uses", cure="give it another name"
+            )
 
 
 def trace_module(

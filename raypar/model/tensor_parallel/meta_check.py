@@ -65,7 +65,7 @@ def check_shards_on_meta(
                         values.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
                     access.refuse_mixed_use()
                     place = "the loss"
-                sharded_loss(loss, group)(values[graph.output], values[target])
+                sharded_loss(graph.loss_of_values(loss), group)(*(values[v] for v in graph.loss_inputs), values[target])
             except RayparError as error:
                 raise _placed(error, place) from error
             except USER_CODE_ERRORS as error:

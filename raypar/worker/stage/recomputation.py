@@ -33,10 +33,10 @@ class StageRecomputation:
     @staticmethod
     def of(graph: Graph, layers: Sequence[Layer], positions: Sequence[int], target: str | None) -> StageRecomputation:
         """`positions`: of the layers to recompute. `target`: what the loss reads beside the output; None: there is no loss."""
-        loss = target is not None and bool(positions) and graph.output in layers[positions[-1]].outputs
+        loss = target is not None and bool(positions) and bool(set(graph.loss_inputs) & set(layers[positions[-1]].outputs))
         read = [name for position in positions for name in layers[position].inputs]
         if loss:
-            read += [graph.output, str(target)]
+            read += [*graph.loss_inputs, str(target)]
         made = {name for position in positions for name in layers[position].outputs}
         return StageRecomputation(tuple(positions), loss, tuple(dict.fromkeys(name for name in read if name not in made)))
 
