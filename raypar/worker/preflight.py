@@ -21,6 +21,7 @@ from raypar.errors import (
     error_message,
     with_article,
 )
+from raypar.model.capture.module_graph import captured_outputs_on_meta
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype, parameter_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout
@@ -127,6 +128,10 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
     Code that reads numbers (`.item()`, branches on data) cannot be checked this way and is left to the first step.
     """
     values = {name: tensor.to("meta") for name, tensor in batch.items()}
+    captured = captured_outputs_on_meta(graph)
+    if captured is not None:  # its trace has done the same
+        _check_loss(spec, graph, values | captured, batch)
+        return
     for layer in graph.layers:
         missing = [name for name in layer.inputs if name not in values]
         if missing:

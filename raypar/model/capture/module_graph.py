@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_unflatten
 
 from raypar.errors import ModelError
 from raypar.model.capture.absent_tensor import absent_like
+from raypar.model.capture.captured_layer import CapturedLayer
 from raypar.model.capture.forward_inputs import ForwardInputs, choose_forward_inputs
 from raypar.model.capture.layer_programs import CutTrace
-from raypar.model.capture.replay import CapturedLayer
 from raypar.model.capture.trace import TensorKey
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.capture.units import find_units, units_by_pattern
@@ -84,6 +84,16 @@ def capture_module_graph(made: nn.Module, initial: InitialValues, request: Modul
         rebuild_output=None if bare else _OutputBuilder(cut),
         aliases=find_aliases(skeleton, layers, ties),
     )
+
+
+def captured_outputs_on_meta(graph: Graph) -> dict[str, Tensor] | None:
+    """Value -> meta tensor of each value that the loss reads of a captured model; None for other models."""
+    shell = graph.layers[-1].build.skeleton if isinstance(graph.layers[-1].build, SkeletonCopier) else None
+    if not isinstance(shell, CapturedLayer):
+        return None
+    cut = shell.cache.declared
+    facts = [(value, cut.trace.facts[key]) for value, key in zip(cut.outputs, cut.trace.output_keys, strict=True)]
+    return {value: torch.empty(fact.shape, dtype=fact.dtype, device="meta") for value, fact in facts}
 
 
 class _OutputBuilder:
@@ -166,7 +176,6 @@ def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], li
                 own_names=tuple(names.items()),
             )
         )
-        assert index == shell._captured.index
     return layers, [tuple(names) for names in uses.values() if len(names) > 1]
 
 

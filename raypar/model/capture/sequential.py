@@ -131,18 +131,13 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
 
 def _whole_module_error(module: nn.Module) -> ModelError:
     """The error for a module that is no chain of layers; what other frameworks wrap around a model is taken off in the cure."""
-    what, cure = f"the model is {with_article(type(module).__name__)}", ""
-    inner = _wrapped_module_name(module)
+    what, inner = f"the model is {with_article(type(module).__name__)}", _wrapped_module_name(module)
     if inner is not None:
-        module = getattr(module, inner)
-        what += f" around {with_article(type(module).__name__)}"
-        cure = f"give model.{inner}, for raypar divides the work itself and calls layers only"
-        if isinstance(module, (nn.Sequential, nn.ModuleList)):
-            return ModelError(f"{what}, and workers call the layers of a model only", cure=cure)
-        cure += "; and "
-    cure += "divide its forward into layers: return an nn.Sequential or list of its blocks, or a raypar.Graph "
-    cure += "(README, 'Use it from Python'); nn.Sequential(model) is a model of one layer, for one stage"
-    return ModelError(f"{what}, whose forward raypar cannot cut", cure=cure)
+        return ModelError(
+            f"{what} around {with_article(type(getattr(module, inner)).__name__)}, and workers call the layers of a model only",
+            cure=f"give model.{inner}, for raypar divides the work itself and calls layers only",
+        )
+    return ModelError(f"{what}, whose forward raypar cannot cut", cure=_ACCEPTED)
 
 
 def _wrapped_module_name(module: nn.Module) -> str | None:

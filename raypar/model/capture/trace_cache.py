@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.errors import ModelError
+from raypar.errors import ModelError, RayparError
 from raypar.model.capture.absent_tensor import AbsentTensor
 from raypar.model.capture.forward_inputs import ForwardInputs
 from raypar.model.capture.layer_programs import CutTrace, LayerProgram, cut_into_layers
@@ -24,6 +25,7 @@ from raypar.model.capture.trace import TensorKey, comparable
 from raypar.model.capture.units import refine_units
 from raypar.model.random_state import preserve_random_state
 from raypar.model.without_dynamo import meta_operations_without_dynamo
+from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 MOST_TRACES = 32
 """Traces that are kept: those used last. A model that reads values of the batch needs one for each set of answers."""
@@ -134,7 +136,7 @@ class TraceCache:
             return True
         answers = {guard.event: guard.answer for guard in cut.trace.guards}
         values: Values = dict(cut.trace.constants)
-        values.update((TensorKey("field", name), value.clone()) for name, value in fields.items())
+        values.update((TensorKey("field", name), value.cpu().clone()) for name, value in fields.items())
         buffers = dict(self.model.named_buffers())
         with torch.no_grad():
             for index, event in cut.guard_events:
@@ -153,7 +155,7 @@ class TraceCache:
                     trace = record_forward(
                         self.model,
                         self.units,
-                        {name: fields[name] for name in self.inputs.fields},
+                        {name: fields[name].cpu() for name in self.inputs.fields},
                         lambda given: self.inputs.call(self.model, given),
                         like=None if declared is None or training else declared.trace,
                     )
@@ -162,10 +164,24 @@ class TraceCache:
                     self._refine(found.path)
                 except Refused as error:
                     raise error.error from None
+                except RayparError:
+                    raise
+                except USER_CODE_ERRORS as error:
+                    reraise_ctrl_c(error)
+                    raise self._forward_error(fields, error) from error
         raise ModelError(
             f"the units of the model have been divided {MOST_REFINEMENTS} times, and code between them still uses modules "
             "inside of them",
             cure="name the units (model.units), or return a raypar.Graph",
+        )
+
+    def _forward_error(self, fields: Mapping[str, Tensor], error: BaseException) -> ModelError:
+        """The error for a forward that raises."""
+        given = ", ".join(f"{name} {list(fields[name].shape)} {fields[name].dtype}" for name in self.inputs.fields)
+        return ModelError(
+            f"the forward of {type(self.model).__name__}, given {given}, raised {error_text(error)}\n"
+            f"{''.join(traceback.format_exception(error))}",
+            cure="call the model on one batch by itself; compare the shapes of samples (data) with what it expects",
         )
 
     def _refine(self, path: str) -> None:
