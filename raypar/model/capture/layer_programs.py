@@ -43,8 +43,8 @@ class LayerProgram:
         return next((event.call for event in self.events if isinstance(event.call, str)), None)
 
     @cached_property
-    def is_fixed(self) -> bool:
-        """Whether it does nothing but call its unit with values of other layers, so that no batch can change what it does."""
+    def is_bare_call(self) -> bool:
+        """Whether it does nothing but call its unit with values of other layers."""
         return (
             len(self.events) == 1
             and self.events[0].is_unit
@@ -65,6 +65,10 @@ class CutTrace:
     """The layers, in order."""
     outputs: tuple[str, ...]
     """The tensors that the forward returned, as values that the last layer writes."""
+
+    def is_fixed(self, index: int) -> bool:
+        """Whether a layer does the same for every batch, so that it need not know the batch."""
+        return self.layers[index].is_bare_call and not self.trace.guards
 
     @cached_property
     def guard_events(self) -> tuple[tuple[int, Event], ...]:

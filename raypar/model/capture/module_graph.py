@@ -166,7 +166,7 @@ def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], li
             if path and any(LATER_USE in names.get(f"{path}.{key}", "") for key in module._parameters):
                 names[path] = f"{path}{LATER_USE}{program.name}"
         taken |= {path for path, _ in shell.named_parameters()}
-        fields = () if program.is_fixed else cache.inputs.fields
+        fields = () if declared.is_fixed(index) else cache.inputs.fields
         layers.append(
             Layer(
                 program.name,
@@ -197,7 +197,7 @@ def find_aliases(skeleton: nn.Module, layers: Collection[Layer], ties: Collectio
 def _make_shell(cache: TraceCache, index: int, skeleton: nn.Module) -> CapturedLayer:
     """The module of a layer, made of the skeleton's own modules."""
     program = cache.declared.layers[index]
-    shell = CapturedLayer(cache, index, () if program.is_fixed else cache.inputs.fields)
+    shell = CapturedLayer(cache, index, () if cache.declared.is_fixed(index) else cache.inputs.fields)
     if program.unit is not None:
         _put(shell, program.unit, skeleton)
     for key in program.state:

@@ -92,7 +92,7 @@ class TraceCache:
     def program(self, index: int, fields: Mapping[str, Tensor], *, training: bool) -> tuple[LayerProgram, Values]:
         """The program of a layer for a batch, and the constants of its trace. Raises `ModelError` as `trace_of` does."""
         declared = self.declared
-        if declared.layers[index].is_fixed:
+        if declared.is_fixed(index):
             return declared.layers[index], {}
         found = self.trace_of(fields, training=training)
         return found.layers[index], dict(found.trace.constants)
@@ -216,11 +216,11 @@ def _check_fits(made: CutTrace, declared: CutTrace, *, training: bool) -> None:
     if names != wanted:
         odd = next((a for a, b in zip(names, wanted, strict=False) if a != b), f"{len(names)} layers, not {len(wanted)}")
         raise _misfit(f"the units are called in another order ({odd})")
-    for new, first in zip(made.layers, declared.layers, strict=True):
+    for index, (new, first) in enumerate(zip(made.layers, declared.layers, strict=True)):
         for what, one, other in (("reads", new.reads, first.reads), ("writes", new.outputs, first.outputs)):
             if _names(one) != _names(other):
                 raise _misfit(f"layer {new.name!r} {what} {_names(one)}, not {_names(other)}")
-        if first.is_fixed and not new.is_fixed:
+        if declared.is_fixed(index) and not new.is_bare_call:
             raise _misfit(f"layer {new.name!r} does more than call its module")
     for value, gradient in made.value_gradients.items() if training else ():
         if gradient != declared.value_gradients[value]:
