@@ -72,7 +72,7 @@ class Graph:
     outputs: tuple[str, ...] = ()
     """In the place of `output`: the values of which `rebuild_output` makes what is given to the loss."""
     rebuild_output: Callable[..., Any] | None = None
-    """`rebuild_output(*values)` makes what is given to the loss (a tuple, a dict, an object) of the values of `outputs`. It runs
+    """`rebuild_output(*values)` makes what is given to the loss (a tuple, a dict, an object) of the values of `outputs`; it runs
     where the loss does, and counts as a part of it."""
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class Graph:
         kept = vars(self)  # beside the fields, which alone decide whether two graphs are equal
         if "_tensor_owners" not in kept:
             named = [(name, i) for i, layer in enumerate(self.layers) for _, name in layer.own_names or ()]
-            kept["_tensor_owners"] = {name: index for name, index in reversed(named)}
+            kept["_tensor_owners"] = dict(reversed(named))
         found: dict[str, int] = kept["_tensor_owners"]
         return found
 

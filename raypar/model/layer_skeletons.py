@@ -229,7 +229,9 @@ def make_model_outline(graph: Graph) -> ModelOutline:
     )
 
 
-def put_values(graph: Graph, layer: Layer, module: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, str]:
+def put_values(
+    graph: Graph, layer: Layer, module: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, str]:
     """Put values into a layer's skeleton, in place; returns path of each parameter -> canonical name.
 
     A parameter that the layer holds at several places stays one object. `values`: by canonical parameter name and by buffer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,37 +56,24 @@ def make_stages(captured: Captured, model: nn.Module, cuts: Sequence[int]) -> li
     """Stages that begin at these layers, with copies of the model's values: one of a parameter in each stage that uses it."""
     canonical = {name: names[0] for names in captured.ties for name in names}
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    bounds = [0, *cuts, len(captured.layers)]
     stages = []
-    for first, last in zip(bounds, bounds[1:], strict=False):
-        made: dict[str, nn.Parameter] = {}
-        buffers: dict[str, Tensor] = {}
-        modules = []
-        for layer in captured.layers[first:last]:
-            module = layer.build()
+    for first, last in itertools.pairwise([0, *cuts, len(captured.layers)]):
+        layers = captured.layers[first:last]
+        stage = StageOfLayers(layers, [layer.build() for layer in layers], {}, {})
+        for layer, module in zip(layers, stage.modules, strict=True):
+            made: dict[int, Tensor] = {}
+            for path, skeleton in (*module.named_parameters(), *module.named_buffers()):
+                name = canonical.get(layer.qualify(path), layer.qualify(path))
+                value = state[name].detach().clone()
+                if isinstance(skeleton, nn.Parameter):
+                    own = nn.Parameter(value, requires_grad=skeleton.requires_grad)
+                    made[id(skeleton)] = stage.parameters.setdefault(name, own)
+                else:
+                    made[id(skeleton)] = stage.buffers.setdefault(name, value)
             for part in module.modules():
-                names = {id(p): path for path, p in module.named_parameters()}
-                for key, parameter in part._parameters.items():
-                    if parameter is None:
-                        continue
-                    if id(parameter) not in names:
-                        continue  # put here already
-                    name = layer.qualify(names[id(parameter)])
-                    name = canonical.get(name, name)
-                    if name not in made:
-                        value = state[name.partition("@")[0]].detach().clone()
-                        made[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                    for other in module.modules():
-                        for k, p in other._parameters.items():
-                            if p is parameter:
-                                other._parameters[k] = made[name]
-                paths = {id(b): path for path, b in module.named_buffers()}
-                for key, buffer in part._buffers.items():
-                    if buffer is not None and buffer.is_meta:
-                        name = layer.qualify(paths[id(buffer)])
-                        part._buffers[key] = buffers.setdefault(name, state[name].detach().clone())
-            modules.append(module)
-        stages.append(StageOfLayers(captured.layers[first:last], modules, made, buffers))
+                for tensors in (part._parameters, part._buffers):
+                    tensors.update({key: made[id(tensor)] for key, tensor in tensors.items() if tensor is not None})
+        stages.append(stage)
     return stages
 
 
@@ -95,7 +83,12 @@ def seed_of_layer(name: str) -> int:
 
 
 def run_stages(
-    captured: Captured, stages: Sequence[StageOfLayers], batch: Mapping[str, Tensor], loss: Callable[[Any], Tensor], *, seeded: bool
+    captured: Captured,
+    stages: Sequence[StageOfLayers],
+    batch: Mapping[str, Tensor],
+    loss: Callable[[Any], Tensor],
+    *,
+    seeded: bool,
 ) -> tuple[Tensor, Any, dict[str, Tensor]]:
     """(loss, output, gradients) of one microbatch, whose values and gradients pass from stage to stage as copies."""
     values: dict[str, Tensor] = {}

@@ -138,7 +138,9 @@ def _transformer(model: str, config: str, dropout: tuple[str, ...], given: dict[
 
 def _clip(p: float) -> nn.Module:
     transformers = import_transformers()
-    text = dict(_SMALL, num_hidden_layers=3, max_position_embeddings=32, attention_dropout=p, eos_token_id=98, projection_dim=16)
+    text = dict(
+        _SMALL, num_hidden_layers=3, max_position_embeddings=32, attention_dropout=p, eos_token_id=98, projection_dim=16
+    )
     vision = dict(_VISION, num_hidden_layers=3, attention_dropout=p, projection_dim=16)
     made: nn.Module = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
     return made
@@ -187,9 +189,7 @@ ZOO: dict[str, ZooModel] = {
     "qwen2": _language(_of("Qwen2ForCausalLM", "Qwen2Config", _ATTENTION, tie_word_embeddings=True, **_GROUPED)),
     "qwen3": _language(_of("Qwen3ForCausalLM", "Qwen3Config", _ATTENTION, head_dim=8, **_GROUPED), padded=True),
     "gemma": _language(_of("GemmaForCausalLM", "GemmaConfig", _ATTENTION, head_dim=8, **_GROUPED)),
-    "gemma3": _language(
-        _of("Gemma3ForCausalLM", "Gemma3TextConfig", _ATTENTION, head_dim=8, sliding_window=8, **_GROUPED)
-    ),
+    "gemma3": _language(_of("Gemma3ForCausalLM", "Gemma3TextConfig", _ATTENTION, head_dim=8, sliding_window=8, **_GROUPED)),
     "bert": _language(_of("BertForMaskedLM", "BertConfig", _HIDDEN, **_SMALL), padded=True),
     "roberta": _language(_of("RobertaForMaskedLM", "RobertaConfig", _HIDDEN, **_SMALL), padded=True),
     "deberta2": _language(_of("DebertaV2ForMaskedLM", "DebertaV2Config", _HIDDEN, **_SMALL, **_DEBERTA), padded=True),

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.captured_stages import capture, differences, make_stages, run_plain, run_stages
+from helpers.model_zoo import ZOO, ZooModel, cross_entropy, images, sum_of_squares, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from tests.helpers.captured_stages import capture, differences, make_stages, run_plain, run_stages
-from tests.helpers.model_zoo import ZOO, ZooModel, cross_entropy, images, sum_of_squares, tokens
 
 FEW = ("gpt2", "llama", "t5", "bert", "unet", "lstm", "mixtral")
 """Models of the default suite."""
@@ -270,7 +269,9 @@ def test_the_user_names_units():
     captured = capture(model, {"pixel_values": images(2)}, units=["vit.layers.*.attention", "vit.layers.*.mlp"])
     found = [layer.name for layer in captured.layers]
     assert [f"vit.layers.{i}.{part}" in found for i in range(4) for part in ("attention", "mlp")] == [True] * 8
-    check_units = run_stages(captured, make_stages(captured, model, [4, 9]), {"pixel_values": images(2)}, cross_entropy, seeded=False)
+    check_units = run_stages(
+        captured, make_stages(captured, model, [4, 9]), {"pixel_values": images(2)}, cross_entropy, seeded=False
+    )
     wanted = run_plain(captured, model, {"pixel_values": images(2)}, cross_entropy, seeded=False)
     assert differences(check_units, wanted) == []
 

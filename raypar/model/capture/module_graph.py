@@ -160,8 +160,7 @@ def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], li
         for path, parameter in shell.named_parameters():
             names[path] = f"{path}{LATER_USE}{program.name}" if path in taken else path
             uses.setdefault(id(parameter), []).append(names[path])
-        for path, _ in shell.named_buffers():
-            names[path] = path  # a buffer is one state, whichever layers read it
+        names |= {path: path for path, _ in shell.named_buffers()}  # a buffer is one state, whichever layers read it
         for path, module in shell.named_modules():
             if path and any(LATER_USE in names.get(f"{path}.{key}", "") for key in module._parameters):
                 names[path] = f"{path}{LATER_USE}{program.name}"
@@ -179,7 +178,9 @@ def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], li
     return layers, [tuple(names) for names in uses.values() if len(names) > 1]
 
 
-def find_aliases(skeleton: nn.Module, layers: Collection[Layer], ties: Collection[Sequence[str]]) -> tuple[tuple[str, str], ...]:
+def find_aliases(
+    skeleton: nn.Module, layers: Collection[Layer], ties: Collection[Sequence[str]]
+) -> tuple[tuple[str, str], ...]:
     """(name, qualified name) of parameters and buffers that the model's `state_dict` has under names that no layer has."""
     known = {name for layer in layers for _, name in layer.own_names or ()}
     first = {name: names[0] for names in ties for name in names}
@@ -279,5 +280,3 @@ def _refuse_hooks_of_glue(model: nn.Module, units: Mapping[str, nn.Module]) -> N
                 f"{name or 'the model'} ({type(module).__name__}) has a backward hook, and is divided into layers",
                 cure="put the hook on modules that run whole, or name this one as a unit (model.units)",
             )
-
-

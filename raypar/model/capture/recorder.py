@@ -229,9 +229,7 @@ class Recorder(TorchFunctionMode):
         if leaves is None:
             leaves = tuple(self._leaf(value) for value in flat)
         self._add_event(call, leaves, structure, out, results, written)
-        if asks:
-            self.guards.append(Guard(len(self.events) - 1, comparable(out)))
-        elif self._watch.gave_dynamic_shape and self.events[-1].is_pure:
+        if asks or (self._watch.gave_dynamic_shape and self.events[-1].is_pure):
             self.guards.append(Guard(len(self.events) - 1, comparable(out)))
         return out
 
@@ -323,9 +321,9 @@ class Recorder(TorchFunctionMode):
                 key = self._constant(tensor)
             if key in self._pure:
                 continue
-            what = "a parameter" if key.kind == "parameter" else "an activation or a random number"
             raise Refused(
-                f"the forward decides by the values of {what}: {name}() of a tensor {list(tensor.shape)} at {users_place()}",
+                "the forward decides by the values of an activation, a parameter or a random number: "
+                f"{name}() of a tensor {list(tensor.shape)} at {users_place()}",
                 "decide inside of a module, and make that a unit (model.units); what skips layers at random (layerdrop) "
                 "must be set to 0",
             )
@@ -475,4 +473,3 @@ def _hidden_tensors(value: Any) -> Refused:
     elif isinstance(value, (nn.Module,)) or callable(value):
         cure = "for checkpointing use use_reentrant=False; or make the module around it a unit (model.units)"
     return Refused(f"{with_article(kind)} is passed between units at {users_place()}; it may hide tensors", cure)
-
