@@ -72,8 +72,8 @@ class Graph:
     outputs: tuple[str, ...] = ()
     """In the place of `output`: the values of which `rebuild_output` makes what is given to the loss."""
     rebuild_output: Callable[..., Any] | None = None
-    """`rebuild_output(*values)` makes what is given to the loss (a tuple, a dict, an object) of the values of `outputs`; it runs
-    where the loss does, and counts as a part of it."""
+    """`rebuild_output(*values)` makes what is given to the loss (a tuple, a dict, an object) of the values of `outputs`. It
+    runs where the loss does, and counts as a part of it."""
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]

@@ -36,6 +36,22 @@ LOADS_BYTES = 1 << 20
 """A model function that copies more than this from files and arrays gets a line which says what that costs."""
 
 
+def make_layer_graph_without_values(spec: JobSpec) -> Graph:
+    """The layer graph of the user's model, for those who need shapes alone: a large model's values are not even drawn."""
+    if spec.deferred_init == "never" or spec.init_from is not None:  # a file's names are compared with the model's
+        return make_layer_graph(spec)
+    replaced: Replaced = "parameters" if spec.init == "by-name" else "nothing"
+    try:
+        with preserve_random_state():
+            made, recording = _run_deferred(spec, draws=False)
+            if not isinstance(made, Graph):
+                graph = _capture(spec, contextlib.nullcontext, made, recording=recording, replaced=replaced)
+                return replace(graph, initial_values=None)
+    except (Undeferrable, UserCodeError):
+        pass  # with the values it may be possible; an error of the function's own comes again
+    return make_layer_graph(spec)
+
+
 def make_layer_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -> Graph:
     """The layer graph of the user's model, with its initial values in `Graph.initial_values`.
 
@@ -50,14 +66,7 @@ def make_layer_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -
         if isinstance(made, Graph):
             graph = replace_builds_by_skeletons(made, seed=spec.seed, state=RandomState.now(), guard=guard, replaced=replaced)
         else:
-            again = partial(_values_again, spec)
-            captured = partial(
-                capture_layer_graph,
-                input=spec.data.input or "x",
-                again=again,
-                replaced=replaced,
-                whole=module_capture_of_job(spec, guard),
-            )
+            captured = partial(_capture, spec, guard, replaced=replaced)
             try:
                 graph = captured(made, recording=recording, notes=notes)
             except Undeferrable as error:
@@ -71,6 +80,27 @@ def make_layer_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -
         assert graph.initial_values is not None
         graph = replace(graph, initial_values=weights_from_file(spec, graph, graph.initial_values))
     return graph
+
+
+def _capture(
+    spec: JobSpec,
+    guard: CallGuard,
+    made: Any,
+    *,
+    recording: OperationRecording | None = None,
+    notes: tuple[str, ...] = (),
+    replaced: Replaced = "nothing",
+) -> Graph:
+    """The graph of what the model function returned. See `capture_layer_graph`."""
+    return capture_layer_graph(
+        made,
+        input=spec.data.input or "x",
+        again=partial(_values_again, spec),
+        recording=recording,
+        notes=notes,
+        replaced=replaced,
+        whole=module_capture_of_job(spec, guard),
+    )
 
 
 _Called = tuple[Any, OperationRecording | None, tuple[str, ...]]
@@ -126,11 +156,16 @@ def _call_whole(spec: JobSpec, limit_bytes: int | None = None) -> _Called:
 
 def _call_deferred(spec: JobSpec) -> _Called:
     """Run the model function with deferred initialisation. Raises `Undeferrable`."""
-    seed_all(spec.seed)
-    made, recording = run_with_deferred_init(partial(_call_model, spec))
+    made, recording = _run_deferred(spec)
     if isinstance(made, Graph):  # hand-written: its builds have not run yet, and run one by one whatever the model's size
         return _call_whole(spec)
     return made, recording, _note_of_loads(recording.loaded_bytes)
+
+
+def _run_deferred(spec: JobSpec, *, draws: bool = True) -> tuple[Any, OperationRecording]:
+    """(what the model function returns, the recording of its values). `draws`: see `OperationRecording`."""
+    seed_all(spec.seed)
+    return run_with_deferred_init(partial(_call_model, spec), draws=draws)
 
 
 def _note_of_loads(nbytes: int) -> tuple[str, ...]:
