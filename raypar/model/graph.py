@@ -39,11 +39,12 @@ class Layer:
     they have there; paths that are left out are qualified names. None: every qualified name is `<layer name>.<path>`."""
 
     def qualify(self, path: str) -> str:
-        """Qualified name of the parameter, buffer or module at `path` in the layer's module; of the module itself for ""."""
-        if not path:
-            return self.name
+        """Qualified name of the parameter, buffer or module at `path` in the layer's module; of the module itself for "".
+
+        The module of a layer of a captured model stands for the whole model, which has no name.
+        """
         if self.own_names is None:
-            return f"{self.name}.{path}"
+            return join_names(self.name, path)
         kept = vars(self)  # beside the fields, which alone decide whether two layers are equal
         if "_own_names" not in kept:
             kept["_own_names"] = dict(self.own_names)

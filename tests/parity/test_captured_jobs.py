@@ -246,3 +246,15 @@ class Unlabelled(Tokens):
 def test_a_loss_that_the_model_does_not_compute_is_one_error():
     with pytest.raises(ModelError, match=r"loss: model, and what .* returned has no loss"):
         preflight(spec_of((zoo_model, {"name": "llama"}), data={"function": Unlabelled, "target": "input_ids"}))
+
+
+def test_a_captured_model_is_cut_over_shards():
+    """Its losses are those of one shard but for the order of sums; Llama computes some of them in float32."""
+    spec = spec_of((zoo_model, {"name": "llama"}), dtype="float64")
+    one, two, stages = run(spec), run(spec, tp=2), run(spec, tp=2, pp=2)
+    losses = [found.cores[0].step_commit.outcome for found in (one, two, stages)]
+    assert losses[1] == losses[2]
+    assert abs(losses[0].loss - losses[1].loss) < 1e-6 * losses[0].loss  # type: ignore[union-attr]
+    whole = sum(value.numel() for value in parameters_of(one).values())
+    held = [sum(p.numel() for stage in core.stages.values() for p in stage.parameters.values()) for core in two.cores]
+    assert max(held) < 0.6 * whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ def run_event(event: Event, module: nn.Module, values: Values, device: torch.dev
     """Run one event, and add to `values` what it makes; returns its result."""
     args, kwargs = _arguments(event, values, device)
     call: Callable[..., Any] = _attribute(module, event.call) if isinstance(event.call, str) else event.call
+    if args and not isinstance(args[0], Tensor) and isinstance(call, _METHODS):
+        call = _method_of_other_class(call, args[0])
     if event.grad and event.autocast is None:
         out = call(*args, **kwargs)
     else:
@@ -51,6 +54,18 @@ def run_event(event: Event, module: nn.Module, values: Values, device: torch.dev
         if key is not None:
             values[key] = result
     return out
+
+
+_METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
+"""Types of the methods of tensors that a trace has: `Tensor.float`, `Tensor.__add__`, and `__get__` of `Tensor.mT`."""
+
+
+def _method_of_other_class(method: Any, value: Any) -> Callable[..., Any]:
+    """The function to call in the place of a method of tensors for what is none, as the shard of a value."""
+    if isinstance(method, types.MethodWrapperType):  # the `__get__` of an attribute
+        return lambda given, *rest: getattr(given, method.__self__.__name__)  # type: ignore[attr-defined]
+    own: Callable[..., Any] | None = getattr(type(value), method.__name__, None)
+    return own if own is not None else lambda given, *args, **kwargs: getattr(given, method.__name__)(*args, **kwargs)
 
 
 @contextlib.contextmanager

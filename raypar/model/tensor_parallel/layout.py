@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.graph import Graph
+from raypar.model.graph import Graph, join_names
 from raypar.model.layer_skeletons import make_model_outline, parameter_shapes, shared_skeleton
 from raypar.model.tensor_parallel.infer_styles import infer_styles
 from raypar.model.tensor_parallel.styles.registry import parse_style
@@ -112,7 +112,9 @@ def _styles_by_pattern(modules: Mapping[str, tuple[nn.Module, Any]], styles: Map
             name
             for name, (module, _) in modules.items()
             if fnmatch.fnmatchcase(name, pattern)
-            or any(fnmatch.fnmatchcase(f"{name}.{key}", pattern) for key, p in module._parameters.items() if p is not None)
+            or any(
+                fnmatch.fnmatchcase(join_names(name, key), pattern) for key, p in module._parameters.items() if p is not None
+            )
         ]
         if not hits:
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.3) or list(modules)[:3]
