@@ -44,8 +44,8 @@ class StageOfLayers:
 
     layers: Sequence[Layer]
     modules: list[nn.Module]
-    parameters: dict[str, nn.Parameter]
-    """Canonical name -> parameter."""
+    uses: list[tuple[str, nn.Parameter]]
+    """(canonical name, leaf) of every layer's use of a parameter, in layer order."""
     buffers: dict[str, Tensor]
     leaves: dict[str, Tensor] = field(default_factory=dict)
     """Received value -> the leaf to which its gradient is added."""
@@ -53,21 +53,21 @@ class StageOfLayers:
 
 
 def make_stages(captured: Captured, model: nn.Module, cuts: Sequence[int]) -> list[StageOfLayers]:
-    """Stages that begin at these layers, with copies of the model's values: one of a parameter in each stage that uses it."""
+    """Stages that begin at these layers, with copies of the model's values: one of a parameter for each layer that uses it."""
     canonical = {name: names[0] for names in captured.ties for name in names}
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     stages = []
     for first, last in itertools.pairwise([0, *cuts, len(captured.layers)]):
         layers = captured.layers[first:last]
-        stage = StageOfLayers(layers, [layer.build() for layer in layers], {}, {})
+        stage = StageOfLayers(layers, [layer.build() for layer in layers], [], {})
         for layer, module in zip(layers, stage.modules, strict=True):
             made: dict[int, Tensor] = {}
             for path, skeleton in (*module.named_parameters(), *module.named_buffers()):
                 name = canonical.get(layer.qualify(path), layer.qualify(path))
                 value = state[name].detach().clone()
                 if isinstance(skeleton, nn.Parameter):
-                    own = nn.Parameter(value, requires_grad=skeleton.requires_grad)
-                    made[id(skeleton)] = stage.parameters.setdefault(name, own)
+                    made[id(skeleton)] = own = nn.Parameter(value, requires_grad=skeleton.requires_grad)
+                    stage.uses.append((name, own))
                 else:
                     made[id(skeleton)] = stage.buffers.setdefault(name, value)
             for part in module.modules():
@@ -109,18 +109,17 @@ def run_stages(
             torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
         relayed |= {name: _copy(leaf.grad) for name, leaf in stage.leaves.items() if leaf.grad is not None}
     gradients: dict[str, Tensor] = {}
-    for stage in reversed(stages):
-        for name, parameter in stage.parameters.items():
-            if parameter.grad is not None:
-                gradients[name] = parameter.grad if name not in gradients else gradients[name] + parameter.grad
+    for name, use in reversed([use for stage in stages for use in stage.uses]):
+        if use.grad is not None:
+            gradients[name] = use.grad if name not in gradients else gradients[name] + use.grad
     return found, output, gradients
 
 
 def _forward(stage: StageOfLayers, values: dict[str, Tensor], batch: Mapping[str, Tensor], *, seeded: bool) -> None:
     """Run a stage's layers; adds copies of what they write to `values`."""
     stage.leaves, stage.values = {}, {}
-    for parameter in stage.parameters.values():
-        parameter.grad = None
+    for _, use in stage.uses:
+        use.grad = None
     written = {name for layer in stage.layers for name in layer.outputs}
     for layer, module in zip(stage.layers, stage.modules, strict=True):
         for name in layer.inputs:

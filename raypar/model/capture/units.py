@@ -23,10 +23,12 @@ Units = Mapping[str, nn.Module]
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """The units of a model about which the user says nothing.
 
-    They are the elements of every container that has at least two modules of one class, and what stands beside it.
+    They are the elements of every container that has at least two modules of one class, and what stands beside it. In a model
+    without such containers, whose only block is called several times say, containers of one module count too.
     """
     total = sum(p.numel() for p in model.parameters()) or 1
-    deep = {id(module): any(_has_blocks(part) for part in module.modules()) for module in model.modules()}
+    fewest = 2 if any(_has_blocks(part, 2) for part in model.modules()) else 1
+    deep = {id(module): any(_has_blocks(part, fewest) for part in module.modules()) for module in model.modules()}
 
     def is_large(module: nn.Module) -> bool:
         return sum(p.numel() for p in module.parameters()) > LARGE_PART * total
@@ -37,7 +39,8 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     def walk(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
             where = f"{path}.{name}" if path else name
-            is_block = _has_blocks(module) and not (_has_blocks(child) or isinstance(child, (nn.ModuleList, nn.ModuleDict)))
+            is_list = _has_blocks(child, fewest) or isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            is_block = _has_blocks(module, fewest) and not is_list
             if _is_never_called(child) or (deep[id(child)] and (not is_block or is_large(child))):
                 walk(child, where)
             elif id(child) not in seen:
@@ -93,9 +96,9 @@ def refine_units(model: nn.Module, units: Units, path: str) -> dict[str, nn.Modu
     return {**found, path: model.get_submodule(path)}
 
 
-def _has_blocks(module: nn.Module) -> bool:
-    """Whether it is a container of at least two modules of one class."""
-    return isinstance(module, _CONTAINERS) and max(Counter(map(type, module.children())).values(), default=0) > 1
+def _has_blocks(module: nn.Module, fewest: int) -> bool:
+    """Whether it is a container of at least so many modules of one class."""
+    return isinstance(module, _CONTAINERS) and max(Counter(map(type, module.children())).values(), default=0) >= fewest
 
 
 def _is_never_called(module: nn.Module) -> bool:
