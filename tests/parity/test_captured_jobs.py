@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 import raypar
 from raypar.cli import main
+from raypar.config import load_job, parse_job
 from raypar.errors import ModelError
+from raypar.model.layer_skeletons import parameter_shapes
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
 from raypar.worker.job_spec import JobSpec, contract_of_job
 from raypar.worker.preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_assignments import make_layer_graph
+from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_without_values
 
 STEPS = 3
 
@@ -258,3 +260,64 @@ def test_a_captured_model_is_cut_over_shards():
     whole = sum(value.numel() for value in parameters_of(one).values())
     held = [sum(p.numel() for stage in core.stages.values() for p in stage.parameters.values()) for core in two.cores]
     assert max(held) < 0.6 * whole
+
+
+def test_mixed_precision_is_that_of_the_plain_module_under_autocast():
+    spec = spec_of((zoo_model, {"name": "llama"}), precision={"compute": "bf16"})
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            found: Tensor = model(**batch).loss
+        return found.float()
+
+    wanted = plain(spec, loss, stacked)
+    for mesh in ({}, {"pp": 3}):
+        assert_equal_to(wanted, run(spec, **mesh))
+
+
+def test_a_batch_of_another_size_is_traced_again_on_every_worker():
+    spec = spec_of((zoo_model, {"name": "gpt2"}), batch_size=7, microbatches=3)
+    one, two = run(spec), run(spec, pp=3)
+    assert unequal(one, two) == []
+    cache = one.graph.layers[0].build.skeleton.cache  # type: ignore[attr-defined]
+    assert sorted(signature[1][1][0] for signature in cache._traces) == [2, 3]
+
+
+def test_a_model_without_its_values_has_the_same_layers():
+    spec = spec_of((zoo_model, {"name": "llama"}))
+    with_values, without = make_layer_graph(spec), make_layer_graph_without_values(spec)
+    assert [layer.own_names for layer in with_values.layers] == [layer.own_names for layer in without.layers]
+    assert parameter_shapes(with_values) == parameter_shapes(without) and without.initial_values is None
+
+
+def test_values_by_name_are_those_of_reset_parameters():
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+            self.head = nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x).tanh()
+            return self.head(x).squeeze(-1)
+
+    spec = spec_of(Small, loss=nn.functional.mse_loss, data=Pairs, init="by-name", steps=1)
+    graph = make_layer_graph(spec)
+    found = OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=len(graph.layers)), "1f1b", graph=graph)
+    torch.manual_seed(seed_of(0, "init", "blocks.1"))
+    assert torch.equal(parameters_of(found)["blocks.1.weight"], nn.Linear(6, 6).weight)
+
+
+def test_a_job_file_names_units_and_the_models_loss(tmp_path: Path):
+    text = (
+        "steps: 1\nbatch_size: 4\nmicrobatches: 2\nmodel: {function: 'm:f', units: ['*.attention']}\nloss: model\ndata: m:d\n"
+    )
+    (tmp_path / "job.yaml").write_text(text)
+    spec = load_job(tmp_path / "job.yaml").to_spec()
+    assert spec.units == ("*.attention",) and spec.loss.is_loss_of_model and contract_of_job(spec)["units"] == ["*.attention"]
+    trainer = raypar.Trainer(
+        model={"function": "m:f", "units": ["*.attention"]}, loss="model", data="m:d", steps=1, batch_size=4, microbatches=2
+    )
+    assert trainer.spec.units == spec.units and trainer.spec.loss == spec.loss
+    assert parse_job(trainer.job.to_yaml()).to_spec().units == spec.units

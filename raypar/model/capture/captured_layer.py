@@ -32,15 +32,15 @@ class CapturedLayer(nn.Module):
         """The layer's outputs: a tensor, or a tuple of tensors."""
         state = self._captured
         count = len(inputs) - len(state.fields)
-        fields = dict(zip(state.fields, inputs[count:], strict=True))
+        fields = dict(zip(state.fields, inputs[count:], strict=True)) if state.fields else {}
         program, constants = state.cache.program(state.index, fields, training=self.training)
         device = inputs[0].device if inputs else CPU
-        values = dict(constants) if device == CPU else {key: value.to(device) for key, value in constants.items()}
-        values.update((key, value) for (_, key), value in zip(program.reads, inputs[:count], strict=True))
-        values.update((TensorKey("field", name), value) for name, value in fields.items())
+        values = dict(zip((*program.read_keys, *state.field_keys), inputs, strict=True))
+        values.update(constants if device == CPU else {key: value.to(device) for key, value in constants.items()})
         run_layer(program, self, values, device)
-        found = tuple(values[key] for _, key in program.outputs)
-        return found[0] if len(found) == 1 else found
+        if len(program.output_keys) == 1:
+            return values[program.output_keys[0]]
+        return tuple(values[key] for key in program.output_keys)
 
 
 class _CapturedLayerState:
@@ -53,6 +53,8 @@ class _CapturedLayerState:
         """The layer's place in the model."""
         self.fields = fields
         """The batch fields that it is given."""
+        self.field_keys = tuple(TensorKey("field", name) for name in fields)
+        """Their keys in traces."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CapturedLayerState:
         return self

@@ -43,6 +43,16 @@ class LayerProgram:
         return next((event.call for event in self.events if isinstance(event.call, str)), None)
 
     @cached_property
+    def read_keys(self) -> tuple[TensorKey, ...]:
+        """Keys of the values that it reads."""
+        return tuple(key for _, key in self.reads)
+
+    @cached_property
+    def output_keys(self) -> tuple[TensorKey, ...]:
+        """Keys of the values that it writes."""
+        return tuple(key for _, key in self.outputs)
+
+    @cached_property
     def is_bare_call(self) -> bool:
         """Whether it does nothing but call its unit with values of other layers."""
         return (

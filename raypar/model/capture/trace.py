@@ -26,6 +26,9 @@ class TensorKey:
     name: str
     """Qualified name of a parameter or buffer, name of a batch field, number of a value or constant."""
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # the kind hardly ever decides
+
     @property
     def is_state(self) -> bool:
         """Whether it is a parameter or buffer of the model."""

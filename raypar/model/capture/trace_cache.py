@@ -89,13 +89,15 @@ class TraceCache:
         assert self._declared is not None, "the model has not been traced yet"
         return self._declared
 
-    def program(self, index: int, fields: Mapping[str, Tensor], *, training: bool) -> tuple[LayerProgram, Values]:
+    def program(
+        self, index: int, fields: Mapping[str, Tensor], *, training: bool
+    ) -> tuple[LayerProgram, Mapping[TensorKey, Tensor]]:
         """The program of a layer for a batch, and the constants of its trace. Raises `ModelError` as `trace_of` does."""
         declared = self.declared
         if declared.is_fixed(index):
             return declared.layers[index], {}
         found = self.trace_of(fields, training=training)
-        return found.layers[index], dict(found.trace.constants)
+        return found.layers[index], found.trace.constants
 
     def trace_of(self, fields: Mapping[str, Tensor], *, training: bool) -> CutTrace:
         """The trace for a batch; made if none of those kept fits it.
