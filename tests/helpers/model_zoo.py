@@ -362,3 +362,25 @@ ZOO |= {
         cross_entropy,
     ),
 }
+
+
+# -- for jobs ----------------------------------------------------------------------------------------------------------------
+
+
+def make_zoo_model(name: str, p: float = 0.0) -> nn.Module:
+    """A model of the zoo, as a model function of a job."""
+    return ZOO[name].make(p)
+
+
+class TokenSamples:
+    """A data set of token ids that are their own labels."""
+
+    def __init__(self, samples: int = 16) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        found = torch.randint(3, 99, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": found, "labels": found}

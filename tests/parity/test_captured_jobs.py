@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from helpers import checkpoint_folders
-from helpers.model_zoo import ZOO
+from helpers.model_zoo import TokenSamples, make_zoo_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -27,17 +27,6 @@ from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_
 STEPS = 3
 
 
-class Tokens:
-    """Token ids that are their own labels."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.randint(3, 99, (12,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
-
-
 class Pairs:
     """Samples (x, y)."""
 
@@ -46,10 +35,6 @@ class Pairs:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return torch.randn(6, generator=torch.Generator().manual_seed(index)), torch.tensor(float(index))
-
-
-def zoo_model(name: str, p: float = 0.0) -> nn.Module:
-    return ZOO[name].make(p)
 
 
 def loss_of_logits(output: Any, target: Tensor) -> Tensor:
@@ -76,7 +61,7 @@ class Mixed(nn.Module):
 
 def spec_of(model: Any, **given: Any) -> JobSpec:
     """The job of a small run."""
-    job: dict[str, Any] = {"loss": "model", "data": {"function": Tokens, "target": "labels"}, "steps": STEPS}
+    job: dict[str, Any] = {"loss": "model", "data": {"function": TokenSamples, "target": "labels"}, "steps": STEPS}
     job |= {"batch_size": 4, "microbatches": 1, "optimizer": ("torch.optim:SGD", {"lr": 0.1}), **given}
     return raypar.Trainer(model=model, **job).spec
 
@@ -140,7 +125,7 @@ MESHES = [{}, {"pp": 2}, {"pp": 4}, {"pp": 2, "dp": 2}]
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_an_unmodified_llama_with_its_own_loss_is_trained_as_in_one_process(mesh: dict[str, int]):
-    spec = spec_of((zoo_model, {"name": "llama"}), microbatches=1 if "dp" not in mesh else 2)
+    spec = spec_of((make_zoo_model, {"name": "llama"}), microbatches=1 if "dp" not in mesh else 2)
     if "dp" in mesh:  # two microbatches have other sums than one: compared with another plan
         assert unequal(run(spec), run(spec, **mesh)) == []
         return
@@ -149,7 +134,7 @@ def test_an_unmodified_llama_with_its_own_loss_is_trained_as_in_one_process(mesh
 
 
 def test_a_function_of_what_the_model_returns_is_the_loss():
-    spec = spec_of((zoo_model, {"name": "gpt2"}), loss=loss_of_logits)
+    spec = spec_of((make_zoo_model, {"name": "gpt2"}), loss=loss_of_logits)
     found = run(spec, pp=3)
     wanted = plain(spec, lambda model, batch: loss_of_logits(model(input_ids=batch["input_ids"]), batch["labels"]), stacked)
     assert_equal_to(wanted, found)
@@ -176,21 +161,21 @@ def test_the_input_of_pairs_is_given_by_place_and_tensors_used_in_many_places_ar
 
 @pytest.mark.parametrize("schedule, mesh", [("interleaved", {"pp": 2, "chunks": 2}), ("zb-h1", {"pp": 2})])
 def test_other_schedules_and_recomputation_have_the_bits_of_one_stage(schedule: str, mesh: dict[str, int]):
-    spec = spec_of((zoo_model, {"name": "llama", "p": 0.1}), batch_size=7, microbatches=3)
+    spec = spec_of((make_zoo_model, {"name": "llama", "p": 0.1}), batch_size=7, microbatches=3)
     wanted = run(spec)
     assert unequal(run(spec, schedule, **mesh), wanted) == []
     assert unequal(run(spec, pp=2, recompute=range(1, 6)), wanted) == []
 
 
 def test_validation_runs_the_model_in_evaluation_mode():
-    validation = {"function": Tokens, "samples": 4}
-    spec = spec_of((zoo_model, {"name": "gpt2", "p": 0.5}), steps=1, validation=validation)
+    validation = {"function": TokenSamples, "samples": 4}
+    spec = spec_of((make_zoo_model, {"name": "gpt2", "p": 0.5}), steps=1, validation=validation)
     graph = make_layer_graph(spec)
     found = OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=len(graph.layers)), "1f1b", graph=graph)
     model = spec.model.call().eval()
     model.load_state_dict({name: copies[0] for name, copies in found.parameters().items()}, strict=False)
     with torch.no_grad():
-        batch = stacked([Tokens()[i] for i in range(4)])
+        batch = stacked([TokenSamples()[i] for i in range(4)])
         assert found.validate(0) == float(model(**batch).loss)
 
 
@@ -199,7 +184,7 @@ def test_an_export_is_what_the_module_itself_loads_strictly(name: str, tmp_path:
     if name == "mixed":
         spec = spec_of(Mixed, loss=nn.functional.mse_loss, data=Pairs, steps=1)
     else:
-        spec = spec_of((zoo_model, {"name": name}), loss=loss_of_logits, steps=1)
+        spec = spec_of((make_zoo_model, {"name": name}), loss=loss_of_logits, steps=1)
     found = run(spec, pp=2)
     assert main(["export", str(save(found, tmp_path)), "--out", str(tmp_path / "model.pt")]) == 0
     fresh = spec.model.call()
@@ -219,10 +204,10 @@ def save(found: OneProcessRun, root: Path) -> Path:
 
 def test_weights_from_a_file_have_the_names_of_the_module(tmp_path: Path):
     torch.manual_seed(7)
-    other = zoo_model("t5")
+    other = make_zoo_model("t5")
     save_file({name: value.clone() for name, value in other.named_parameters()}, tmp_path / "w.safetensors")
     data = {"function": Translations, "target": "labels"}
-    spec = spec_of((zoo_model, {"name": "t5"}), data=data, init_from=str(tmp_path / "w.safetensors"), steps=1)
+    spec = spec_of((make_zoo_model, {"name": "t5"}), data=data, init_from=str(tmp_path / "w.safetensors"), steps=1)
     graph = make_layer_graph(spec)
     found = OneProcessRun(spec, ParallelPlan.mesh(pp=3, layers=len(graph.layers)), "1f1b", graph=graph)
     state = dict(other.named_parameters(remove_duplicate=False))
@@ -230,16 +215,16 @@ def test_weights_from_a_file_have_the_names_of_the_module(tmp_path: Path):
     assert load_file(tmp_path / "w.safetensors").keys() == dict(other.named_parameters()).keys()
 
 
-class Translations(Tokens):
-    """Tokens with a mask, and labels that the model shifts itself."""
+class Translations(TokenSamples):
+    """TokenSamples with a mask, and labels that the model shifts itself."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         found = super().__getitem__(index)
         return found | {"attention_mask": torch.ones(12, dtype=torch.long), "labels": found["labels"][:7]}
 
 
-class Unlabelled(Tokens):
-    """Tokens alone."""
+class Unlabelled(TokenSamples):
+    """TokenSamples alone."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": super().__getitem__(index)["input_ids"]}
@@ -247,12 +232,12 @@ class Unlabelled(Tokens):
 
 def test_a_loss_that_the_model_does_not_compute_is_one_error():
     with pytest.raises(ModelError, match=r"loss: model, and what .* returned has no loss"):
-        preflight(spec_of((zoo_model, {"name": "llama"}), data={"function": Unlabelled, "target": "input_ids"}))
+        preflight(spec_of((make_zoo_model, {"name": "llama"}), data={"function": Unlabelled, "target": "input_ids"}))
 
 
 def test_a_captured_model_is_cut_over_shards():
     """Its losses are those of one shard but for the order of sums; Llama computes some of them in float32."""
-    spec = spec_of((zoo_model, {"name": "llama"}), dtype="float64")
+    spec = spec_of((make_zoo_model, {"name": "llama"}), dtype="float64")
     one, two, stages = run(spec), run(spec, tp=2), run(spec, tp=2, pp=2)
     losses = [found.cores[0].step_commit.outcome for found in (one, two, stages)]
     assert losses[1] == losses[2]
@@ -263,7 +248,7 @@ def test_a_captured_model_is_cut_over_shards():
 
 
 def test_mixed_precision_is_that_of_the_plain_module_under_autocast():
-    spec = spec_of((zoo_model, {"name": "llama"}), precision={"compute": "bf16"})
+    spec = spec_of((make_zoo_model, {"name": "llama"}), precision={"compute": "bf16"})
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
@@ -276,7 +261,7 @@ def test_mixed_precision_is_that_of_the_plain_module_under_autocast():
 
 
 def test_a_batch_of_another_size_is_traced_again_on_every_worker():
-    spec = spec_of((zoo_model, {"name": "gpt2"}), batch_size=7, microbatches=3)
+    spec = spec_of((make_zoo_model, {"name": "gpt2"}), batch_size=7, microbatches=3)
     one, two = run(spec), run(spec, pp=3)
     assert unequal(one, two) == []
     cache = one.graph.layers[0].build.skeleton.cache  # type: ignore[attr-defined]
@@ -284,7 +269,7 @@ def test_a_batch_of_another_size_is_traced_again_on_every_worker():
 
 
 def test_a_model_without_its_values_has_the_same_layers():
-    spec = spec_of((zoo_model, {"name": "llama"}))
+    spec = spec_of((make_zoo_model, {"name": "llama"}))
     with_values, without = make_layer_graph(spec), make_layer_graph_without_values(spec)
     assert [layer.own_names for layer in with_values.layers] == [layer.own_names for layer in without.layers]
     assert parameter_shapes(with_values) == parameter_shapes(without) and without.initial_values is None
