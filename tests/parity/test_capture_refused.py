@@ -121,6 +121,27 @@ class Backward(Base):
         return x + torch.utils.checkpoint.checkpoint(lambda y: self.blocks[0](y), x, use_reentrant=True)  # checkpoints
 
 
+class Doubled(torch.autograd.Function):
+    """An operation of the user's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 3
+
+
+bound_before = Doubled.apply
+
+
+class BoundFunction(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        y = bound_before(x)
+        return y * 2  # uses
+
+
 class Vmapped(Base):
     def between(self, x: Tensor, index: int) -> Tensor:
         return torch.vmap(lambda row: row * 2)(x)  # maps
@@ -144,6 +165,7 @@ HERE = Path(__file__)
         (HookOnTensor, "# hooks", "a hook on a tensor between units", "make that a unit"),
         (SetsData, "# sets", "an assignment to an attribute of a tensor", "make that a unit"),
         (WritesParameter, "# writes", "writes into parameter blocks.0.bias", "returns a new tensor"),
+        (BoundFunction, "# uses", "has got its gradient where the capture does not look", "call custom autograd functions"),
         (Backward, "# checkpoints", "a function is passed between units", "use_reentrant=False"),
     ],
 )
@@ -237,3 +259,18 @@ def test_a_backward_hook_of_a_module_that_is_divided_is_refused():
     model.register_full_backward_hook(lambda module, *gradients: None)
     with pytest.raises(ModelError, match=r"the model .Base. has a backward hook"):
         capture(model, X)
+
+
+class Counts(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def between(self, x: Tensor, index: int) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def test_a_forward_that_counts_its_calls_is_refused():
+    with pytest.raises(ModelError, match="the forward of Counts changes its attribute 'calls' from 0 to 3"):
+        capture(Counts(), X)

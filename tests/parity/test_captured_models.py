@@ -282,3 +282,71 @@ def test_capturing_leaves_the_model_and_the_generators_as_they_were():
     capture(model, ZOO["unet"].batch())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Frozen(nn.Module):
+    """Units that run without gradients, a batch field that is written, a batch field and numbers in the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+        labels[labels == 2] = -100
+        with torch.no_grad():
+            for block in self.blocks[:2]:
+                x = block(x)
+        hidden = [x]
+        for block in self.blocks[2:]:
+            hidden.append(block(hidden[-1]) + self.table)
+        keep = (labels != -100).unsqueeze(1)
+        table = torch.from_numpy((labels.numpy() * 2.0).astype("float32"))
+        loss = (hidden[-1] * keep).mean() + table.mean()
+        return {"loss": loss, "labels": labels, "hidden": tuple(hidden), "rows": len(x), "twice": (hidden[-1], hidden[-1])}
+
+
+class RandomBeforeUnits(nn.Module):
+    """Random numbers before the first module, which choose what later ones see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.rand(x.shape).argsort(1)
+        for block in self.blocks:
+            x = block(x)
+        return torch.gather(x, 1, order) + torch.randn_like(x)
+
+
+class CachesMask(nn.Module):
+    """Keeps what it has computed for the first length it met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None or self.mask.shape[0] != x.shape[0]:
+            self.mask = torch.ones(x.shape[0], x.shape[0]).tril()
+        for block in self.blocks:
+            x = self.mask @ block(x)
+        return x
+
+
+def labelled(rows: int) -> dict[str, Tensor]:
+    return numbers(rows, 4) | {"labels": torch.arange(rows)}
+
+
+MORE = {
+    "frozen units": of(lambda p: Frozen(), lambda: labelled(4), lambda: labelled(5), lambda out: out["loss"]),
+    "random before units": of(lambda p: RandomBeforeUnits(), lambda: numbers(3, 4), lambda: numbers(2, 4)),
+    "caches": of(lambda p: CachesMask(), lambda: numbers(3, 4), lambda: numbers(2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_what_is_hard_to_record_is_the_plain_module_too(name: str):
+    check(MORE[name], 0.1, every_unit=True)

@@ -177,6 +177,21 @@ class TraceCache:
             cure="name the units (model.units), or return a raypar.Graph",
         )
 
+    def _refuse_changed_attributes(self, attributes: _Attributes) -> None:
+        """Raises `ModelError` if code between units has set an attribute to another number or text: a replay would not."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        for module, former, _ in attributes:
+            name = names[id(module)]
+            if any(name == unit or name.startswith(unit + ".") for unit in self.units):
+                continue
+            for key, value in vars(module).items():
+                if isinstance(value, (int, float, str)) and key in former and value != former[key]:
+                    raise ModelError(
+                        f"the forward of {type(module).__name__} changes its attribute {key!r} from {former[key]!r} to "
+                        f"{value!r}, and workers run a record of it, in which the attribute stays as it was",
+                        cure="leave it to a callback, or keep it in a module that is a unit (model.units)",
+                    )
+
     def _forward_error(self, fields: Mapping[str, Tensor], error: BaseException) -> ModelError:
         """The error for a forward that raises."""
         given = ", ".join(f"{name} {list(fields[name].shape)} {fields[name].dtype}" for name in self.inputs.fields)
@@ -199,17 +214,41 @@ class TraceCache:
         """The state in which a forward is traced; what it changes is put back: generators, buffers."""
         kept = [(buffer, buffer._version, buffer.clone()) for buffer in self.model.buffers()]
         self.model.train(training)
+        attributes = _attributes_of(self.model)
         autocast = torch.autocast(
             "cpu", self.autocast_dtype or torch.bfloat16, enabled=self.autocast_dtype is not None, cache_enabled=False
         )
         try:
             with preserve_random_state(), meta_operations_without_dynamo(), torch.enable_grad(), autocast:
                 yield
+                self._refuse_changed_attributes(attributes)
         finally:
+            _restore_attributes(attributes)
             with torch.no_grad():
                 for buffer, version, value in kept:
                     if buffer._version != version:
                         buffer.copy_(value)
+
+
+_Attributes = list[tuple[nn.Module, dict[str, Any], list[tuple[dict[Any, Any], dict[Any, Any]]]]]
+"""(module, its attributes, its dicts (buffers, hooks, its own) with copies of them) of every module of a model."""
+
+
+def _attributes_of(model: nn.Module) -> _Attributes:
+    return [
+        (module, dict(vars(module)), [(value, dict(value)) for value in vars(module).values() if isinstance(value, dict)])
+        for module in model.modules()
+    ]
+
+
+def _restore_attributes(attributes: _Attributes) -> None:
+    """Set the attributes of modules, hooks and buffers among them, to what they were: a trace leaves no caches to the next."""
+    for module, former, dicts in attributes:
+        vars(module).clear()
+        vars(module).update(former)
+        for value, content in dicts:
+            value.clear()
+            value.update(content)
 
 
 def _check_fits(made: CutTrace, declared: CutTrace, *, training: bool) -> None:
