@@ -20,7 +20,7 @@ from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.errors import ConfigError, Interrupted, RayparError
 from raypar.traceback_filter import remove_raypar_frames, shows_raypar_frames
 from raypar.untrusted_files import READABLE
-from raypar.user_code import recording_ctrl_c
+from raypar.user_code_errors import recording_ctrl_c
 
 UNWRITABLE_DISK_ERRNOS = DISK_FULL_ERRNOS | {errno.EROFS}
 """Error numbers for a disk that takes nothing more: full, or read-only."""

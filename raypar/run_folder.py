@@ -16,8 +16,8 @@ from typing import Any
 
 from raypar.atomic_write import DISK_FULL_ERRNOS, explain_write_errors, regular_file_opener
 from raypar.errors import ConfigError
-from raypar.jsonl_lines import FILE_BYTES, Line, merge_jsonl_lines, read_valid_lines
-from raypar.run_folder_checks import check_run_folder_json
+from raypar.read_run_lines import FILE_BYTES, Line, merge_jsonl_lines, read_valid_lines
+from raypar.run_folder_schema import check_run_folder_json
 from raypar.untrusted_files import (
     JsonTooDeep,
     describe_special_file,

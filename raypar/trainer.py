@@ -19,9 +19,9 @@ from raypar.config import (
     check_run_arguments,
     load_job,
 )
+from raypar.launch.launch_options import EventHandler
+from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result, raise_run_failure
-from raypar.launch.result_neutral_options import EventHandler
-from raypar.launch.submitted_job import choose_lasting_run_dir
 from raypar.launch.train_job import train_job_in_new_folder
 from raypar.plan import ParallelPlan
 from raypar.traceback_filter import without_raypar_frames
@@ -30,12 +30,12 @@ from raypar.trainer_arguments import (
     FunctionArgument,
     SampleSource,
     check_workers,
+    defaults_to_auto_plan,
     job_from_trainer_arguments,
-    lets_planner_choose,
     with_checked_argument_names,
 )
+from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec
-from raypar.worker.weights_source import InitialWeightsFile
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -168,7 +168,7 @@ class Trainer:
             "resume_from_checkpoint": resume_from_checkpoint,
         }
         check_run_arguments(run_arguments)
-        job = load_job(path, overrides, defaults={"plan": "auto"} if lets_planner_choose(workers) else None)
+        job = load_job(path, overrides, defaults={"plan": "auto"} if defaults_to_auto_plan(workers) else None)
         check_workers(job, workers)
         trainer = cls.__new__(cls)
         trainer._set_attributes(job, run_arguments)

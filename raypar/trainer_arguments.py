@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ParamSpec, Protocol
 
+from raypar.aliased_setting import ImpliedSetting
 from raypar.callbacks import check_callbacks
 from raypar.config import (
     RUN_ARGUMENTS,
@@ -25,12 +26,11 @@ from raypar.config import (
     job_from_argument_tree,
 )
 from raypar.errors import ConfigError, with_article
-from raypar.implied_setting import ImpliedSetting
 from raypar.plan import ParallelPlan
 from raypar.ray_train_config import RAY_TRAIN_ARGUMENTS, settings_from_ray_train
 from raypar.traceback_filter import is_raypar_file
+from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import DataSpec, OptimizerSpec, Ref, find_unstable_argument
-from raypar.worker.weights_source import InitialWeightsFile
 
 BUILT_MODEL_BYTES = 32 << 20
 """Size limit of a model that is given built: it travels to every worker through Ray's store."""
@@ -156,7 +156,7 @@ def job_from_trainer_arguments(given: Arguments) -> tuple[Job, dict[str, Any]]:
     for setting in settings_from_ray_train(*(tree.pop(name, None) for name in RAY_TRAIN_ARGUMENTS)):
         setting.apply_to(tree)
     workers = tree.get("workers")
-    if _same(given["plan"], Job.model_fields["plan"].default) and lets_planner_choose(workers):
+    if _same(given["plan"], Job.model_fields["plan"].default) and defaults_to_auto_plan(workers):
         tree["plan"] = plan_section("auto", given["schedule"])
     job = job_from_argument_tree(tree)
     between = isinstance(getattr(given.get("scaling_config"), "num_workers", None), tuple)  # the limits of an elastic run
@@ -164,7 +164,7 @@ def job_from_trainer_arguments(given: Arguments) -> tuple[Job, dict[str, Any]]:
     return job, {name: tree[name] for name in RUN_ARGUMENTS if name in tree}
 
 
-def lets_planner_choose(workers: Any) -> bool:
+def defaults_to_auto_plan(workers: Any) -> bool:
     """Whether a job without a plan gets `plan: auto`: who says how many workers there are lets the planner use them."""
     return isinstance(workers, int) and workers > 1
 

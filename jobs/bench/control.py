@@ -27,13 +27,13 @@ from raypar.actors.driver_actor import DriverActor
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.transport import run_routine
 from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
-from raypar.launch.result_neutral_options import ResultNeutralOptions
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.run_folder import RunFolder
 from raypar.schedule import registry
 from raypar.schedule.instructions import ExchangeTies, ExchangeVotes, OptimizerStep, ReduceGradients
-from raypar.user_code import make_importable
+from raypar.user_code_errors import make_importable
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
@@ -101,7 +101,7 @@ def run(microbatches: int, steps: int) -> dict[str, int]:
     plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
     with tempfile.TemporaryDirectory(prefix="rp-") as folder:
         place = RunFolder.create(folder, "control")
-        options = ResultNeutralOptions(make_folder=lambda planned: place)
+        options = LaunchOptions(make_folder=lambda planned: place)
         result = launch_run(
             spec,
             lambda checked: choose_plan(spec, checked, lambda layers: plan, "1f1b", plan.world),

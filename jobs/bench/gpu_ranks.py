@@ -24,7 +24,7 @@ from raypar.comm.nccl.endpoint import NcclEndpoint
 from raypar.comm.transport import run_routine
 from raypar.errors import RayparError
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.adopt_plan_command import AdoptPlanCommand
 from raypar.schedule import registry
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.process.gpu_setup import configure_torch
@@ -98,9 +98,8 @@ def train(state: State, index: int, plan: ParallelPlan, schedule: str, addresses
         spec, graph, plan, registry.build_schedule(schedule, MicrobatchRouting(plan, spec.batching))
     )[index]
     core = WorkerCore(spec, graph=graph, step_timeout_s=60.0, device=state["device"].device)
-    connect(
-        state, index, addresses, generation, sorted(required_communicators(AdoptOrder(part, {}, 0), index, spec, core.layout))
-    )
+    needed = sorted(required_communicators(AdoptPlanCommand(part, {}, 0), index, spec, core.layout))
+    connect(state, index, addresses, generation, needed)
     core.adopt(part, state.pop("transport"))
     try:
         for step in range(STEPS):

@@ -14,7 +14,7 @@ from models import CLIP_NORM, OPTIMIZER, SEED, Workload
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.adopt_plan_command import AdoptPlanCommand
 from raypar.schedule import registry
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 from raypar.worker.process.malloc_and_gc import freeze_existing_objects, keep_freed_memory, return_unused_memory
@@ -173,7 +173,7 @@ class RayparOnRay:
             self.pool.start_worker(number, pickle.dumps(spec), host, 600.0)
         addresses = [hello.address for hello in self._ask("hello", [()] * plan.world)]
         ranks = {number: number for number in range(plan.world)}
-        made = [pickle.dumps(AdoptOrder(part, ranks, 0, run_begins=True)) for part in parts]
+        made = [pickle.dumps(AdoptPlanCommand(part, ranks, 0, run_begins=True)) for part in parts]
         self._ask("adopt", [(1, part, plan.coordinate(r), addresses, CONNECT_TIMEOUT_S) for r, part in enumerate(made)])
         self.hello: dict[str, Any] = {}
         self.peak_rss_bytes: list[int] = []

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from raypar.actors.driver_parts import DriverParts
-from raypar.actors.worker_messages import CallFailure
+from raypar.actors.hello_and_failure_messages import CallFailure
 from raypar.elastic import events as on
 from raypar.errors import RayparError
 

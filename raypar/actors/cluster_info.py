@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get
 
-from raypar.elastic.message_wording import count_of
+from raypar.elastic.plural_wording import count_of
 from raypar.errors import ClusterError, ConfigError
 
 ANSWER_S = 10.0

@@ -19,7 +19,7 @@ import ray
 
 # Pickles hold these: callbacks, and workers' answers. A later import may meet Ray replacing the job's folder.
 import raypar.callbacks
-import raypar.plan.vote_result  # noqa: F401
+import raypar.plan.global_loss_and_norm  # noqa: F401
 from raypar.actors import membership_event_text
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.checkpoint_task import CheckpointTask
@@ -28,6 +28,7 @@ from raypar.actors.driver_shutdown import DriverShutdown
 from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
+from raypar.actors.hello_and_failure_messages import pickle_error_for_client
 from raypar.actors.journal import Journal, MembershipRecord
 from raypar.actors.members_file import MembersFileText
 from raypar.actors.plan_cache import PlanCache
@@ -37,7 +38,6 @@ from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_reports import Report, StepReports
 from raypar.actors.wait_reporter import WaitReporter
 from raypar.actors.worker_calls import WorkerCalls
-from raypar.actors.worker_messages import pickle_error_for_client
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import WorkerRegistry, died_with_node
 from raypar.comm.tcp.handshake import RunCredential

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from raypar.actors.driver_parts import DriverParts
-from raypar.actors.worker_messages import pickle_error_for_client
+from raypar.actors.hello_and_failure_messages import pickle_error_for_client
 from raypar.actors.worker_pool import remove_leftover_placement_groups
 from raypar.elastic import actions as do
 

@@ -11,16 +11,16 @@ from typing import Any
 
 from raypar.actors import membership_event_text
 from raypar.actors.driver_parts import DriverParts
+from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.journal import MembershipRecord
-from raypar.actors.worker_messages import CallFailure, WorkerHello
 from raypar.actors.worker_pool import remove_leftover_placement_groups
 from raypar.elastic import events as on
 from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.digest_check import InitialDigestCheck
-from raypar.elastic.message_wording import count_of, format_worker_numbers
+from raypar.elastic.plural_wording import count_of, format_worker_numbers
 from raypar.elastic.seating import spread_replicas_over_nodes
 from raypar.errors import ClusterError
-from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.adopt_plan_command import AdoptPlanCommand
 from raypar.plan.ownership import same_state_keys
 
 
@@ -73,10 +73,8 @@ class DriverStartup:
         keepers = assign_buddies([nodes[number] for number in members], same_state_keys(parts.machine.held_pieces(plan)))
 
         def part(rank: int) -> bytes:
-            assignment, folder = pickle.loads(request.assignments[rank]), request.resume
-            begins = folder is None
-            order = AdoptOrder(assignment, ranks, done, checkpoint_folder=folder, run_begins=begins, mirror_keepers=keepers)
-            return pickle.dumps(order)
+            assignment, begins = pickle.loads(request.assignments[rank]), request.resume is None
+            return pickle.dumps(AdoptPlanCommand(assignment, ranks, done, (), request.resume, begins, mirror_keepers=keepers))
 
         described = await self._everybody(
             lambda number, w: w.adopt.remote(1, part(ranks[number]), plan.coordinate(ranks[number]), addresses, deadline_s),

@@ -16,7 +16,7 @@ from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.digest_check import InitialDigestCheck
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
-from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.adopt_plan_command import AdoptPlanCommand
 from raypar.plan.ownership import same_state_keys
 
 
@@ -108,7 +108,7 @@ class GenerationChange:
 
         for rank, number in enumerate(workers):
             seated = rank < plan.world
-            part = AdoptOrder(
+            part = AdoptPlanCommand(
                 assignments[rank] if seated else None,
                 ranks,
                 order.done,

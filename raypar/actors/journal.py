@@ -15,7 +15,7 @@ from typing import Any
 from ray import cloudpickle
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
-from raypar.actors.worker_messages import WorkerHello
+from raypar.actors.hello_and_failure_messages import WorkerHello
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from raypar.atomic_write import regular_file_opener, replace_file_atomically
-from raypar.jsonl_lines import Line, jsonl_line_sort_key, merge_jsonl_lines, parse_jsonl_lines, read_lines_file
+from raypar.read_run_lines import Line, jsonl_line_sort_key, merge_jsonl_lines, parse_jsonl_lines, read_lines_file
 
 KEPT_BYTES = 8 << 20
 """Limit of each file's lines in memory: 20,000 steps or more. Older lines are in the file only."""

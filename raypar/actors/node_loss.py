@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from raypar.elastic.message_wording import format_worker_numbers
+from raypar.elastic.plural_wording import format_worker_numbers
 
 TOGETHER_S = 10.0
 """Losses within this time count as one event: of some workers only silence shows that they are lost."""

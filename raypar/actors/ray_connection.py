@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from raypar.actors.local_nodes import LocalNode, cpus_per_node, start_local_nodes
-from raypar.actors.ray_cleanup import remove_local_ray_on_exit
+from raypar.actors.local_ray_cleanup import remove_local_ray_on_exit
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError, error_first_line
 
 OBJECT_STORE_BYTES = 150 * 2**20
@@ -106,7 +106,7 @@ def connect_ray(
     with temporary_environment_variables(QUIET if address else {**QUIET, **ours}), without_ray_leftovers():
         import ray
 
-        from raypar.actors.working_dir_guard import wait_until_working_dir_unpacked
+        from raypar.actors.removed_working_dir import wait_until_working_dir_unpacked
 
         if ray.is_initialized():
             if nodes > 1:
@@ -169,7 +169,7 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
     import ray
     from ray.exceptions import AuthenticationError, RayError
 
-    from raypar.actors.working_dir_guard import wait_until_working_dir_unpacked  # at once: not while Ray unpacks us
+    from raypar.actors.removed_working_dir import wait_until_working_dir_unpacked  # at once: not while Ray unpacks us
 
     check_address_answers(address)
     runtime_env = None

@@ -18,24 +18,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raypar.actors.hello_and_failure_messages import WorkerHello
 from raypar.actors.journal import Journal
 from raypar.actors.jsonl_file import JsonlFile
 from raypar.actors.numerics_fingerprint import describe_fingerprint_differences
 from raypar.actors.run_request import RunRequest
 from raypar.actors.step_reports import merge_reports
 from raypar.actors.step_timeline_files import write_step_timeline_files
-from raypar.actors.worker_messages import WorkerHello
 from raypar.atomic_write import replace_file_atomically
 from raypar.elastic.actions import Teardown
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CheckpointError, RayparError
-from raypar.jsonl_lines import Line, jsonl_line_sort_key
 from raypar.plan import ParallelPlan
+from raypar.read_run_lines import Line, jsonl_line_sort_key
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 from raypar.worker.checkpoint.checkpoint_store import CheckpointRef, open_checkpoint_store
-from raypar.worker.process.environment_guard import EnvironmentGuard
+from raypar.worker.process.environment_and_signals_guard import EnvironmentGuard
 
 RETOLD = 1000
 """How many of the last lines a new driver sends to the client again: more than the client can have missed."""

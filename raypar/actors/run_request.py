@@ -9,7 +9,7 @@ from typing import Any
 from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StageConnections
 from raypar.planner.model_profile import ModelProfile
-from raypar.schedule.timeline import Timeline
+from raypar.schedule.step_timeline import Timeline
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from raypar.actors.run_recorder import RunRecorder
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import UserCodeError
-from raypar.user_code import error_text
+from raypar.user_code_errors import error_text
 
 
 class SideEffectThread:

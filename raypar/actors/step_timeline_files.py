@@ -10,8 +10,8 @@ from pathlib import Path
 from raypar.actors.run_request import RunRequest
 from raypar.atomic_write import replace_file_atomically
 from raypar.schedule.chrome_trace import chrome_trace
+from raypar.schedule.step_timeline import Timeline
 from raypar.schedule.swimlane_svg import swimlanes_svg
-from raypar.schedule.timeline import Timeline
 
 Rows = Sequence[Sequence[tuple[str, float, float]]]
 """Per rank: label, start and end in ms of that worker's clock."""

@@ -21,14 +21,14 @@ from typing import Any
 
 import ray
 
+from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.liveness_connection import LivenessListener
-from raypar.actors.worker_messages import CallFailure, WorkerHello
-from raypar.actors.working_dir_guard import WorkingDirGuard
+from raypar.actors.removed_working_dir import WorkingDirGuard
 from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
-from raypar.user_code import USER_CODE_ERRORS, error_text
+from raypar.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.process.thread_activity import describe_thread_activity
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 

@@ -10,8 +10,8 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
 from raypar.actors.background_tasks import BackgroundTasks
+from raypar.actors.hello_and_failure_messages import CallFailure
 from raypar.actors.plan_cache import PlanCache
-from raypar.actors.worker_messages import CallFailure
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import gather_answers_within, killed_for_memory_error
 from raypar.elastic import events as on

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypar.actors.cluster_info import ClusterCapacity, cluster_capacity, max_workers_per_node
 from raypar.actors.worker_actor import make_worker_actor_class
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.elastic.message_wording import format_worker_numbers, verb_form
+from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raypar.comm.buffer_pool import CPU, BufferPool
 from raypar.comm.communication_ledger import CommunicationLedger
-from raypar.comm.phased_operation import OperationPhase, PhasedOperation, Phases, PostedMessage
+from raypar.comm.nonblocking_operation import OperationPhase, PhasedOperation, Phases, PostedMessage
 from raypar.comm.transport import (
     check_collective_group,
     check_one_tensor_per_rank,

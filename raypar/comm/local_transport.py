@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from raypar.comm.collectives import MessageBasedTransport
-from raypar.comm.phased_operation import PhasedOperation, PostedMessage, tensor_mismatch_error
+from raypar.comm.nonblocking_operation import PhasedOperation, PostedMessage, tensor_mismatch_error
 from raypar.comm.transport import Handle, Routine, RoutineWait, generation_over_error
 from raypar.errors import CommError, GroupAborted
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from raypar.planner.plan_search import PlanChoice
     from raypar.planner.stage_balance import StageBalance
     from raypar.schedule.instructions import Schedule
-    from raypar.schedule.timeline import Timeline
+    from raypar.schedule.step_timeline import Timeline
     from raypar.worker.job_spec import JobSpec
 
 MOST_WHOLE_GROUPS = 8
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.config import load_job
     from raypar.model.layer_skeletons import layer_sizes
     from raypar.planner.plan_search import predict_step
-    from raypar.user_code import make_importable
+    from raypar.user_code_errors import make_importable
     from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_without_values
 
     if args.workers is not None and args.workers < 1:
@@ -185,7 +185,7 @@ def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool, 
         validate_schedule(schedule, routing, graph.crossing(plan))
     if with_profile:
         if max(counts) > 1 or spec.styles:
-            from raypar.worker.preflight import check_model_can_shard, preflight
+            from raypar.worker.job_preflight import check_model_can_shard, preflight
 
             check_model_can_shard(spec, preflight(spec), plan)
         profile = profile_job(spec, workers=plan.world, graph=graph, shards=counts, recompute=plan.recompute)

@@ -11,7 +11,7 @@ from typing import Any
 
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
 from raypar.run_folder import check_local_path
-from raypar.user_code import make_importable
+from raypar.user_code_errors import make_importable
 
 PIECE_BYTES = 4 << 20
 """How much text is read and tokenized at a time; a tokenizer gets whole lines."""

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.event_printer import EventPrinter
     from raypar.console.fault_summary import COUNTED
     from raypar.launch import raise_run_failure, resume_job
-    from raypar.launch.submitted_job import choose_lasting_run_dir
+    from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
     from raypar.run_folder import RunFolder
 
     folder = RunFolder.find(args.run, choose_lasting_run_dir(args.run_dir))

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 def write_throughput_chart(folder: RunFolder, file: str, steps: int | None) -> None:
     """Write the picture of the run's throughput. Raises `ConfigError`."""
-    from raypar.console.run_history import build_run_history
+    from raypar.console.throughput_chart_data import build_run_history
     from raypar.schedule.throughput_chart import throughput_svg
 
     metrics = list(folder.read_lines(folder.metrics))
@@ -63,7 +63,7 @@ def write_run_trace(folder: RunFolder, file: str) -> None:
     """Write the run as a Chrome trace. Raises `ConfigError`."""
     import json
 
-    from raypar.console.run_history import build_run_history
+    from raypar.console.throughput_chart_data import build_run_history
     from raypar.schedule.chrome_trace import chrome_trace_of_run
 
     metrics = list(folder.read_lines(folder.metrics))

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.config import load_job
     from raypar.console.event_printer import EventPrinter
     from raypar.launch import raise_run_failure, train_job_in_new_folder
-    from raypar.launch.submitted_job import choose_lasting_run_dir, find_unfinished_run, is_submitted_job
+    from raypar.launch.ray_job_resubmission import choose_lasting_run_dir, find_unfinished_run, is_submitted_job
 
     job = load_job(args.job, args.overrides)
     job = job.model_copy(update={"run_dir": str(choose_lasting_run_dir(job.run_dir))})

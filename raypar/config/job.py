@@ -31,12 +31,12 @@ from raypar.config.validation_errors import AUTO, GIVEN, config_error, walk_sect
 from raypar.errors import ConfigError, PlanError
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
 from raypar.plan.recomputation import RecomputePolicy
-from raypar.run_folder_checks import MAX_STEPS
+from raypar.run_folder_schema import MAX_STEPS
 from raypar.safe_yaml import dump_yaml, parse_yaml
 from raypar.traceback_filter import without_raypar_frames
 from raypar.untrusted_files import shorten
+from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import LOSS_OF_MODEL, DataSpec, JobSpec, OptimizerSpec, Precision, Ref, ValidationSpec
-from raypar.worker.weights_source import InitialWeightsFile
 
 JOB_BYTES = 1 << 20
 """Size limit of a job file."""

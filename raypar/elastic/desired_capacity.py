@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from raypar.elastic.message_wording import format_worker_numbers, verb_form
+from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 
 MAX_DOUBLINGS = 5
 """The pause between two attempts to start a worker is doubled at most so many times."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from raypar.elastic.actions import WarnUser
-from raypar.elastic.message_wording import format_worker_numbers
+from raypar.elastic.plural_wording import format_worker_numbers
 from raypar.errors import ModelError, WorkerLost
 from raypar.plan.pieces import Digest
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from raypar.elastic import desired_capacity
 from raypar.elastic.actions import ChoosePlan, TellUser, WarnUser
+from raypar.elastic.begin_recovery import begin_recovery
 from raypar.elastic.deadlines import usual_step_s
 from raypar.elastic.desired_capacity import DesiredCapacity
 from raypar.elastic.events import PlanChosen, WorkerJoined, WorkerPlaced, WorkerStartFailed
 from raypar.elastic.failure_budget import mark_worker_lost
-from raypar.elastic.message_wording import format_worker_numbers, verb_form
 from raypar.elastic.phases import Phase
-from raypar.elastic.recovery_start import begin_recovery
+from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.run_state import RunState
 from raypar.elastic.step_flow import issue_steps
 from raypar.elastic.worker_hiring import count_available_workers, desired_capacity_of_run

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from raypar.elastic import state_sources
 from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.generation_guard import WorkerStatus
-from raypar.elastic.message_wording import format_worker_numbers, verb_form
+from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.run_state import RunState
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import same_state_keys

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from raypar.elastic import state_sources
 from raypar.elastic.actions import AdoptPlan, ChoosePlan, KillWorker, WarnUser
+from raypar.elastic.begin_recovery import begin_recovery
 from raypar.elastic.events import PlanAdopted, PlanChosen
 from raypar.elastic.failure_budget import mark_worker_lost
-from raypar.elastic.message_wording import format_worker_numbers
 from raypar.elastic.phases import Phase
-from raypar.elastic.recovery_start import begin_recovery
+from raypar.elastic.plural_wording import format_worker_numbers
 from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import assign_seats, refill_seats
 from raypar.elastic.step_flow import issue_steps

@@ -9,7 +9,7 @@ from raypar.elastic.events import RunEvent
 from raypar.elastic.mirror_schedule import MirrorSchedule
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.run_state_records import (
+from raypar.elastic.run_state_parts import (
     Membership,
     PendingStop,
     PhaseTimeLimit,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from raypar.elastic.actions import AbortGroups, EmitStep, EmitValidation, RequestStacks, WarnUser
+from raypar.elastic.begin_recovery import begin_recovery
 from raypar.elastic.deadlines import find_mute_workers, find_overdue_workers, silent_deadline_s, step_deadline_s
 from raypar.elastic.digest_check import compare_replica_digests
 from raypar.elastic.events import (
@@ -24,13 +25,12 @@ from raypar.elastic.events import (
     ValidationReported,
     WorkersReady,
 )
+from raypar.elastic.failing_rules import end_run_once_cause_is_known, fail_run
 from raypar.elastic.growth_rules import ask_for_larger_plan
 from raypar.elastic.inelastic_silent_worker_rules import check_silent_worker_wait
-from raypar.elastic.message_wording import format_worker_numbers, verb_form
 from raypar.elastic.phases import Phase, UnexpectedEvent
+from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.recovery_rules import recover_from_failure
-from raypar.elastic.recovery_start import begin_recovery
-from raypar.elastic.run_failure import end_run_once_cause_is_known, fail_run
 from raypar.elastic.run_state import RunState
 from raypar.elastic.step_flow import (
     begin_checkpoint,

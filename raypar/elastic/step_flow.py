@@ -16,11 +16,11 @@ from raypar.elastic.actions import (
     Validate,
     WriteJournal,
 )
+from raypar.elastic.begin_recovery import begin_recovery, is_caused_by_worker_loss
 from raypar.elastic.events import StepEmitted, StopRequested
 from raypar.elastic.phases import Phase, UnexpectedEvent
-from raypar.elastic.recovery_start import begin_recovery, is_caused_by_worker_loss
 from raypar.elastic.run_state import RunState
-from raypar.elastic.run_state_records import Due
+from raypar.elastic.run_state_parts import Due
 from raypar.elastic.worker_hiring import start_missing_workers
 
 MAX_OPEN_STEPS = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from raypar.elastic.message_wording import format_worker_numbers, verb_form
+from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 
 SILENCE_S = 2.0
 """Length of a silence after which a line says what is waited for."""

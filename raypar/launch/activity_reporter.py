@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from raypar.elastic.wait_announcements import SILENCE_S, WaitAnnouncer
-from raypar.launch.result_neutral_options import EventHandler
+from raypar.launch.launch_options import EventHandler
 
 POLL_S = 0.25
 """Time from one look at the stack to the next."""

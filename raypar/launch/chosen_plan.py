@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from raypar.planner.model_profile import ModelProfile
     from raypar.planner.stage_balance import StageBalance
     from raypar.schedule.instructions import Schedule
-    from raypar.schedule.timeline import Timeline
-    from raypar.worker.preflight import PreflightResult
+    from raypar.schedule.step_timeline import Timeline
+    from raypar.worker.job_preflight import PreflightResult
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def choose_plan(
     from raypar.planner.plan_report import plan_report, stage_balance_text
     from raypar.planner.plan_search import balance_stages, predict_step, search_plans
     from raypar.schedule import registry
+    from raypar.worker.job_preflight import check_model_can_shard
     from raypar.worker.measure_profile import profile_job
-    from raypar.worker.preflight import check_model_can_shard
 
     fixed = plan(len(checked.graph.layers)) if plan is not None else None
     if fixed is not None:

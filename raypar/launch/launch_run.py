@@ -15,12 +15,12 @@ from raypar.atomic_write import write_text_atomically
 from raypar.errors import InputError, UserCodeError
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan
-from raypar.launch.generated_text import generate_text_with_checkpoint
+from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.make_run_request import make_run_request
 from raypar.launch.result import Result
-from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions
+from raypar.launch.sample_from_trained_model import generate_text_with_checkpoint
 from raypar.run_folder import RunFolder
-from raypar.user_code import error_text, recording_ctrl_c, reraise_ctrl_c
+from raypar.user_code_errors import error_text, recording_ctrl_c, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ MakeRequest = Callable[[RunFolder, "str | None"], "RunRequest"]
 """Makes the driver's request from the run folder and the address on which workers listen."""
 
 
-def launch_run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: EventHandler) -> Result:
+def launch_run(spec: JobSpec, choose: PlanChooser, options: LaunchOptions, tell: EventHandler) -> Result:
     """Run a job to its end; returns the result, also of a run that fails or is interrupted.
 
     Raises `RayparError` if nothing was started.
@@ -54,7 +54,7 @@ def keep_callers_state() -> Iterator[None]:
         yield
 
 
-def _run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: ActivityReporter) -> Result:
+def _run(spec: JobSpec, choose: PlanChooser, options: LaunchOptions, tell: ActivityReporter) -> Result:
     """See `launch_run`."""
     spec, chosen, make_request = _check_and_plan(spec, choose, options, tell)
     _tell_stage(tell, "planned", "\n".join([describe_chosen_plan(chosen), *_plan_notes(spec, chosen, options)]))
@@ -69,10 +69,10 @@ def _run(spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell
 
 
 def _check_and_plan(
-    spec: JobSpec, choose: PlanChooser, options: ResultNeutralOptions, tell: EventHandler
+    spec: JobSpec, choose: PlanChooser, options: LaunchOptions, tell: EventHandler
 ) -> tuple[JobSpec, ChosenPlan, MakeRequest]:
     """The job with its weights file pinned, its plan, and a function that makes its request. First call of user code."""
-    from raypar.worker.preflight import preflight
+    from raypar.worker.job_preflight import preflight
     from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 
     with recording_ctrl_c():
@@ -96,7 +96,7 @@ def _check_and_plan(
             ) from error
 
 
-def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: ResultNeutralOptions) -> list[str]:
+def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: LaunchOptions) -> list[str]:
     """Notes about a plan that its description does not give."""
     from raypar.planner.plan_report import fewer_shards_warnings
     from raypar.worker.backend import make_backend
@@ -112,7 +112,7 @@ def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: ResultNeutralOptions
 
 
 def _connect_and_follow(
-    spec: JobSpec, chosen: ChosenPlan, make_request: MakeRequest, options: ResultNeutralOptions, tell: ActivityReporter
+    spec: JobSpec, chosen: ChosenPlan, make_request: MakeRequest, options: LaunchOptions, tell: ActivityReporter
 ) -> Result:
     """Connect to Ray, make the run folder, and run. If the run ends before its first step the folder is removed."""
     from raypar.actors.cluster_info import cluster_capacity, require_capacity
@@ -145,7 +145,7 @@ def _connect_and_follow(
                 shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _most_workers(chosen: ChosenPlan, options: ResultNeutralOptions) -> int:
+def _most_workers(chosen: ChosenPlan, options: LaunchOptions) -> int:
     """How many workers the run may have at once, standbys included; a local Ray cluster offers so many CPUs."""
     most, elastic = chosen.plan.world, options.elastic
     return most if elastic is None else max(most, elastic.max_workers or 0) + elastic.standbys

@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError
 from raypar.launch.chosen_plan import ChosenPlan
-from raypar.launch.result_neutral_options import ResultNeutralOptions
+from raypar.launch.launch_options import LaunchOptions
 from raypar.run_folder import RunFolder
-from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec, contract_of_job
 
 if TYPE_CHECKING:
     from raypar.actors.run_request import RunRequest
     from raypar.config import ElasticConfig
     from raypar.elastic.run_policy import RunPolicy
-    from raypar.worker.preflight import PreflightResult
+    from raypar.worker.job_preflight import PreflightResult
 
 MIRROR_COST = 0.02
 """Share of the steps' time that the mirror may take, when `elastic.mirror` is auto."""
 
 
 def make_run_request(
-    spec: JobSpec, checked: PreflightResult, chosen: ChosenPlan, options: ResultNeutralOptions
+    spec: JobSpec, checked: PreflightResult, chosen: ChosenPlan, options: LaunchOptions
 ) -> Callable[[RunFolder, str | None], RunRequest]:
     """A function that makes the driver's request from the run folder and the address on which workers listen.
 
@@ -36,7 +36,7 @@ def make_run_request(
     from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
     from raypar.planner.plan_search import possible_shard_counts
     from raypar.worker.backend import make_backend
-    from raypar.worker.preflight import check_other_shard_counts
+    from raypar.worker.job_preflight import check_other_shard_counts
     from raypar.worker.worker_assignments import make_worker_assignments
 
     shards = possible_shard_counts(chosen.plan)
@@ -126,9 +126,7 @@ def check_worker_limits(elastic: ElasticConfig, world: int) -> None:
         )
 
 
-def build_run_machine_policy(
-    spec: JobSpec, world: int, options: ResultNeutralOptions, deadlines: Mapping[str, Any]
-) -> RunPolicy:
+def build_run_machine_policy(spec: JobSpec, world: int, options: LaunchOptions, deadlines: Mapping[str, Any]) -> RunPolicy:
     """The policy of the run machine: how far to train, when to save and validate, and deadlines.
 
     `deadlines`: those of the kind of device (`DeviceBackend.deadlines`).

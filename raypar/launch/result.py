@@ -36,7 +36,7 @@ class Result:
     weights_sha256: str | None = None
     """Hash of the weights in the last checkpoint, of a run that was not interrupted."""
     sample: str | None = None
-    """A text that the trained model generates (`generated_text.py`)."""
+    """A text that the trained model generates (`sample_from_trained_model.py`)."""
     picture_path: str | None = None
     """The drawing of the predicted and the measured schedule."""
 

@@ -12,18 +12,18 @@ from raypar.atomic_write import explain_write_errors, file_has_content, replace_
 from raypar.errors import CheckpointError, ConfigError
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
+from raypar.launch.launch_options import EventHandler, LaunchOptions, launch_options_from_job
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
-from raypar.launch.result_neutral_options import EventHandler, ResultNeutralOptions, result_neutral_options_from_job
 from raypar.run_folder import ERROR_FILE, RunFolder
 from raypar.untrusted_files import explain_read_errors
-from raypar.user_code import make_importable
+from raypar.user_code_errors import make_importable
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from raypar.config import Job
     from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
-    from raypar.worker.preflight import PreflightResult
+    from raypar.worker.job_preflight import PreflightResult
 
 
 def resume_job(
@@ -64,14 +64,14 @@ def resume_job(
             raise
         for _ in folder.read_lines(folder.metrics):  # raises for an unreadable file before anything is started
             pass
-        options = result_neutral_options_from_job(job, rewind_folder, stop_at_step, address, local_nodes)
+        options = launch_options_from_job(job, rewind_folder, stop_at_step, address, local_nodes)
         options, choose = prepare_resumed_run(checkpoint, options, spec, make_plan_chooser(job, spec), tell)
         return launch_run(spec, choose, options, tell)
 
 
 def prepare_resumed_run(
-    checkpoint: CheckpointRef, options: ResultNeutralOptions, spec: JobSpec, choose: PlanChooser, tell: EventHandler
-) -> tuple[ResultNeutralOptions, PlanChooser]:
+    checkpoint: CheckpointRef, options: LaunchOptions, spec: JobSpec, choose: PlanChooser, tell: EventHandler
+) -> tuple[LaunchOptions, PlanChooser]:
     """Options and plan chooser of a run that resumes from the checkpoint; tells the user so.
 
     Raises `CheckpointError` if the checkpoint belongs to another job or has all steps done.

@@ -6,12 +6,12 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from raypar.launch.chosen_plan import ChosenPlan, make_plan_chooser, plan_json
+from raypar.launch.launch_options import EventHandler, launch_options_from_job
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
-from raypar.launch.result_neutral_options import EventHandler, result_neutral_options_from_job
 from raypar.launch.resume import find_checkpoint, prepare_resumed_run
 from raypar.run_folder import RunFolder
-from raypar.user_code import make_importable
+from raypar.user_code_errors import make_importable
 
 if TYPE_CHECKING:
     from raypar.config import Job
@@ -49,7 +49,7 @@ def train_job_in_new_folder(
                 made.plan.write_text(plan_json(chosen))
             return made
 
-        options = result_neutral_options_from_job(job, create_folder, stop_at_step, address, local_nodes)
+        options = launch_options_from_job(job, create_folder, stop_at_step, address, local_nodes)
         choose = make_plan_chooser(job, spec, workers)
         if resume_from is not None:
             options, choose = prepare_resumed_run(find_checkpoint(resume_from, tell), options, spec, choose, tell)

@@ -115,7 +115,7 @@ class DeferredWeightGradient:
 Stash = list[DeferredWeightGradient]
 
 
-def accumulates_weight_gradient(ctx: Any) -> bool:
+def will_accumulate_weight_gradient(ctx: Any) -> bool:
     """Whether the running backward pass adds to the `.grad` of the function's second argument, a weight.
 
     `torch.autograd.grad` inside a layer does not: gradients that it computes must not be put off and added later.
@@ -202,7 +202,7 @@ class _SplitLinear(torch.autograd.Function):
         rows, flat = as_matrix(gradient), as_matrix(x)
         summed = bias_gradient_operand(gradient, rows, x)
         own: tuple[Tensor | None, ...] = (None, None)
-        if accumulates_weight_gradient(ctx):
+        if will_accumulate_weight_gradient(ctx):
             ctx.stash.append(DeferredWeightGradient(ctx.linear, rows, flat.detach(), summed))
         else:
             own = (

@@ -13,7 +13,7 @@ from raypar.planner.model_profile import ModelProfile
 from raypar.planner.plan_search import format_mib, kept_bytes_by_kind, state_bytes
 from raypar.schedule import registry
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH, Schedule
-from raypar.schedule.timeline import peak_kept_bytes
+from raypar.schedule.step_timeline import peak_kept_bytes
 
 KEPT_NOUNS: dict[str, str] = {
     ACTIVATIONS: "activations",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from raypar.plan import ParallelPlan
 from raypar.planner.plan_search import EvaluatedCandidate, PlanChoice, format_mib
 from raypar.planner.stage_balance import MIN_GAIN_MS, MIN_GAIN_SHARE, StageBalance
-from raypar.schedule.timeline import Timeline
+from raypar.schedule.step_timeline import Timeline
 
 REPORT_COLUMNS = ("replicas x stages", "schedule", "workers", "step ms", "bubble", "memory", "verdict")
 

@@ -19,7 +19,7 @@ from raypar.planner.stage_balance import StageBalance, find_balanced_stages
 from raypar.schedule import registry
 from raypar.schedule.instructions import KEPT_INPUTS, KEPT_SIZE, Schedule, splits_backward
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
-from raypar.schedule.timeline import KeptBytes, Timeline
+from raypar.schedule.step_timeline import KeptBytes, Timeline
 
 MakeSchedule = Callable[[MicrobatchRouting], Schedule]
 """Makes the orders of a plan's workers."""

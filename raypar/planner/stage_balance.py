@@ -20,7 +20,7 @@ from raypar.plan import ParallelPlan
 from raypar.planner.layer_partition import balanced_cuts
 from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Order, Schedule
 from raypar.schedule.simulate import SimulationCosts
-from raypar.schedule.timeline import Timeline
+from raypar.schedule.step_timeline import Timeline
 
 MIN_GAIN_SHARE, MIN_GAIN_MS = 0.02, 1.0
 """The even cut stays unless another is predicted to be faster by more than this share and by more than this many ms: measured

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from raypar.schedule.instructions import drawing_style
+from raypar.schedule.step_timeline import Timeline
 from raypar.schedule.throughput_chart import RunHistory
-from raypar.schedule.timeline import Timeline
 
 
 def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "raypar") -> dict[str, Any]:

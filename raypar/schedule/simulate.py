@@ -28,7 +28,7 @@ from raypar.schedule.instructions import (
     MessageKind,
     ReduceGradients,
 )
-from raypar.schedule.timeline import (
+from raypar.schedule.step_timeline import (
     KeptBytes,
     Timeline,
     TimelineSpan,

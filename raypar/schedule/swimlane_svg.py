@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from raypar.schedule.instructions import INPUT_GRADIENTS, INSTRUCTIONS, VALUES, Compute, Instruction, drawing_style
+from raypar.schedule.step_timeline import Timeline, TimelineSpan
 from raypar.schedule.svg_style import (
     CHARACTER_WIDTH,
     INK,
@@ -17,7 +18,6 @@ from raypar.schedule.svg_style import (
     readable_text_colour,
 )
 from raypar.schedule.text_grid import format_activations, format_milliseconds, round_tick_step
-from raypar.schedule.timeline import Timeline, TimelineSpan
 
 _SMALLEST_NUMBER = 7.0
 _MARGIN, _TITLE_SIZE, _NOTE_SIZE, _SEMI_BOLD = 24.0, 22.0, 12.0, 1.1

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import gcd, isclose
 
 from raypar.schedule.instructions import Compute, Instruction, compute_instructions
-from raypar.schedule.timeline import Timeline
+from raypar.schedule.step_timeline import Timeline
 
 _FINEST = 4
 """Most units per shortest instruction: a finer grid would be too wide, so its scale is then not exact."""

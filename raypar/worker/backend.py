@@ -18,7 +18,7 @@ from raypar.comm.worker_endpoint import WorkerEndpoint
 from raypar.errors import ClusterError, ConfigError
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
-from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.adopt_plan_command import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.worker.job_spec import JobSpec, Precision
 from raypar.worker.process.gpu_setup import GPU_WORKER_ENVIRONMENT, configure_torch
@@ -65,7 +65,7 @@ class DeviceBackend(ABC):
 
     @abstractmethod
     def communicators(
-        self, order: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
+        self, order: AdoptPlanCommand, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
     ) -> frozenset[CommunicatorKey]:
         """The communicators that `WorkerEndpoint.connect` has to make for this rank in the generation of `order`.
 
@@ -98,7 +98,7 @@ class CpuBackend(DeviceBackend):
         return TcpEndpoint.listen(host, credential=credential)
 
     def communicators(
-        self, order: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
+        self, order: AdoptPlanCommand, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
     ) -> frozenset[CommunicatorKey]:
         """See `DeviceBackend.communicators`: none."""
         return frozenset()
@@ -149,7 +149,7 @@ class GpuBackend(DeviceBackend):
         return NcclEndpoint.listen(host, self._device, credential=credential)
 
     def communicators(
-        self, order: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
+        self, order: AdoptPlanCommand, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
     ) -> frozenset[CommunicatorKey]:
         """See `DeviceBackend.communicators`."""
         return required_communicators(order, rank, spec, layout)

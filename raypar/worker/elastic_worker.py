@@ -18,10 +18,10 @@ from torch import Tensor
 from raypar.comm.transport import Routine, RoutineWait, Transport
 from raypar.errors import RayparError
 from raypar.model.layer_skeletons import state_shapes
-from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.adopt_plan_command import AdoptPlanCommand
+from raypar.plan.global_loss_and_norm import VoteResult
 from raypar.plan.pieces import Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import TensorCut
-from raypar.plan.vote_result import VoteResult
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.required_communicators import device_to_device_rank_pairs
 from raypar.worker.state.mirror import Mirror
@@ -122,7 +122,7 @@ class ElasticWorker:
         """Make every pending wait of this worker raise; may be called from any thread."""
         self.core.abort(reason)
 
-    def adopt(self, order: tuple[AdoptOrder, Callable[[], Transport]]) -> Routine[None]:
+    def adopt(self, order: tuple[AdoptPlanCommand, Callable[[], Transport]]) -> Routine[None]:
         """Connect, send and receive state, then build stages. Until all state has arrived the old stages stay as they are."""
         part, connect = order
         self.core.take_layouts_from_assignment(part.assignment)
@@ -180,7 +180,9 @@ class ElasticWorker:
             found.setdefault(name, []).insert(0, ParameterState(kept, slices.get(name, ParameterSlice())))
         return found
 
-    def _assemble_state(self, part: AdoptOrder, rank: int, base: Mapping[str, list[ParameterState]]) -> dict[str, StateByKey]:
+    def _assemble_state(
+        self, part: AdoptPlanCommand, rank: int, base: Mapping[str, list[ParameterState]]
+    ) -> dict[str, StateByKey]:
         """Name -> the state that the new plan needs here, in tensors that may be written to. Raises `RayparError` if some is
         missing."""
         plan = part.assignment.plan
@@ -223,7 +225,7 @@ class ElasticWorker:
         return found
 
     def _exchange(
-        self, part: AdoptOrder, transport: Transport, base: Mapping[str, list[ParameterState]]
+        self, part: AdoptPlanCommand, transport: Transport, base: Mapping[str, list[ParameterState]]
     ) -> Routine[dict[str, list[ParameterState]]]:
         """Send and receive all state that moves. A header for each pair of workers says what follows.
 

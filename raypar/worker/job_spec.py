@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raypar.errors import ConfigError, with_article
 from raypar.plan.microbatches import Microbatches
-from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
-    from raypar.worker.weights_source import InitialWeightsFile
+    from raypar.worker.init_from_setting import InitialWeightsFile
 
 
 CONTRACT_CHARACTERS = 10_000

@@ -18,7 +18,7 @@ from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import MicrobatchRouting, ParallelPlan, TiedParameter
 from raypar.plan.addition_tree import covering_nodes
-from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.adopt_plan_command import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Communication
 from raypar.worker.job_spec import JobSpec
@@ -31,7 +31,7 @@ there are some tens at most, and all workers wait while it is made."""
 
 
 def required_communicators(
-    part: AdoptOrder, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
+    part: AdoptPlanCommand, rank: int, spec: JobSpec, layout: Callable[[int], TensorParallelLayout]
 ) -> frozenset[CommunicatorKey]:
     """All communicators that one rank needs in a generation; every member of a communicator names it.
 
@@ -64,7 +64,7 @@ def check_communicator_limit(
     A GPU with few multiprocessors takes fewer, which its worker says before the first step (`check_communicator_keys`).
     """
     layout = cache(lambda shards: compute_shard_layout(graph, shards, dict(spec.styles)))
-    counts = [len(required_communicators(AdoptOrder(part, {}, 0), rank, spec, layout)) for rank, part in enumerate(parts)]
+    counts = [len(required_communicators(AdoptPlanCommand(part, {}, 0), rank, spec, layout)) for rank, part in enumerate(parts)]
     used, most = max(counts), MAX_COMMUNICATORS - MAX_DIRECT * elastic
     if used > most:
         kept = f", {MAX_DIRECT} more being kept for state that changes hands in an elastic run" * elastic
@@ -76,7 +76,7 @@ def check_communicator_limit(
         )
 
 
-def device_to_device_rank_pairs(part: AdoptOrder) -> frozenset[tuple[int, int]]:
+def device_to_device_rank_pairs(part: AdoptPlanCommand) -> frozenset[tuple[int, int]]:
     """(source, dest) ranks of state that moves from device to device when the generation begins.
 
     Sources without a seat in the generation are included. Empty if a worker would have more than `MAX_DIRECT` neighbours: then

@@ -20,10 +20,10 @@ from raypar.comm.transport import Transport
 from raypar.model.graph import Graph, Layer
 from raypar.model.materialise import materialise
 from raypar.model.split_linear_backward import defer_weight_gradients
+from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, sharded_loss
 from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ShardedLinear, defer_sharded_weight_gradients
-from raypar.model.tensor_parallel.materialise_shard import materialise_shard, sharded_loss
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -42,8 +42,8 @@ from raypar.worker.stage.precision import StagePrecision
 from raypar.worker.stage.recomputation import StageRecomputation
 from raypar.worker.stage.stage import Stage, StageLayer, StageValues, count_returned_gradients
 from raypar.worker.stage.stage_coordinate import StageCoordinate
-from raypar.worker.stage.stage_sharding import StageSharding
-from raypar.worker.stage.weights import StageWeights
+from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.stage.stage_tensors import StageTensors
 from raypar.worker.step.optimizer import build_optimizer, select_owned_parameters
 from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit
 from raypar.worker.worker_assignments import ProgramAssignment
@@ -62,7 +62,7 @@ def build_stage(
     loss_fn: Callable[..., Any],
     split: bool = False,
     values: Mapping[str, Tensor] | None = None,
-    shard: StageSharding | None = None,
+    shard: StageShard | None = None,
     device: torch.device = CPU,
     guard: TorchStateGuard | None = None,
 ) -> Stage:
@@ -80,7 +80,7 @@ def build_stage(
     if device != CPU:
         for module in modules.values():
             module.to(device)  # made on the CPU, so that the bits of a new run are those of its seed everywhere
-    weights = StageWeights(graph, layers, modules)
+    weights = StageTensors(graph, layers, modules)
     deferred = prepare_split_backward(modules, sharded=shard is not None) if split else DeferredGradients()
     gradients = build_gradient_accumulator(weights, routing, index, replica)
     completed = uses_completed_by_autograd(weights, deferred)
@@ -123,7 +123,7 @@ def materialise_stage_modules(
     index: int,
     spec: JobSpec,
     values: Mapping[str, Tensor] | None,
-    shard: StageSharding | None,
+    shard: StageShard | None,
 ) -> dict[str, nn.Module]:
     """Layer name -> module with values; of a stage that is cut, with sharded layers in the place of whole ones."""
     here, dtype = plan.stages[index], getattr(torch, spec.dtype)
@@ -146,7 +146,7 @@ def prepare_split_backward(modules: Mapping[str, nn.Module], *, sharded: bool) -
 
 
 def build_gradient_accumulator(
-    weights: StageWeights, routing: MicrobatchRouting, index: int, replica: int
+    weights: StageTensors, routing: MicrobatchRouting, index: int, replica: int
 ) -> GradientAccumulator:
     """The accumulator of gradients over the microbatches and blocks that this replica runs."""
     run = routing.blocks_of_replica(index, replica)
@@ -155,7 +155,7 @@ def build_gradient_accumulator(
     return GradientAccumulator(weights.leaves, names, run, routing.microbatches.blocks, sizes)
 
 
-def uses_completed_by_autograd(weights: StageWeights, deferred: DeferredGradients) -> list[list[int]]:
+def uses_completed_by_autograd(weights: StageTensors, deferred: DeferredGradients) -> list[list[int]]:
     """By layer position: its uses whose gradients autograd itself completes in a whole backward pass, last first."""
     return [
         [use for use in reversed(weights.of_layer(i).uses) if id(weights.leaves[use]) not in deferred.parameters]
@@ -190,7 +190,7 @@ def build_stage_loss(
     index: int,
     spec: JobSpec,
     loss_fn: Callable[..., Any],
-    shard: StageSharding | None,
+    shard: StageShard | None,
     hooks: LayerBackwardHooks,
     coordinate: StageCoordinate,
     guard: TorchStateGuard,
@@ -299,7 +299,7 @@ class StageBuilder:
         index: int,
         values: Mapping[str, Tensor] | None,
         taken: Collection[str],
-        shard: StageSharding | None,
+        shard: StageShard | None,
         *,
         unfilled: bool,
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -314,7 +314,7 @@ class StageBuilder:
             return initial.values, initial.digests
         return {name: value.clone() if name in taken else value for name, value in values.items()}, {}
 
-    def build_shard(self, index: int) -> StageSharding | None:
+    def build_shard(self, index: int) -> StageShard | None:
         """This worker's shard of a stage; None if the stage is not cut."""
         plan, seat = self.assignment.plan, self.assignment.plan.seats[self.transport.rank]
         shards = plan.stages[index].shards
@@ -327,7 +327,7 @@ class StageBuilder:
             sequence_parallel=self.spec.sequence_parallel,
             timeout_s=self.shard_timeout_s,
         )
-        return StageSharding(group, self.layout(group.size))
+        return StageShard(group, self.layout(group.size))
 
     def build_lr_factor(self) -> Callable[[int], float]:
         """Step -> factor on the learning rates."""

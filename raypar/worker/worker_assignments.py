@@ -19,13 +19,13 @@ from raypar.model.deferred_init import OperationRecording, Undeferrable, run_wit
 from raypar.model.graph import Graph
 from raypar.model.initial_values import CallGuard, SeededByNameValues
 from raypar.model.model_function_allocations import WHOLE_BYTES, AllocationLimitExceeded, call_counting_allocations
-from raypar.model.parameter_aliasing import Replaced
+from raypar.model.parameter_aliasing_check import Replaced
 from raypar.model.random_state import RandomState, preserve_random_state, seed_all
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.schedule.instructions import Schedule
 from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
-from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.microbatch_loader import SampleOrder, SamplePosition, SampleReader, make_dataset
 from raypar.worker.pretrained.initial_values import weights_from_file

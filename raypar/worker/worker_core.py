@@ -29,7 +29,7 @@ from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
 from raypar.worker.job_spec import DataSpec, JobSpec
 from raypar.worker.microbatch_loader import BatchSource, MicrobatchLoader, SampleOrder, make_dataset
 from raypar.worker.norm_and_weights_hash import sum_losses
-from raypar.worker.process.environment_guard import StateWarnings
+from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage

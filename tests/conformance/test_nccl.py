@@ -22,7 +22,7 @@ from helpers.standin import Count, HostDevice, HostStream, Setting, set_to
 from helpers.transport_cases import CREDENTIAL, LIMIT_S, in_order, noise
 
 from raypar.comm.communicator_key import COLLECTIVES, CommunicatorKey
-from raypar.comm.nccl import bindings, communicator_stream, transport
+from raypar.comm.nccl import bindings, communicator, transport
 from raypar.comm.nccl import device as nccl_device
 from raypar.comm.nccl import tagged_messages as nccl_messages
 from raypar.comm.nccl.connect import check_ranks_compatible, connect_nccl, wait_for_all_messages
@@ -626,7 +626,7 @@ def test_an_abort_ends_when_nothing_writes_to_anybodys_memory_any_more(patience_
         time.sleep(takes_s)
         added.append(out.data_ptr())
 
-    monkeypatch.setattr(communicator_stream, "add_in_order", slowly)
+    monkeypatch.setattr(communicator, "add_in_order", slowly)
     with Group(3, [CommunicatorKey((0, 1, 2), "all_reduce")]) as ends:
         flats = [torch.ones(10) for _ in ends]
         handles = [end.all_reduce(flat, group=[0, 1, 2]) for end, flat in zip(ends, flats, strict=True)]

@@ -20,15 +20,15 @@ from raypar.elastic import actions as do
 from raypar.errors import ModelError
 from raypar.launch import launch_run
 from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.result import Result
-from raypar.launch.result_neutral_options import ResultNeutralOptions
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_report import fewer_shards_warnings
 from raypar.planner.plan_search import possible_shard_counts
 from raypar.run_folder import RunFolder
+from raypar.worker.job_preflight import check_other_shard_counts, preflight
 from raypar.worker.job_spec import JobSpec, Ref
-from raypar.worker.preflight import check_other_shard_counts, preflight
 
 FOUR = ParallelPlan.mesh(pp=2, tp=2, layers=4)
 PROFILE = ModelProfile(tuple(LayerProfile(f"block{i}", 1.0, 2.0, 1.0, 1.0) for i in range(4)), LinkProfile(0.0))
@@ -100,7 +100,7 @@ def test_the_numbers_of_shards_that_a_run_may_come_to_are_checked_before_it_begi
         seen.append(plan.stages[0].shards)
         raise ModelError("softmax needs the parts of other shards", cure="the style gathered")
 
-    monkeypatch.setattr("raypar.worker.preflight.check_model_can_shard", refuse)
+    monkeypatch.setattr("raypar.worker.job_preflight.check_model_can_shard", refuse)
     with pytest.raises(ModelError, match="with 2 shards, to which an elastic run comes when workers are lost: softmax needs"):
         check_other_shard_counts(spec, checked, plan, possible_shard_counts(plan))
     assert seen == [2]
@@ -134,7 +134,7 @@ def test_a_run_may_fall_to_fewer_shards_on_any_cluster(kind, monkeypatch, tmp_pa
     monkeypatch.setattr(launch_run, "_follow", follow)
     spec, plan = six_heads(), ParallelPlan.mesh(tp=4, layers=4)
     folder = RunFolder.create(tmp_path, "run")
-    options = ResultNeutralOptions(make_folder=lambda chosen: folder, elastic=ElasticConfig(min_workers=1))
+    options = LaunchOptions(make_folder=lambda chosen: folder, elastic=ElasticConfig(min_workers=1))
     launch_run.launch_run(
         spec, lambda checked: choose_plan(spec, checked, lambda layers: plan, "1f1b", 4), options, lambda event: None
     )

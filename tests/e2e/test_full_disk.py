@@ -132,7 +132,7 @@ def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, mo
     monkeypatch.setattr("raypar.actors.driver_client.refuse_active_run", lambda name: None)
     monkeypatch.setattr(resume, "prepare_resumed_run", lambda path, options, spec, choose, tell: (options, choose))
     monkeypatch.setattr(
-        resume, "result_neutral_options_from_job", lambda job, found, *given: SimpleNamespace(make_folder=found, steps_done=1)
+        resume, "launch_options_from_job", lambda job, found, *given: SimpleNamespace(make_folder=found, steps_done=1)
     )
     monkeypatch.setattr(resume, "launch_run", lambda spec, choose, options, tell: options.make_folder(None))
     monkeypatch.setattr(resume, "plan_json", lambda chosen: "p" * 500)

@@ -9,8 +9,8 @@ import pytest
 
 from raypar.actors import worker_actor as module
 from raypar.actors.driver_startup import DriverStartup
+from raypar.actors.removed_working_dir import WorkingDirGuard
 from raypar.actors.worker_actor import WorkerActor
-from raypar.actors.working_dir_guard import WorkingDirGuard
 
 
 @pytest.mark.parametrize("store", ["raises", "does not answer"])

@@ -9,8 +9,8 @@ from helpers.parity import STEPS, Layout, expected
 
 from raypar.actors.ray_connection import connect_ray
 from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
-from raypar.launch.result_neutral_options import ResultNeutralOptions
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, read_checkpoint_state
 
@@ -37,7 +37,7 @@ def check(layout, tmp_path, recompute="none"):
         lambda checked: choose_plan(
             job, checked, lambda layers: layout.plan, layout.schedule, layout.plan.world, None, recompute
         ),
-        ResultNeutralOptions(make_folder=lambda planned: RunFolder.create(tmp_path, "parity")),
+        LaunchOptions(make_folder=lambda planned: RunFolder.create(tmp_path, "parity")),
         lambda event: None,
     )
     assert result.error is None

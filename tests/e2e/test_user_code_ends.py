@@ -15,14 +15,14 @@ from torch import nn
 
 import raypar
 from raypar.actors.background_tasks import BackgroundTasks
+from raypar.actors.hello_and_failure_messages import CallFailure
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.worker_actor import WorkerActor
-from raypar.actors.worker_messages import CallFailure
 from raypar.callbacks import Callback, Callbacks
 from raypar.cli import main
 from raypar.errors import UserCodeError
 from raypar.plan import Microbatches, ParallelPlan
-from raypar.user_code import recording_ctrl_c
+from raypar.user_code_errors import recording_ctrl_c
 from raypar.worker.job_spec import DataSpec, Ref
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder
 from raypar.worker.run_in_one_process import OneProcessRun

@@ -18,7 +18,7 @@ from helpers.shard_grid import Cell, different, graph
 from helpers.shard_grid import run as run_cell
 
 from raypar.plan import ParallelPlan
-from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.adopt_plan_command import AdoptPlanCommand
 from raypar.plan.pieces import PieceMove
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.job_spec import OptimizerSpec, Ref, ValidationSpec, contract_of_job
@@ -148,7 +148,7 @@ def hands_over(state: State, dests: int) -> set[str]:
         run.step(0)
         body = ElasticWorker(run.cores[0], 0)
         ways = tuple(PieceMove(0, dest, piece) for dest in range(1, dests + 1) for piece in body.pieces()[:3])
-        part = AdoptOrder(None, {worker: worker for worker in range(dests + 1)}, 1, ways)
+        part = AdoptPlanCommand(None, {worker: worker for worker in range(dests + 1)}, 1, ways)
         next(body._exchange(part, Post(), body._held_state()), None)  # type: ignore[arg-type]
     return left
 

@@ -17,9 +17,9 @@ from raypar.model.capture.sequential import capture_layer_graph
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import canonical_names
 from raypar.model.materialise import materialise
+from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, shard_slice_of, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.layout import compute_shard_layout
-from raypar.model.tensor_parallel.materialise_shard import materialise_shard, shard_slice_of, sharded_loss
 from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 

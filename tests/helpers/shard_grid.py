@@ -19,8 +19,8 @@ from examples import gpt
 from raypar.comm.buffer_pool import CPU
 from raypar.model.graph import Graph
 from raypar.model.materialise import materialise
+from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.model.tensor_parallel.layout import compute_shard_layout
-from raypar.model.tensor_parallel.materialise_shard import shard_slice_of
 from raypar.plan import ParallelPlan
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule import registry

@@ -12,7 +12,7 @@ from helpers.transport_cases import CREDENTIAL
 
 from raypar.comm.nccl.endpoint import NcclEndpoint
 from raypar.comm.tcp.endpoint import TcpEndpoint
-from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.adopt_plan_command import AdoptPlanCommand
 from raypar.worker.required_communicators import required_communicators
 from raypar.worker.step.optimizer import optimizer_state
 from raypar.worker.worker_assignments import make_worker_assignments
@@ -41,7 +41,7 @@ def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: l
         job, graph, plan, registry.build_schedule(layout.schedule, MicrobatchRouting(plan, job.batching))
     )[index]
     core = WorkerCore(job, graph=graph, step_timeout_s=30.0)
-    keys = required_communicators(AdoptOrder(part, {}, 0), index, job, core.layout) if state["nccl"] else frozenset()
+    keys = required_communicators(AdoptPlanCommand(part, {}, 0), index, job, core.layout) if state["nccl"] else frozenset()
     transport = state["mesh"].connect(
         rank=index, size=plan.world, addresses=addresses, generation=0, deadline_s=20.0, communicators=keys
     )

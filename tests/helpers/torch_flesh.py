@@ -24,7 +24,7 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout, make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.adopt_plan_command import AdoptPlanCommand
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Piece
 from raypar.schedule import registry
@@ -125,7 +125,7 @@ class TorchFlesh:
         load = None if path is None else str(path)
         keepers = assign_buddies(order.members)  # every worker is a node of its own
         fresh = order.from_checkpoint and not path
-        part = AdoptOrder(
+        part = AdoptPlanCommand(
             assignment,
             ranks,
             order.done,

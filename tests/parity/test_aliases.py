@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from raypar.errors import UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
+from raypar.worker.job_preflight import check_layer_shapes
 from raypar.worker.job_spec import Ref
-from raypar.worker.preflight import check_layer_shapes
 from raypar.worker.run_in_one_process import OneProcessRun
 
 W = ugly_models.WIDTH

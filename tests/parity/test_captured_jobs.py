@@ -19,8 +19,8 @@ from raypar.errors import ModelError
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
+from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import JobSpec, contract_of_job
-from raypar.worker.preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_without_values
 

@@ -21,7 +21,7 @@ from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.checkpoint.checkpoint_store import STORES, CheckpointStore, open_checkpoint, open_checkpoint_store
 from raypar.worker.job_spec import contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
-from raypar.worker.pretrained.weights_file import absolute_weights_path, open_weights, resolve_weights_path
+from raypar.worker.pretrained.weights_file import absolute_weights_path, open_weights, resolve_weights_source
 from raypar.worker.run_in_one_process import OneProcessRun
 
 SPEC = job("tangled", steps=4)
@@ -91,7 +91,7 @@ def test_a_run_saves_to_memory_resumes_with_the_same_bits_and_exports(memory, tm
 
 def test_initial_weights_are_read_from_memory_by_slices(memory):
     checkpoint = commit(open_checkpoint_store(URL), 3, 2.5)
-    path, _ = resolve_weights_path(str(checkpoint))
+    path, _ = resolve_weights_source(str(checkpoint))
     assert absolute_weights_path(path) == str(checkpoint)
     with open_weights(absolute_weights_path(path)) as weights:
         assert torch.equal(weights.read("w", slices=(0, ((1, 3),))), torch.full((2,), 2.5))

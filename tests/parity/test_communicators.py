@@ -13,9 +13,9 @@ from helpers.shard_grid import Cell, cells
 
 from raypar.comm.communicator_key import COLLECTIVES, FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
 from raypar.model.tensor_parallel.layout import compute_shard_layout
-from raypar.model.tensor_parallel.styles.gathered import GatheredStyle
+from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
-from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.adopt_plan_command import AdoptPlanCommand
 from raypar.plan.pieces import Piece, PieceMove
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout as StyledLayout
 from raypar.schedule import registry
@@ -69,7 +69,7 @@ def check(layout, **changes):
         wanted = {
             w
             for rank, core in enumerate(run.cores)
-            for w in required_communicators(AdoptOrder(core.assignment, {}, 0), rank, job, core.layout)
+            for w in required_communicators(AdoptPlanCommand(core.assignment, {}, 0), rank, job, core.layout)
         }
         used, undefined = set(), set()
         for transport in run.mesh.transports:
@@ -142,7 +142,7 @@ def needed(part, rank, job=JOB):
 def parts_of(plan, ranks=None, moves=()):
     order = registry.build_schedule("1f1b", MicrobatchRouting(plan, JOB.batching))
     made = assign_programs_to_ranks(order, plan, StageConnections.chain(len(plan.stages)), JOB.batching)
-    return [AdoptOrder(assignment, ranks or {}, 0, moves) for assignment in made]
+    return [AdoptPlanCommand(assignment, ranks or {}, 0, moves) for assignment in made]
 
 
 @pytest.mark.parametrize("shards", [(1, 1), (2, 2), (2, 1), (1, 3), (3, 2)])
@@ -187,7 +187,7 @@ def test_state_that_changes_hands_has_communicators_and_who_has_no_seat_has_no_o
     ranks = {5: 0, 8: 1, 3: 2}
     moves = (PieceMove(3, 8, Piece("a", 0, 4)), PieceMove(3, 8, Piece("b", 0, 4)), PieceMove(8, 8, Piece("c", 0, 4)))
     handed = CommunicatorKey((2, 1), "message")
-    assert needed(AdoptOrder(None, ranks, 0, moves), 2) == {handed}
+    assert needed(AdoptPlanCommand(None, ranks, 0, moves), 2) == {handed}
     alone, parts = parts_of(plan), parts_of(plan, ranks, moves)
     assert needed(parts[1], 1) == needed(alone[1], 1) | {handed}
     assert needed(parts[0], 0) == needed(alone[0], 0)
@@ -196,7 +196,7 @@ def test_state_that_changes_hands_has_communicators_and_who_has_no_seat_has_no_o
 def test_state_from_more_workers_than_there_can_be_communicators_for_travels_through_host_memory():
     for sources in (MAX_DIRECT, MAX_DIRECT + 1):
         ranks = {worker: worker for worker in range(sources + 1)}
-        part = AdoptOrder(
+        part = AdoptPlanCommand(
             None, ranks, 0, tuple(PieceMove(worker, 0, Piece("a", worker, worker + 1)) for worker in range(1, sources + 1))
         )
         assert len(needed(part, 0)) == (sources if sources <= MAX_DIRECT else 0)

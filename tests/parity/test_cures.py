@@ -11,7 +11,7 @@ from torch import nn
 import raypar
 from raypar.cli import main
 from raypar.errors import InputError, with_article
-from raypar.worker.preflight import preflight
+from raypar.worker.job_preflight import preflight
 
 GIVEN: dict[str, Any] = {
     "model": lambda: nn.Sequential(nn.Linear(2, 2)),

@@ -16,8 +16,8 @@ from raypar.planner.candidate_plans import enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, ModelProfile
 from raypar.planner.plan_search import evaluate_candidate
 from raypar.worker import measure_profile
+from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import JobSpec, Ref
-from raypar.worker.preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 
 GPT = "jobs/quickstart.yaml"

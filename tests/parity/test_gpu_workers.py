@@ -23,7 +23,7 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import make_model_outline
 from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ModelOutline, ParallelPlan
-from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.adopt_plan_command import AdoptPlanCommand
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import plan_moves
 from raypar.schedule import registry
@@ -90,7 +90,7 @@ class Run:
             ways = plan_moves(have, dict(zip(members, Ownership(plan, self.job.outline).held, strict=True)))
             assert {way.source for way in ways} <= set(members)
         fresh = stands is None
-        return {w: AdoptOrder(made[rank], ranks, self.done, ways, run_begins=fresh) for w, rank in ranks.items()}, ways
+        return {w: AdoptPlanCommand(made[rank], ranks, self.done, ways, run_begins=fresh) for w, rank in ranks.items()}, ways
 
     def adopt(self, plan, members, stands=None):
         """A new generation of these workers."""
@@ -327,7 +327,7 @@ def test_a_process_that_nccl_does_not_let_go_of_ends(workers):
 
 def test_a_process_that_nccl_does_not_let_go_of_while_it_moves_to_another_plan_ends(monkeypatch):
     """The former transport is closed at the end of the move. The worker's next generation would have found its GPU busy."""
-    order = pickle.dumps(AdoptOrder(None, {0: 0}, 0, (), run_begins=True))
+    order = pickle.dumps(AdoptPlanCommand(None, {0: 0}, 0, (), run_begins=True))
     worker = WorkerActor.__new__(WorkerActor)
     worker.coordinate, worker.working_dir, worker.torch_guard = "worker 0", SimpleNamespace(keep=lambda: None), None
     worker.endpoint, worker.calls = SimpleNamespace(unended_communicators=()), {}

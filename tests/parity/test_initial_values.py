@@ -32,16 +32,16 @@ from raypar.plan import ParallelPlan
 from raypar.worker import worker_assignments
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, CACHE, PARAMETER
 from raypar.worker.checkpoint.manifest import DTYPES
+from raypar.worker.init_from_setting import InitialWeightsFile
+from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, contract_of_job
-from raypar.worker.preflight import preflight
 from raypar.worker.pretrained import weights_file
 from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.initial_state import make_initial_stage_state
-from raypar.worker.stage.stage_sharding import StageSharding
+from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.state.mirror import StateCopy
-from raypar.worker.weights_source import InitialWeightsFile
 from raypar.worker.worker_assignments import make_layer_graph
 
 WAYS = {way.__name__: way for way in models.WAYS}
@@ -461,7 +461,7 @@ def test_a_shard_reads_its_slices_of_a_file_and_nothing_else(tmp_path, monkeypat
     monkeypatch.setattr(weights_file.WeightsFile, "read_into", into)
     layout, names = compute_shard_layout(graph, 2, dict(STYLES)), dict(model.named_parameters())
     for rank in range(2):
-        shard = StageSharding(SimpleNamespace(shard=rank, size=2), layout)
+        shard = StageShard(SimpleNamespace(shard=rank, size=2), layout)
         state = make_initial_stage_state(graph, 0, 1, spec, shard)
         assert all(torch.equal(state.values[name], shard.part(name, whole)) for name, whole in names.items())
         assert len(state.digests) == len(names) and "0.up.weight" not in state.digests and "0.norm.weight" in state.digests

@@ -21,7 +21,7 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerCall, LayerFunction, PassContext, training_pass_context, validation_pass_context
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_coordinate import StageCoordinate
-from raypar.worker.stage.weights import LayerTensors, StageWeights
+from raypar.worker.stage.stage_tensors import LayerTensors, StageTensors
 from raypar.worker.stage_builder import build_stage
 
 SIZE = 6
@@ -46,7 +46,7 @@ class Scene:
         self.layer = Layer("noisy", build, ("a",), outputs)
         graph = Graph((self.layer,), output=outputs[0])
         torch.manual_seed(1)
-        self.weights = StageWeights(graph, (self.layer,), {"noisy": build()}).of_layer(0)
+        self.weights = StageTensors(graph, (self.layer,), {"noisy": build()}).of_layer(0)
         self.guard = guard or TorchStateGuard(torch.get_num_threads())
         self.call = LayerCall(
             self.layer,

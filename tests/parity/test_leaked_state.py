@@ -494,8 +494,8 @@ def test_callbacks_do_not_meet_what_others_leave():
 
 def test_a_job_is_checked_and_profiled_whatever_it_leaves_behind():
     """In the process of `raypar train`, before there are workers; the profile enters hooks of its own around layers."""
+    from raypar.worker.job_preflight import preflight
     from raypar.worker.measure_profile import profile_job
-    from raypar.worker.preflight import preflight
 
     here = os.getcwd()
     for place, leak in (

@@ -11,8 +11,8 @@ import raypar
 from raypar.errors import ConfigError, UserCodeError
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
+from raypar.worker.job_preflight import preflight
 from raypar.worker.measure_profile import profile_job
-from raypar.worker.preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 
 SAMPLES = [(torch.full((3,), float(i)), i % 4) for i in range(8)]

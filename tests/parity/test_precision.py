@@ -18,9 +18,9 @@ from raypar.errors import DataError, UserCodeError
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.schedule import registry
+from raypar.worker.job_preflight import check_layer_shapes
 from raypar.worker.job_spec import JobSpec, Precision, Ref
 from raypar.worker.measure_profile import profile_job
-from raypar.worker.preflight import check_layer_shapes
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.layer_call import LayerCall
 from raypar.worker.stage.stage import Stage

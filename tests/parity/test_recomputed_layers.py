@@ -19,9 +19,9 @@ from raypar.errors import ConfigError, PlanError, UserCodeError
 from raypar.launch.chosen_plan import choose_plan, describe_chosen_plan, plan_json
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import JobSpec, Ref
 from raypar.worker.measure_profile import MeasuredLayers, one_microbatch_of_each_size, profile_layers, read_microbatches
-from raypar.worker.preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage_builder import build_stage
 from raypar.worker.worker_assignments import make_layer_graph

@@ -13,8 +13,8 @@ from torch import nn
 
 from examples import gpt
 from examples.gpt import Embedding, Linear
+from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.model.tensor_parallel.layout import compute_shard_layout
-from raypar.model.tensor_parallel.materialise_shard import shard_slice_of
 
 SHARDS = (1, 2, 3, 4)
 
@@ -357,7 +357,7 @@ def test_a_shard_all_of_whose_vocabulary_is_masked_adds_nothing():
 
 def test_evaluation_is_the_whole_models():
     from raypar.model.materialise import materialise
-    from raypar.model.tensor_parallel.materialise_shard import materialise_shard, sharded_loss
+    from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, sharded_loss
 
     graph, x, y = graph_of(models.dropped), ids(23, 2, 7), ids(23, 2, 7)
     layout = compute_shard_layout(graph, 2)

@@ -9,8 +9,8 @@ from helpers.same_shards import gpt_on_shards, gpt_slices, in_order
 from examples import gpt
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.materialise import materialise
+from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, sharded_loss
 from raypar.model.tensor_parallel.layout import compute_shard_layout
-from raypar.model.tensor_parallel.materialise_shard import materialise_shard, sharded_loss
 from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 
 SHARDS = (2, 3, 4)

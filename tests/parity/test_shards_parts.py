@@ -20,11 +20,11 @@ from raypar.errors import ModelError, PlanError
 from raypar.model.layer_skeletons import canonical_names, make_model_outline, parameter_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
+from raypar.model.tensor_parallel.build_shard_modules import materialise_shard, shard_slice_of
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.linear import ColumnLinear
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
-from raypar.model.tensor_parallel.materialise_shard import materialise_shard, shard_slice_of
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.model.tensor_parallel.slice_elements import read_elements, write_elements

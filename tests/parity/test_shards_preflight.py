@@ -13,8 +13,8 @@ from raypar.config import parse_job
 from raypar.errors import ConfigError, InputError, ModelError, PlanError
 from raypar.launch.chosen_plan import choose_plan
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
-from raypar.worker.preflight import preflight
 from raypar.worker.step.optimizer import check_optimizer_is_elementwise
 
 ARGS = {"vocab": VOCAB, "width": WIDTH, "depth": 2, "heads": 5, "context": 8}

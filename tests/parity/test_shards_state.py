@@ -10,7 +10,7 @@ from helpers import same_shards
 from helpers.shard_grid import HEADS, Cell, graph, held, initial, layout_for, steps_of
 
 from raypar.model.layer_skeletons import parameter_shapes
-from raypar.model.tensor_parallel.materialise_shard import shard_slice_of
+from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.job_spec import contract_of_job

@@ -9,7 +9,7 @@ from helpers.shard_grid import SEQ, STEPS, VOCAB, WIDTH, Cell, layout_for
 from torch import nn
 
 from examples import gpt
-from raypar.model.tensor_parallel.materialise_shard import shard_slice_of
+from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan import ParallelPlan
 from raypar.worker.job_spec import Ref
 from raypar.worker.run_in_one_process import OneProcessRun

@@ -21,6 +21,7 @@ from raypar.config import ElasticConfig, InitFromConfig
 from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
 from raypar.launch.resume import prepare_resumed_run
 from raypar.worker import measure_profile
+from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import (
     Precision,
     contract_of_job,
@@ -28,7 +29,6 @@ from raypar.worker.job_spec import (
     stable_argument_text,
     stable_callable_label,
 )
-from raypar.worker.preflight import preflight
 from raypar.worker.worker_core import WorkerCore
 
 GIVEN = {"model": "m:f", "loss": "m:f", "data": "m:f", "steps": 1, "batch_size": 1, "microbatches": 1}

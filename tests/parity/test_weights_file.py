@@ -22,10 +22,10 @@ from raypar.plan.shard_ranges import merge_ranges
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TensorSlices
 from raypar.worker.checkpoint.checkpoint_store import open_checkpoint
 from raypar.worker.checkpoint.manifest import manifest_checksum
+from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.pretrained.initial_values import WeightsFromFile
-from raypar.worker.pretrained.weights_file import StoredTensor, open_weights, resolve_weights_path
+from raypar.worker.pretrained.weights_file import StoredTensor, open_weights, resolve_weights_source
 from raypar.worker.pretrained.weights_matching import match_weights
-from raypar.worker.weights_source import InitialWeightsFile
 
 SHAPES = {"embed.weight": (7, 4), "up.weight": (6, 4), "up.bias": (6,), "scale": (), "cube": (3, 5, 2)}
 
@@ -223,9 +223,9 @@ def test_a_file_that_is_replaced_is_read_on_and_one_that_is_written_to_is_an_err
 def test_a_run_folder_is_its_last_whole_checkpoint(tmp_path: Path):
     for done in (5, 10):
         saved(tmp_path / "run/checkpoints", done, weights(done))
-    assert resolve_weights_path(tmp_path / "run") == (open_checkpoint(tmp_path / "run/checkpoints/step_00000010"), ())
+    assert resolve_weights_source(tmp_path / "run") == (open_checkpoint(tmp_path / "run/checkpoints/step_00000010"), ())
     (tmp_path / "run/checkpoints/step_00000010/worker_0001.safetensors").unlink()
-    path, notes = resolve_weights_path(tmp_path / "run")
+    path, notes = resolve_weights_source(tmp_path / "run")
     assert path.name == "step_00000005" and "skipped step_00000010" in notes[0]
     with open_weights(tmp_path / "run") as file:
         assert torch.equal(file.read("cube"), weights(5)["cube"]) and file.notes == notes
@@ -234,13 +234,13 @@ def test_a_run_folder_is_its_last_whole_checkpoint(tmp_path: Path):
 
 def test_checksums_are_compared_once_before_workers_open_a_checkpoint(tmp_path: Path):
     path = saved(tmp_path, 5, weights())
-    assert resolve_weights_path(path) == (open_checkpoint(path), ())
+    assert resolve_weights_source(path) == (open_checkpoint(path), ())
     with open(path / "worker_0000.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x01")
     open_weights(path).close()
     with pytest.raises(CheckpointError, match="its checksum is another"):
-        resolve_weights_path(path)
+        resolve_weights_source(path)
 
 
 @pytest.mark.parametrize("what", ["index", "pt", "checkpoint"])

@@ -92,7 +92,7 @@ from functools import partial
 import torch
 from helpers.tiny_job import data, loss, model
 from raypar import Graph, Layer, Trainer
-from raypar.worker.preflight import preflight
+from raypar.worker.job_preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.plan import ParallelPlan
 

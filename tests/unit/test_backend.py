@@ -15,7 +15,7 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.worker_endpoint import WorkerEndpoint
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ClusterError, ConfigError
-from raypar.plan.adopt_order import AdoptOrder
+from raypar.plan.adopt_plan_command import AdoptPlanCommand
 from raypar.worker.backend import BACKENDS, make_backend
 from raypar.worker.job_spec import JobSpec, Precision
 
@@ -33,7 +33,7 @@ def test_a_worker_on_processors_needs_nothing_but_sockets():
             and endpoint.address.startswith("127.0.0.1:")
             and endpoint.unended_communicators == ()
         )
-        assert backend.communicators(AdoptOrder(None, {}, 0), 0, None, None) == frozenset()
+        assert backend.communicators(AdoptPlanCommand(None, {}, 0), 0, None, None) == frozenset()
         alone = endpoint.connect(
             rank=0, size=1, addresses=[endpoint.address], generation=1, deadline_s=5.0, communicators=frozenset()
         )

@@ -93,7 +93,7 @@ def test_an_address_beside_a_ray_that_is_joined_already(
 
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.get_runtime_context", Context)
-    monkeypatch.setattr("raypar.actors.working_dir_guard.wait_until_working_dir_unpacked", lambda: None)
+    monkeypatch.setattr("raypar.actors.removed_working_dir.wait_until_working_dir_unpacked", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     connect = connect_ray(address, 1, tmp_path)
     if same:

@@ -16,9 +16,9 @@ import raypar
 from raypar.cli import main
 from raypar.config import parse_job
 from raypar.errors import ConfigError, PlanError
-from raypar.launch.result_neutral_options import ResultNeutralOptions
+from raypar.launch.launch_options import LaunchOptions
+from raypar.launch.ray_job_resubmission import find_unfinished_run
 from raypar.launch.resume import find_last_whole_checkpoint, prepare_resumed_run
-from raypar.launch.submitted_job import find_unfinished_run
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import list_contract_differences, load_manifest
 from raypar.worker.job_spec import CONTRACT_CHARACTERS, Ref, contract_of_job, stable_callable_label
@@ -265,7 +265,7 @@ def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.Captur
     told: list[dict] = []
     path = find_last_whole_checkpoint(old, told.append)
     options, _ = prepare_resumed_run(
-        path, ResultNeutralOptions(make_folder=lambda chosen: old), job.to_spec(), lambda checked: None, told.append
+        path, LaunchOptions(make_folder=lambda chosen: old), job.to_spec(), lambda checked: None, told.append
     )
     assert (options.resume, options.steps_done) == (path, 5)
     assert [event["kind"] for event in told] == ["resuming"]

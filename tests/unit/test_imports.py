@@ -14,10 +14,10 @@ MAY_IMPORT = {
     "errors": "",
     "untrusted_files": "errors",
     "safe_yaml": "untrusted_files errors yaml",
-    "run_folder_checks": "untrusted_files",
+    "run_folder_schema": "untrusted_files",
     "atomic_write": "untrusted_files errors",
-    "jsonl_lines": "untrusted_files run_folder_checks errors",
-    "user_code": "errors",
+    "read_run_lines": "untrusted_files run_folder_schema errors",
+    "user_code_errors": "errors",
     "traceback_filter": "errors",
     "keys_of_other_frameworks": "",
     "token_files": "untrusted_files errors torch numpy",
@@ -26,18 +26,18 @@ MAY_IMPORT = {
     "planner": "plan schedule errors",
     "elastic": "plan errors",
     "comm": "plan errors torch numpy cupy",
-    "model": "plan comm errors user_code torch numpy",
-    "worker": "schedule model comm plan planner.model_profile planner.kept_storages errors user_code torch numpy safetensors "
-    "untrusted_files token_files",
-    "actors": "worker model elastic planner comm schedule plan run_folder jsonl_lines atomic_write callbacks errors user_code "
-    "torch numpy ray",
-    "config": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.weights_source "
-    "untrusted_files run_folder_checks safe_yaml traceback_filter pydantic yaml",
+    "model": "plan comm errors user_code_errors torch numpy",
+    "worker": "schedule model comm plan planner.model_profile planner.kept_storages errors user_code_errors torch numpy "
+    "safetensors untrusted_files token_files",
+    "actors": "worker model elastic planner comm schedule plan run_folder read_run_lines atomic_write callbacks errors "
+    "user_code_errors torch numpy ray",
+    "config": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.init_from_setting "
+    "untrusted_files run_folder_schema safe_yaml traceback_filter pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 
 EDGE_FILES = (
-    "implied_setting",
+    "aliased_setting",
     "ray_train_config",
     "run_folder",
     "callbacks",
@@ -154,7 +154,7 @@ def test_the_shell_imports_heavy_things_inside_functions_only():
         if package_of(path) in EDGE
         for name in imports(ast.parse(path.read_text()), lazy=False)
         if name.split(".")[0] in HEAVY or name.split(".")[1:2] in (["worker"], ["comm"], ["model"], ["actors"])
-        if name not in ("raypar.worker.job_spec", "raypar.worker.weights_source")
+        if name not in ("raypar.worker.job_spec", "raypar.worker.init_from_setting")
     ]
     assert not wrong
 
@@ -187,7 +187,16 @@ def loaded(modules: list[str], heavy: set[str]) -> str:
     return found.stdout.strip()
 
 
-LIGHT_FILES = ("cli", "config", "untrusted_files", "safe_yaml", "run_folder_checks", "atomic_write", "jsonl_lines", "__init__")
+LIGHT_FILES = [
+    "cli",
+    "config",
+    "untrusted_files",
+    "safe_yaml",
+    "run_folder_schema",
+    "atomic_write",
+    "read_run_lines",
+    "__init__",
+]
 """Modules beside the pure core that load no heavy package."""
 
 
@@ -205,14 +214,14 @@ def test_a_driver_starts_without_torch_and_with_all_of_raypar_that_pickles_need(
     folder anew, may not be found: "No module named 'raypar....'"."""
     needs = {
         "raypar.callbacks",
-        "raypar.plan.vote_result",
+        "raypar.plan.global_loss_and_norm",
         "raypar.elastic.generation_guard",
         "raypar.worker.checkpoint.checkpoint_files",
         "raypar.errors",
     }
     needs |= {
         "raypar.actors.numerics_fingerprint",
-        "raypar.actors.worker_messages",
+        "raypar.actors.hello_and_failure_messages",
         "raypar.actors.run_request",
         "raypar.schedule.program_assignment",
     }

@@ -35,9 +35,9 @@ from raypar.schedule.instructions import (
 from raypar.schedule.lower import lower_schedule
 from raypar.schedule.schedule_csv import format_schedule_csv, parse_schedule_csv
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
+from raypar.schedule.step_timeline import parse_instruction, peak_activation_memory, peak_activations
 from raypar.schedule.swimlane_svg import swimlane_svg
 from raypar.schedule.text_grid import text_grid
-from raypar.schedule.timeline import parse_instruction, peak_activation_memory, peak_activations
 from raypar.schedule.validate import find_schedule_problems
 
 ROOT = Path(__file__).parents[2]

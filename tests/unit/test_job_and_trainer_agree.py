@@ -21,8 +21,8 @@ from raypar.config import RUN_ARGUMENTS, CheckpointConfig, Job, PlanConfig, load
 from raypar.config.validation_errors import section_types
 from raypar.errors import ConfigError, RayparError
 from raypar.launch import train_job
+from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result
-from raypar.launch.submitted_job import choose_lasting_run_dir
 from raypar.safe_yaml import dump_yaml, parse_yaml
 from raypar.trainer import Trainer
 from raypar.trainer_arguments import DEPRECATED_ARGUMENTS

@@ -21,8 +21,8 @@ from raypar.elastic.actions import Teardown
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
-from raypar.jsonl_lines import jsonl_line_sort_key, parse_jsonl_lines, read_lines_file
 from raypar.plan import ParallelPlan
+from raypar.read_run_lines import jsonl_line_sort_key, parse_jsonl_lines, read_lines_file
 from raypar.run_folder import RunFolder
 
 PLAN = ParallelPlan.mesh(dp=2)

@@ -15,9 +15,9 @@ from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.schedule.recomputation import insert_recomputation, stages_not_worth_recomputing
 from raypar.schedule.schedule_csv import format_schedule_csv, parse_schedule_csv
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
+from raypar.schedule.step_timeline import Timeline, peak_kept_bytes
 from raypar.schedule.swimlane_svg import swimlane_svg
 from raypar.schedule.text_grid import order_grid
-from raypar.schedule.timeline import Timeline, peak_kept_bytes
 from raypar.schedule.validate import find_schedule_problems
 
 NAMES = ("embed", "block0", "block1", "block2", "head")

@@ -11,7 +11,7 @@ from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight
 from raypar.schedule.lower import lower_schedule
 from raypar.schedule.registry import NAMES, build_schedule, placement_of_schedule, resolve_chunks_per_worker
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
-from raypar.schedule.timeline import Timeline, TimelineSpan, parse_instruction
+from raypar.schedule.step_timeline import Timeline, TimelineSpan, parse_instruction
 
 
 def orders(*lines):

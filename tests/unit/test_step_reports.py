@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from raypar.actors.hello_and_failure_messages import pickle_error_for_client
 from raypar.actors.step_reports import StepReports, loss_and_grad_norm_of_step, reconstruct_lost_report
-from raypar.actors.worker_messages import pickle_error_for_client
 from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import ParallelPlan
-from raypar.plan.vote_result import VoteResult
+from raypar.plan.global_loss_and_norm import VoteResult
 
 
 def report(loss: float = 1.0) -> dict:

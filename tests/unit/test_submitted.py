@@ -10,7 +10,7 @@ from raypar.commands import train
 from raypar.config import load_job
 from raypar.errors import ActiveError, OutlivedError
 from raypar.launch import Result
-from raypar.launch.submitted_job import SUBMITTED_VARIABLE, choose_lasting_run_dir, find_unfinished_run
+from raypar.launch.ray_job_resubmission import SUBMITTED_VARIABLE, choose_lasting_run_dir, find_unfinished_run
 from raypar.run_folder import RunFolder
 from raypar.worker.job_spec import contract_of_job
 

@@ -9,9 +9,9 @@ from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConn
 from raypar.schedule import registry
 from raypar.schedule.instructions import INSTRUCTIONS
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
+from raypar.schedule.step_timeline import Timeline
 from raypar.schedule.svg_style import estimate_text_width
 from raypar.schedule.swimlane_svg import swimlane_svg, swimlanes_svg
-from raypar.schedule.timeline import Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from raypar.cli import main
-from raypar.console.run_history import build_run_history
+from raypar.console.throughput_chart_data import build_run_history
 from raypar.run_folder import RunFolder
 from raypar.schedule.throughput_chart import _LABEL, MARK_KINDS, ChartMark, RunHistory, throughput_bins, throughput_svg
 

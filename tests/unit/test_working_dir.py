@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raypar.actors.working_dir_guard import WorkingDirGuard
+from raypar.actors.removed_working_dir import WorkingDirGuard
 
 
 @pytest.fixture

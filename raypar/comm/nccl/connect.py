@@ -22,7 +22,7 @@ import torch
 
 from raypar.comm.communicator_key import COLLECTIVES, CommunicatorKey
 from raypar.comm.nccl import bindings
-from raypar.comm.nccl.communicator_stream import CommunicatorStream
+from raypar.comm.nccl.communicator import CommunicatorStream
 from raypar.comm.nccl.device import WORKER_ENVIRONMENT, Device
 from raypar.comm.nccl.transport import NcclTransport
 from raypar.comm.tcp.transport import TcpTransport

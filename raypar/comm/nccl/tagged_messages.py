@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from raypar.comm.communicator_key import CommunicatorKey
-from raypar.comm.nccl.communicator_stream import CommunicatorStream
-from raypar.comm.nccl.handle import NcclHandle
+from raypar.comm.nccl.communicator import CommunicatorStream
+from raypar.comm.nccl.operation_handle import NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
-from raypar.comm.phased_operation import OperationPhase, PhasedOperation, Phases, take_oldest
+from raypar.comm.nonblocking_operation import OperationPhase, PhasedOperation, Phases, take_oldest
 from raypar.comm.tcp.message_header import announced_tensor_bytes, dtype_code, dtype_of_code
 from raypar.comm.tcp.transport import TcpTransport
 from raypar.errors import CommError

@@ -1,6 +1,6 @@
 """The transport protocol over NCCL: device memory moves in streams, everything else over the sockets of a TCP transport.
 
-Each (operation, group, channel) has a communicator of its own (`communicator_stream`), in which collectives match in the order
+Each (operation, group, channel) has a communicator of its own (`communicator`), in which collectives match in the order
 of the calls. Messages are announced over the control transport (`tagged_messages`). Collectives on host memory, and
 barriers, which move no memory, are the control transport's.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from raypar.comm.collectives import ONE_PHASE_BYTES, even_slices
 from raypar.comm.communicator_key import CommunicatorKey
-from raypar.comm.nccl.communicator_stream import CommunicatorStream
+from raypar.comm.nccl.communicator import CommunicatorStream
 from raypar.comm.nccl.device import Device
-from raypar.comm.nccl.handle import NcclBatchHandle, NcclHandle
+from raypar.comm.nccl.operation_handle import NcclBatchHandle, NcclHandle
 from raypar.comm.nccl.pending_operations import PendingOperations
 from raypar.comm.nccl.tagged_messages import Mailbox
 from raypar.comm.tcp.transport import TcpTransport

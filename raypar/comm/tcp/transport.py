@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.collectives import MessageBasedTransport
-from raypar.comm.phased_operation import PhasedOperation, PostedMessage, take_oldest, tensor_mismatch_error
+from raypar.comm.nonblocking_operation import PhasedOperation, PostedMessage, take_oldest, tensor_mismatch_error
 from raypar.comm.tcp.message_header import MessageHeader, pack_header, tensor_memory, unpack_header
 from raypar.comm.transport import generation_over_error
 from raypar.errors import CommError

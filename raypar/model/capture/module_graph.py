@@ -21,7 +21,7 @@ from raypar.model.capture.units import find_units, units_by_pattern
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values_protocol import InitialValues
 from raypar.model.layer_skeletons import SkeletonCopier, make_skeletons
-from raypar.model.parameter_aliasing import refuse_parameter_aliasing
+from raypar.model.parameter_aliasing_check import refuse_parameter_aliasing
 from raypar.plan.stage_connections import LATER_USE
 
 

@@ -23,7 +23,12 @@ from raypar.model.layer_skeletons import (
     refuse_lazy,
     refuse_unsupported,
 )
-from raypar.model.parameter_aliasing import Replaced, refuse_parameter_aliasing, refuse_undeclared_ties, tensors_in_functions
+from raypar.model.parameter_aliasing_check import (
+    Replaced,
+    refuse_parameter_aliasing,
+    refuse_undeclared_ties,
+    tensors_in_functions,
+)
 from raypar.model.random_state import RandomState
 
 _ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.Graph"

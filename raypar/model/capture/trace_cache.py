@@ -25,7 +25,7 @@ from raypar.model.capture.trace import TensorKey, comparable
 from raypar.model.capture.units import refine_units
 from raypar.model.random_state import preserve_random_state
 from raypar.model.without_dynamo import meta_operations_without_dynamo
-from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 MOST_TRACES = 32
 """Traces that are kept: those used last. A model that reads values of the batch needs one for each set of answers."""

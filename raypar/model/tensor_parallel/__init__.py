@@ -15,4 +15,4 @@ of `raypar/README.md` says of all runs. The rules (`tests/helpers/same_shards.py
 
 # Importing them fills the table of operations of `sharded_value.ShardedValue`.
 from raypar.model.tensor_parallel import cross_entropy as cross_entropy
-from raypar.model.tensor_parallel import sharded_operations as sharded_operations
+from raypar.model.tensor_parallel import sharded_value_torch_functions as sharded_value_torch_functions

@@ -19,19 +19,19 @@ from raypar.model.split_linear_backward import (
     CastMarkingStash,
     DeferredWeightGradient,
     Stash,
-    accumulates_weight_gradient,
     as_matrix,
     bias_gradient,
     cast_for_autocast,
     find_deferrable_modules,
     input_gradient,
     is_autocast_enabled,
+    will_accumulate_weight_gradient,
 )
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.gradient_memory_reuse import KeptGradientMemory
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout, sequence_part_layout
-from raypar.model.tensor_parallel.sharded_module import ShardedModule
+from raypar.model.tensor_parallel.sharded_module_base import ShardedModule
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, take_part
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
@@ -194,7 +194,7 @@ def _weight_gradients(
     """
     summed = gradient if added_apart else split_linear_backward.bias_gradient_operand(gradient, rows, x)
     flat = as_matrix(x)
-    if stash is not None and ctx.needs_input_grad[1] and accumulates_weight_gradient(ctx):
+    if stash is not None and ctx.needs_input_grad[1] and will_accumulate_weight_gradient(ctx):
         stash.append(DeferredWeightGradient(layer, rows, flat.detach(), summed, layer.weight_gradient))
         return None, None
     weight = layer.weight_gradient(rows, flat) if ctx.needs_input_grad[1] else None

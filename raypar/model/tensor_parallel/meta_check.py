@@ -15,13 +15,13 @@ from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.errors import CommError, RayparError
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype
+from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.materialise_shard import build_shard_modules, sharded_loss
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
 from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan.shard_ranges import count_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.user_code import USER_CODE_ERRORS, reraise_ctrl_c
+from raypar.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 
 
 def check_shards_on_meta(

@@ -292,7 +292,7 @@ def common_ranges(name: str, ranges: IndexRanges, other: ShardedValue) -> IndexR
     return both
 
 
-def cut_operands_alike(name: str, values: Sequence[Any]) -> tuple[list[Any], ShardedValue]:
+def take_common_part_of_operands(name: str, values: Sequence[Any]) -> tuple[list[Any], ShardedValue]:
     """(values that are broadcast together, each as the tensor of this shard's part; one `ShardedValue` that is cut so).
 
     Whole tensors are cut where they have the cut dim. Raises `ModelError` when the parts are not of the same dim.

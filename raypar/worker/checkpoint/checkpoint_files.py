@@ -31,7 +31,7 @@ from raypar.worker.checkpoint.checkpoint_store import (
     OpenedFile,
     open_checkpoint,
     open_checkpoint_store,
-    write_durably,
+    write_and_fsync,
 )
 from raypar.worker.checkpoint.manifest import (
     BUFFER,
@@ -173,7 +173,7 @@ def write_safetensors(
 
     Raises `CheckpointError` (disk full, ...).
     """
-    with write_durably(path) as file:
+    with write_and_fsync(path) as file:
         return _write_tensors(file, specs, tensors, metadata)
 
 

@@ -175,7 +175,7 @@ class LocalCheckpointStore:
 
     def write(self, name: str, file: str) -> AbstractContextManager[BinaryIO]:
         """See `CheckpointStore`."""
-        return write_durably(self.root / name / file)
+        return write_and_fsync(self.root / name / file)
 
     def commit(self, begun: str, name: str, last_file: str, content: bytes) -> None:
         """See `CheckpointStore`."""
@@ -218,7 +218,7 @@ class LocalCheckpointStore:
 
 
 @contextlib.contextmanager
-def write_durably(path: Path) -> Iterator[BinaryIO]:
+def write_and_fsync(path: Path) -> Iterator[BinaryIO]:
     """Write a file in the block; at its end the bytes are on the disk. Raises `CheckpointError` (disk full, ...)."""
     with _write_errors(path), open(path, "wb") as file:
         yield file

@@ -16,7 +16,7 @@ from raypar.model.initial_values_protocol import DimRanges, InitialValues
 from raypar.model.layer_skeletons import parameter_shapes, parameters_and_buffers_on_meta, persistent_buffers
 from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.pretrained.weights_file import FLOATING, absolute_weights_path, open_weights, resolve_weights_path
+from raypar.worker.pretrained.weights_file import FLOATING, absolute_weights_path, open_weights, resolve_weights_source
 from raypar.worker.pretrained.weights_matching import match_weights
 
 
@@ -25,7 +25,7 @@ class WeightsFromFile:
     """`InitialValues` that come from a file; tensors that the file lacks get the model's own values."""
 
     path: str | Path | CheckpointRef
-    """What `resolve_weights_path` returned."""
+    """What `resolve_weights_source` returned."""
     fingerprint: str
     """`WeightsFile.fingerprint` of the file when `names` was made."""
     names: Mapping[str, str]
@@ -78,7 +78,7 @@ def with_weights_fingerprint(spec: JobSpec) -> JobSpec:
     """
     if spec.init_from is None:
         return spec
-    path, _ = resolve_weights_path(spec.init_from.path)
+    path, _ = resolve_weights_source(spec.init_from.path)
     with open_weights(path) as file:
         fingerprint = file.fingerprint()
     return replace(spec, init_from=replace(spec.init_from, path=absolute_weights_path(path)), init_fingerprint=fingerprint)
@@ -90,7 +90,7 @@ def weights_from_file(spec: JobSpec, graph: Graph, own: InitialValues) -> Weight
     assert source is not None
     state = parameters_and_buffers_on_meta(graph, 0, len(graph.layers), getattr(torch, spec.dtype))
     kept = {*parameter_shapes(graph), *persistent_buffers(graph)}
-    path = source.path if spec.init_fingerprint else resolve_weights_path(source.path)[0]
+    path = source.path if spec.init_fingerprint else resolve_weights_source(source.path)[0]
     with open_weights(path) as file:
         found = match_weights(
             file,

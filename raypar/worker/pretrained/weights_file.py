@@ -45,7 +45,7 @@ from raypar.worker.checkpoint.checkpoint_store import (
 )
 from raypar.worker.checkpoint.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, Manifest, ManifestEntry
 from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header
-from raypar.worker.weights_source import format_name_list
+from raypar.worker.init_from_setting import format_name_list
 
 if TYPE_CHECKING:
     import torch
@@ -181,7 +181,7 @@ PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
 
 
 def open_weights(path: str | Path | CheckpointRef) -> WeightsFile:
-    """Open the weights at a path; for a run of raypar, its last whole checkpoint (see `resolve_weights_path`).
+    """Open the weights at a path; for a run of raypar, its last whole checkpoint (see `resolve_weights_source`).
 
     Raises `CheckpointError` if there are no weights, or if it is not clear which file is meant.
     """
@@ -189,7 +189,7 @@ def open_weights(path: str | Path | CheckpointRef) -> WeightsFile:
         return _open_checkpoint(path if isinstance(path, CheckpointRef) else open_checkpoint(path))
     found = _existing(path)
     if _is_run(found):
-        last, notes = resolve_weights_path(found)
+        last, notes = resolve_weights_source(found)
         weights = open_weights(last)
         weights.notes = notes
         return weights
@@ -204,7 +204,7 @@ def open_weights(path: str | Path | CheckpointRef) -> WeightsFile:
     )
 
 
-def resolve_weights_path(path: str | Path) -> tuple[Path | CheckpointRef, tuple[str, ...]]:
+def resolve_weights_source(path: str | Path) -> tuple[Path | CheckpointRef, tuple[str, ...]]:
     """(what workers open: a run's last whole checkpoint, else the path itself; why newer checkpoints were skipped).
 
     Called once, before workers start: a run that is still going may have a newer checkpoint a moment later. Reads checkpoints
@@ -236,7 +236,7 @@ def resolve_weights_path(path: str | Path) -> tuple[Path | CheckpointRef, tuple[
 
 
 def absolute_weights_path(path: Path | CheckpointRef) -> str:
-    """The text of a path that `resolve_weights_path` has returned, for other processes."""
+    """The text of a path that `resolve_weights_source` has returned, for other processes."""
     return str(path.resolve()) if isinstance(path, Path) else path.absolute_location()
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError, ConfigError
+from raypar.worker.init_from_setting import MAX_SHOWN_NAMES, InitialWeightsFile, format_name_list
 from raypar.worker.pretrained.weights_file import FLOATING, PART, WeightsFile, format_tensor_count
-from raypar.worker.weights_source import MAX_SHOWN_NAMES, InitialWeightsFile, format_name_list
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,8 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/worker/microbatch_loader.py", "read", "reading sample {index}"),
     ("raypar/worker/microbatch_loader.py", "_wait", "waiting for its data processes to read {where}"),
     ("raypar/worker/stage/loss_function.py", "make_loss_function", "making the loss {ref.label}"),
-    ("raypar/worker/preflight.py", "_check_lr_schedule", "calling the lr_schedule {ref.label}"),
-    ("raypar/worker/preflight.py", "check_layer_shapes", "checking the shapes of layer {layer.name}"),
+    ("raypar/worker/job_preflight.py", "_check_lr_schedule", "calling the lr_schedule {ref.label}"),
+    ("raypar/worker/job_preflight.py", "check_layer_shapes", "checking the shapes of layer {layer.name}"),
     ("raypar/model/tensor_parallel/meta_check.py", "check_shards_on_meta", "checking the layers on shards"),
     ("raypar/worker/measure_profile.py", "_profile_layer", "measuring layer {index} (from 0)"),
     ("raypar/worker/measure_profile.py", "profile_loopback", "measuring a connection between two workers"),
@@ -30,7 +30,7 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/actors/ray_connection.py", "start_ray_with_retries", "starting Ray on this machine"),
     ("raypar/actors/ray_connection.py", "join_cluster", "joining the Ray cluster at {address}"),
     ("raypar/actors/local_nodes.py", "start_local_nodes", "starting the nodes of the local Ray cluster"),
-    ("raypar/actors/ray_cleanup.py", "remove_local_ray_on_exit", "ending the local Ray cluster"),
+    ("raypar/actors/local_ray_cleanup.py", "remove_local_ray_on_exit", "ending the local Ray cluster"),
     ("raypar/actors/driver_client.py", "wait_for_driver_answer", "waiting for the driver's process"),
     ("raypar/actors/driver_client.py", "remove_run_from_cluster", "removing the run from the cluster"),
     ("raypar/worker/pretrained/weights_file.py", "read", "reading the weights {name}"),
@@ -41,7 +41,7 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/worker/checkpoint/checkpoint_files.py", "verify_checkpoint", "checking the files of {checkpoint}"),
     ("raypar/worker/checkpoint/checkpoint_files.py", "commit_checkpoint", "committing the checkpoint"),
     ("raypar/worker/checkpoint/checkpoint_files.py", "checkpoint_weights_hash", "computing the hash of all weights"),
-    ("raypar/launch/generated_text.py", "generate_text_with_checkpoint", "generating the sample text"),
+    ("raypar/launch/sample_from_trained_model.py", "generate_text_with_checkpoint", "generating the sample text"),
     ("raypar/worker/warm_up.py", "warm_up_process", "warming up"),
     ("raypar/comm/tcp/rendezvous.py", "connect", "connecting to the other workers"),
     ("raypar/comm/nccl/connect.py", "connect_nccl", "setting up NCCL"),
@@ -63,10 +63,10 @@ def describe_thread_activity(thread: int) -> str | None:
     The innermost known frame counts: a sample is read in the middle of a step.
     """
     frame = sys._current_frames().get(thread)
-    return describe_stack(frame)
+    return describe_activity(frame)
 
 
-def describe_stack(frame: FrameType | None) -> str | None:
+def describe_activity(frame: FrameType | None) -> str | None:
     """What the thread with this innermost frame is doing."""
     computing: str | None = None
     while frame is not None:

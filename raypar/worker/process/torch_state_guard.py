@@ -20,7 +20,7 @@ from torch.overrides import _pop_mode as _pop_function_mode
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 
 from raypar.errors import UserCodeError
-from raypar.worker.process.environment_guard import EnvironmentGuard
+from raypar.worker.process.environment_and_signals_guard import EnvironmentGuard
 
 _PRECISIONS = (
     ("generic", "all"),

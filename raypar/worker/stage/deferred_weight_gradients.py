@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from raypar.model.split_linear_backward import Stash
-from raypar.worker.stage.weights import StageWeights
+from raypar.worker.stage.stage_tensors import StageTensors
 
 
 class DeferredGradients:
@@ -26,7 +26,7 @@ class DeferredGradients:
         return self.stash
 
 
-def sum_deferred_gradients(stash: Stash, weights: StageWeights) -> dict[int, Tensor]:
+def sum_deferred_gradients(stash: Stash, weights: StageTensors) -> dict[int, Tensor]:
     """Use -> the weight gradient of one microbatch, in the dtype of the parameter.
 
     Gradients of calls that share a cast of the weight (under `torch.autocast`) are added in the compute dtype, as by autograd.

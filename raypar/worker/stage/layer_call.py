@@ -24,12 +24,12 @@ from torch import Tensor
 from raypar.errors import RayparError, UserCodeError, error_message
 from raypar.model.graph import Layer
 from raypar.plan.seeds import seed_of
-from raypar.user_code import USER_CODE_ERRORS
+from raypar.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_inputs import ALIGN_GRADIENT, make_input_alias
 from raypar.worker.stage.recomputation import SavedTensors
 from raypar.worker.stage.stage_coordinate import StageCoordinate
-from raypar.worker.stage.weights import LayerBuffer, LayerTensors
+from raypar.worker.stage.stage_tensors import LayerBuffer, LayerTensors
 
 
 class PassContext(NamedTuple):

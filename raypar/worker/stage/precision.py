@@ -12,7 +12,7 @@ from torch import Tensor
 from raypar.worker.job_spec import Precision
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
-from raypar.worker.stage.weights import LayerTensors
+from raypar.worker.stage.stage_tensors import LayerTensors
 
 AUTOCAST_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16}
 """`Precision.compute` -> the dtype to which `torch.autocast` casts."""

@@ -19,7 +19,7 @@ from raypar.model.split_linear_backward import DeferredWeightGradient, Stash
 from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.user_code import USER_CODE_ERRORS
+from raypar.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.backward_pass import run_backward_pass
 from raypar.worker.stage.deferred_weight_gradients import DeferredGradients, sum_deferred_gradients
@@ -30,8 +30,8 @@ from raypar.worker.stage.layer_inputs import LayerInputs
 from raypar.worker.stage.loss_call import LossCall
 from raypar.worker.stage.recomputation import NO_RECOMPUTATION, SavedTensors, StageRecomputation
 from raypar.worker.stage.stage_coordinate import StageCoordinate
-from raypar.worker.stage.stage_sharding import StageSharding
-from raypar.worker.stage.weights import ParameterUse, StageWeights
+from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.stage.stage_tensors import ParameterUse, StageTensors
 
 Batch = Mapping[str, Tensor]
 """The fields of one microbatch, collated."""
@@ -126,11 +126,11 @@ class Stage:
     """The job's seed."""
     routing: MicrobatchRouting
     """Which replica runs a microbatch, and the blocks of microbatches."""
-    shard: StageSharding | None
+    shard: StageShard | None
     """Which shard of the stage this is; None if the stage is not cut."""
     guard: TorchStateGuard
     """Restores process state that users' code leaves changed."""
-    weights: StageWeights
+    weights: StageTensors
     """The tensors that the layers compute with."""
     layers: list[StageLayer]
     """The layers in order."""

@@ -7,7 +7,7 @@ import re
 
 from raypar.errors import PlanError
 from raypar.model.tensor_parallel.styles.column import ColumnStyle
-from raypar.model.tensor_parallel.styles.gathered import GatheredStyle
+from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
 from raypar.model.tensor_parallel.styles.heads import HeadsStyle
 from raypar.model.tensor_parallel.styles.heads_row import HeadsRowStyle
 from raypar.model.tensor_parallel.styles.kv_heads import KvHeadsStyle

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from raypar.errors import ConfigError
-from raypar.run_folder_checks import check_event_line, check_metrics_line
+from raypar.run_folder_schema import check_event_line, check_metrics_line
 from raypar.untrusted_files import parse_untrusted_json, read_limited_bytes
 
 LINE_BYTES = 1 << 20

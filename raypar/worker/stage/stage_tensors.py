@@ -1,6 +1,6 @@
 """The tensors that a stage's layers compute with: parameters, one leaf for each use of one, and buffers.
 
-A stage gets its layers' tensors from `StageWeights.of_layer`, at every layer boundary. Today these tensors are
+A stage gets its layers' tensors from `StageTensors.of_layer`, at every layer boundary. Today these tensors are
 whole parameters (or a shard's slices of them), which lie in the modules all the time. Weights that are gathered from the
 replicas that own them, or fetched from host memory, would be made in `of_layer`, too. Mixed precision makes none here: autocast
 casts them, for each operation as its lists say, and the leaves to whose `.grad` microbatches are added stay float32.
@@ -55,10 +55,10 @@ class LayerTensors:
     buffers: tuple[LayerBuffer, ...]
     """The module's buffers as they were given."""
     uses: range
-    """Indices in `StageWeights.uses` of this layer's uses."""
+    """Indices in `StageTensors.uses` of this layer's uses."""
 
 
-class StageWeights:
+class StageTensors:
     """The tensors of one stage, by layer, by parameter and by use."""
 
     layer_names: tuple[str, ...]

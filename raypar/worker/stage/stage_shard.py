@@ -10,8 +10,8 @@ from torch import Tensor
 
 from raypar.comm.transport import Routine
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
+from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.materialise_shard import shard_slice_of
 from raypar.model.tensor_parallel.partial_gradients import sum_partial_gradients
 from raypar.plan.shard_ranges import TensorCut, positions_of_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -19,7 +19,7 @@ from raypar.worker.checkpoint.checkpoint_files import TensorSlices
 
 
 @dataclass(frozen=True)
-class StageSharding:
+class StageShard:
     """The shard of a stage that a worker has, and how its tensors are cut out of whole ones."""
 
     group: ShardGroup

@@ -19,7 +19,7 @@ EventHandler = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class ResultNeutralOptions:
+class LaunchOptions:
     """All options of a run that cannot change its results. Times are in seconds."""
 
     make_folder: Callable[[ChosenPlan], RunFolder]
@@ -54,13 +54,13 @@ class ResultNeutralOptions:
     """How the run grows, shrinks and recovers; None: it does none of these."""
 
 
-def result_neutral_options_from_job(
+def launch_options_from_job(
     job: Job,
     make_folder: Callable[[ChosenPlan], RunFolder],
     stop_at_step: int | None,
     address: str | None,
     local_nodes: int = 1,
-) -> ResultNeutralOptions:
+) -> LaunchOptions:
     """The options that a job file and the command line give.
 
     Raises `ConfigError` for callbacks that cannot be made, impossible local nodes and a step to stop at below 1.
@@ -72,7 +72,7 @@ def result_neutral_options_from_job(
 
     if stop_at_step is not None and stop_at_step < 1:
         raise ConfigError(f"--stop-at-step {stop_at_step}", cure="give 1 step or more")
-    return ResultNeutralOptions(
+    return LaunchOptions(
         make_folder=make_folder,
         save_every=job.checkpoint.every,
         save_at_end=job.checkpoint.at_end,

@@ -18,9 +18,9 @@ from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.model.tensor_parallel.sharded_value import (
     ShardedValue,
     common_ranges,
-    cut_operands_alike,
     implements,
     narrow_part,
+    take_common_part_of_operands,
     take_part,
     unsupported_on_part_error,
 )
@@ -48,14 +48,14 @@ def elementwise_on_parts(func: Callable[..., Any], *args: Any, **kwargs: Any) ->
         if not isinstance(x, ShardedValue):
             raise unsupported_on_part_error(func.__name__, args[1])
         return x.like(func(x.local, *(a.local if isinstance(a, ShardedValue) else a for a in args[1:]), **kwargs))
-    tensors, model = cut_operands_alike(func.__name__, [*args, *kwargs.values()])
+    tensors, model = take_common_part_of_operands(func.__name__, [*args, *kwargs.values()])
     made = func(*tensors[: len(args)], **dict(zip(kwargs, tensors[len(args) :], strict=True)))
     return model.like(made)
 
 
 def _write_into(func: Callable[..., Any], x: ShardedValue, other: Any) -> ShardedValue:
     """`x += other`: writes into the part itself, so that views and other names of `x` see it, as with a whole tensor."""
-    (part, operand), _ = cut_operands_alike(func.__name__, (x, other))
+    (part, operand), _ = take_common_part_of_operands(func.__name__, (x, other))
     if part is not x.local:
         raise unsupported_on_part_error(func.__name__, x, "would write into less than is here")
     x.like(func(part, operand))
@@ -288,7 +288,7 @@ def _getitem(func: Callable[..., Any] | None, x: ShardedValue, *index: Any) -> S
 @implements("cat", "concat", "stack", any_place=True)
 def _cat(func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0) -> ShardedValue:
     """Along a dim that is not cut."""
-    parts, model = cut_operands_alike(func.__name__, tensors)
+    parts, model = take_common_part_of_operands(func.__name__, tensors)
     if func.__name__ == "stack":
         at = dim % (model.dim() + 1)
         return ShardedValue(

@@ -1,4 +1,4 @@
-"""The order that one worker gets when a generation begins: its part of the action `AdoptPlan`."""
+"""The command that one worker gets when a generation begins: its part of the action `AdoptPlan`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raypar.plan.pieces import PieceMove
 
 
 @dataclass(frozen=True)
-class AdoptOrder:
+class AdoptPlanCommand:
     """One worker's part of a new plan, and the state that it sends and receives for it."""
 
     assignment: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from raypar.user_code import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 
 
@@ -19,7 +19,7 @@ def generate_text_with_checkpoint(spec: JobSpec, checkpoint: str) -> str | None:
     from torch import nn
 
     from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
-    from raypar.worker.preflight import find_sibling_function
+    from raypar.worker.job_preflight import find_sibling_function
 
     generate = find_sibling_function(spec.model, "generate")
     if generate is None:

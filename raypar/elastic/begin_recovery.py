@@ -7,7 +7,7 @@ from raypar.elastic.failure_budget import make_repeated_failure_error
 from raypar.elastic.generation_guard import StaleGeneration
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
-from raypar.elastic.run_state_records import RecoveryState
+from raypar.elastic.run_state_parts import RecoveryState
 from raypar.errors import CommError, WorkerLost
 
 
