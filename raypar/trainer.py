@@ -52,10 +52,11 @@ class Trainer:
     A section of a job file is a dict here: `checkpoint.every: 50` is `checkpoint={"every": 50}`. In place of `"module:name"` a
     function may be given itself, or as a pair (either of those, dict of keyword arguments):
 
-    - `model()`: an `nn.Sequential`, a list of blocks or a `Graph`; training begins with the values it gives its parameters;
-      also a small model that is built already, which is taken with its values;
+    - `model()`: an `nn.Module`, a list of blocks or a `Graph`; training begins with the values it gives its parameters; also a
+      small model that is built already, which is taken with its values; `{"function": ..., "units": [patterns]}` names the
+      modules that run whole, for a module that is no `nn.Sequential`;
     - `loss(output, target)`: a scalar, or (sum, count); also a loss module without parameters (`nn.CrossEntropyLoss()`) or the
-      class of one;
+      class of one; `"model"`: the model's own loss;
     - `data()`: a map-style data set, or the data set itself; `{"function": any of these, "input": "ids", "target": "labels"}`
       names the fields of dict samples that the first layer and the loss read. `validation` likewise, with the same fields;
     - `optimizer`: a class of `torch.optim`; `lr_schedule(step)`: factor on its learning rates;

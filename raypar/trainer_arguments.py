@@ -18,6 +18,7 @@ from raypar.config import (
     DataConfig,
     FunctionConfig,
     Job,
+    LossConfig,
     ModelConfig,
     OptimizerConfig,
     PlanConfig,
@@ -50,7 +51,7 @@ class SampleSource(Protocol):
 
 FUNCTIONS: dict[str, type[FunctionConfig]] = {
     "model": ModelConfig,
-    "loss": FunctionConfig,
+    "loss": LossConfig,
     "data": DataConfig,
     "optimizer": OptimizerConfig,
     "lr_schedule": FunctionConfig,
@@ -265,7 +266,8 @@ def function_section(key: str, value: Any) -> Any:
     of objects that deserve a message of their own.
     """
     if isinstance(value, FunctionConfig):
-        return value
+        own = FUNCTIONS.get(key, FunctionConfig)
+        return value if isinstance(value, own) else {"function": value.function, "args": dict(value.args)}
     if isinstance(value, DataSpec):
         section = {name: found for name in ("input", "target", "names", "processes") if (found := getattr(value, name))}
         section |= {"function": value.dataset.target, "args": dict(value.dataset.args)}
@@ -346,9 +348,10 @@ def _built_model(value: Any) -> Given:
     Raises `ConfigError` for a larger one: every worker would get all of it, through Ray's store; `ModelError` for one without
     layers, which may be a wrapper that cannot be copied.
     """
-    from raypar.model.capture import layers_in
+    from raypar.model.capture.sequential import layers_in, whole_module
 
-    layers_in(value)
+    if whole_module(value) is None:
+        layers_in(value)
     nbytes = sum(t.numel() * t.element_size() for t in (*value.parameters(), *value.buffers()))
     if nbytes > BUILT_MODEL_BYTES:
         raise ConfigError(

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.model.layer_skeletons import layer_sizes
     from raypar.planner.plan_search import predict_step
     from raypar.user_code_errors import make_importable
-    from raypar.worker.worker_assignments import make_layer_graph
+    from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_without_values
 
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers {args.workers}", cure="give 1 worker or more")
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     job = load_job(args.job, args.overrides)
     make_importable(job.source_dir)
     spec = job.to_spec()
-    graph = make_layer_graph(spec)
+    graph = make_layer_graph_without_values(spec) if args.no_profile else make_layer_graph(spec)
     choose = args.workers is not None or job.plan_is_auto
     if args.no_profile:
         refuse_no_profile(choose, args.svg, args.memory)

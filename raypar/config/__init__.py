@@ -10,6 +10,7 @@ from raypar.config.job import ElasticConfig as ElasticConfig
 from raypar.config.job import FunctionConfig as FunctionConfig
 from raypar.config.job import InitFromConfig as InitFromConfig
 from raypar.config.job import Job as Job
+from raypar.config.job import LossConfig as LossConfig
 from raypar.config.job import ModelConfig as ModelConfig
 from raypar.config.job import OptimizerConfig as OptimizerConfig
 from raypar.config.job import PlanConfig as PlanConfig

@@ -36,7 +36,7 @@ from raypar.safe_yaml import dump_yaml, parse_yaml
 from raypar.traceback_filter import without_raypar_frames
 from raypar.untrusted_files import shorten
 from raypar.worker.init_from_setting import InitialWeightsFile
-from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Precision, Ref, ValidationSpec
+from raypar.worker.job_spec import LOSS_OF_MODEL, DataSpec, JobSpec, OptimizerSpec, Precision, Ref, ValidationSpec
 
 JOB_BYTES = 1 << 20
 """Size limit of a job file."""
@@ -84,6 +84,11 @@ def _function(value: Any) -> Any:
     return value
 
 
+def _loss_function(value: Any) -> Any:
+    """`value`, if it is a callable, a text `module:name`, or `model`. Raises `ValueError`."""
+    return value if isinstance(value, str) and value == LOSS_OF_MODEL else _function(value)
+
+
 class FunctionConfig(_Section):
     """A function and its arguments: `{function: module:name, args: {...}}`, or just `module:name`."""
 
@@ -105,12 +110,22 @@ class FunctionConfig(_Section):
 
 
 class ModelConfig(FunctionConfig):
-    """The function that builds the model of a job, and what its forward may do."""
+    """The function that builds the model, how a model that is an unmodified module is divided, and what its forward may do."""
 
+    units: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Patterns of the names of modules that run whole, each in a layer of its own; empty: elements of lists of modules, and
+    what stands beside them."""
     buffers: Literal["refuse", "last", "sum"] = "refuse"
     """What becomes of buffers that forward writes in training, beside running statistics of norms, which are always kept.
     `refuse`: an error. `last`: the value of the last microbatch that has written it; `sum`: what each microbatch has added.
     Each microbatch begins with the value of the step's beginning."""
+
+
+class LossConfig(FunctionConfig):
+    """The loss function and its arguments, or `model`: the model computes the loss itself, and returns an object with it."""
+
+    function: Annotated[str | Callable[..., Any], PlainValidator(_loss_function)]
+    """`module:name` of the function or class; from Python also the callable itself; or `model`."""
 
 
 class DataConfig(FunctionConfig):
@@ -466,9 +481,9 @@ class Job(_Section):
     virtual_replicas: Annotated[NonNegativeInt, Field(le=MAX_PARTS)] = 0
     """Contiguous blocks of microbatches, in which gradients are summed first; 0: one per microbatch, at most 16."""
     model: ModelConfig
-    """The function that builds the model, and what becomes of buffers that its forward writes."""
-    loss: FunctionConfig
-    """The loss function, or a function that makes it."""
+    """The function that builds the model, how it is divided, and what becomes of buffers that its forward writes."""
+    loss: LossConfig
+    """The loss function, or a function that makes it; `model`: the model's own loss."""
     data: DataConfig
     """The training data."""
     optimizer: OptimizerConfig = OptimizerConfig(function="torch.optim:AdamW")
@@ -606,6 +621,7 @@ class Job(_Section):
             microbatches=self.microbatches,
             virtual_replicas=self.virtual_replicas,
             model=self.model.to_ref(),
+            units=self.model.units,
             loss=self.loss.to_ref(),
             data=self.data.to_data(),
             optimizer=self.optimizer.to_optimizer(),

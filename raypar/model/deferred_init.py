@@ -111,9 +111,11 @@ class RecordedStorage:
 class OperationRecording:
     """The operations on large tensors; `values(tensor)` computes the values of one of them."""
 
-    def __init__(self, small_bytes: int | None = None) -> None:
+    def __init__(self, small_bytes: int | None = None, *, draws: bool = True) -> None:
         self.small_bytes = DEFERRED_BYTES if small_bytes is None else small_bytes
         """Tensors below this are real from the start."""
+        self.draws = draws
+        """Whether random operations advance the generator. If not, only shapes are right, and values without random numbers."""
         self._operations: list[RecordedOperation] = []
         """All recorded operations, in the order in which they ran."""
         self._memories: dict[int, RecordedStorage] = {}
@@ -250,6 +252,8 @@ class OperationRecording:
         leaves = [own if leaf is _OWN_GENERATOR else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(leaves, operation.tree)
         if operation.generator_state is not None:
+            if not self.draws:
+                raise Undeferrable(f"the values of {operation.func} are needed, and no random numbers are drawn")
             _generator_of(leaves).set_state(operation.generator_state)
         results, _ = tree_flatten(operation.func(*args, **kwargs))
         for place, view in operation.new_tensors.items():
@@ -341,7 +345,8 @@ class _Operations(TorchDispatchMode):
         random = None
         if _is_random(func):
             random = _generator_of(leaves).get_state()
-            func(*args, **kwargs)  # for the generator, which it advances
+            if self.recording.draws:
+                func(*args, **kwargs)  # for the generator, which it advances
         view = self.recording.track(made)
         fill = uninitialised_fill_value(func, made)
         self.recording.add(RecordedOperation(func, tuple(map(self._kept, leaves)), tree, (), (), {0: view}, random))
@@ -358,7 +363,8 @@ class _Operations(TorchDispatchMode):
         random = None
         if _is_random(func):
             random = _generator_of(leaves).get_state()
-            self._move_generator(func, leaves, tree)
+            if recording.draws:
+                self._move_generator(func, leaves, tree)
         overwrites = random is not None and func._schema.name in _FILLS
         if overwrites:
             made = leaves[0]
@@ -487,9 +493,14 @@ _GIVE_SHARED_MEMORY = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.
 _GIVE_VALUES = {torch.Tensor.tolist, torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__reduce_ex__}
 
 
-def run_with_deferred_init(call: Callable[[], T], small_bytes: int | None = None) -> tuple[T, OperationRecording]:
-    """(what `call()` returns, with large tensors on the meta device; the recording of their values). Raises `Undeferrable`."""
-    recording = OperationRecording(small_bytes)
+def run_with_deferred_init(
+    call: Callable[[], T], small_bytes: int | None = None, *, draws: bool = True
+) -> tuple[T, OperationRecording]:
+    """(what `call()` returns, with large tensors on the meta device; the recording of their values). Raises `Undeferrable`.
+
+    `draws`: see `OperationRecording`.
+    """
+    recording = OperationRecording(small_bytes, draws=draws)
     with meta_operations_without_dynamo(), recording.record():
         made = call()
     return made, recording

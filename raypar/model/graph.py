@@ -15,7 +15,13 @@ from torch import nn
 from raypar.errors import ModelError
 from raypar.model.initial_values_protocol import InitialValues
 from raypar.plan.parallel_plan import ParallelPlan
-from raypar.plan.stage_connections import ModelOutline, StageConnections
+from raypar.plan.stage_connections import LATER_USE, ModelOutline, StageConnections
+
+
+def join_names(layer: str, path: str) -> str:
+    """`<layer>.<path>`; of a whole model, which has no name, the path alone."""
+    return f"{layer}.{path}" if layer and path else layer or path
+
 
 BufferPolicy = Literal["refuse", "last", "sum"]
 """What becomes of buffers that forward writes in training, those of norms with running statistics apart. `refuse`: an error.
@@ -34,6 +40,22 @@ class Layer:
     build: Callable[[], nn.Module]
     inputs: tuple[str, ...] = ("x",)
     outputs: tuple[str, ...] = ("x",)
+    own_names: tuple[tuple[str, str], ...] | None = None
+    """(path in the module, qualified name) of parameters, buffers and modules of a captured model, which keep the names that
+    they have there; paths that are left out are qualified names. None: every qualified name is `<layer name>.<path>`."""
+
+    def qualify(self, path: str) -> str:
+        """Qualified name of the parameter, buffer or module at `path` in the layer's module; of the module itself for "".
+
+        The module of a layer of a captured model stands for the whole model, which has no name.
+        """
+        if self.own_names is None:
+            return join_names(self.name, path)
+        kept = vars(self)  # beside the fields, which alone decide whether two layers are equal
+        if "_own_names" not in kept:
+            kept["_own_names"] = dict(self.own_names)
+        name: str = kept["_own_names"].get(path, path)
+        return name
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,8 @@ class Graph:
     """Tuples of qualified parameter names (`layer.path.weight`) that are one parameter, stored under the first name."""
     init: Callable[[str, object], None] | None = None
     """`init(name, tensor)` fills every parameter in place, torch's generator seeded by its name, instead of the builds."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """(another name, qualified name) of parameters and buffers of a captured model: its `state_dict` has both."""
     initial_values: InitialValues | None = field(default=None, compare=False, repr=False)
     """Set by raypar: the values of parameters and buffers, when builds return modules without any."""
     buffer_policy: BufferPolicy = "refuse"
@@ -162,11 +186,31 @@ class Graph:
         for name in (name for names in self.ties for name in names):
             self.layer_of(name)  # a tie of something that is no parameter is refused
         layers = tuple((x.name, x.inputs, x.outputs) for x in self.layers)
-        return ModelOutline(layers, self.ties, loss_inputs=self.loss_inputs).crossing(plan)
+        return ModelOutline(layers, self.ties, loss_inputs=self.loss_inputs, owners=self.tensor_owners).crossing(plan)
+
+    @property
+    def tensor_owners(self) -> dict[str, int]:
+        """Qualified name -> index of the first layer that has it, for names that do not begin with a layer's name."""
+        kept = vars(self)  # beside the fields, which alone decide whether two graphs are equal
+        if "_tensor_owners" not in kept:
+            named = [(name, i) for i, layer in enumerate(self.layers) for _, name in layer.own_names or ()]
+            kept["_tensor_owners"] = dict(reversed(named))
+        found: dict[str, int] = kept["_tensor_owners"]
+        return found
+
+    @property
+    def shared_names(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of names of one parameter or buffer that users know: the name under which it is stored, then the others."""
+        groups = {names[0]: [name for name in names if LATER_USE not in name] for names in self.ties}
+        for other, name in self.aliases:
+            groups.setdefault(name, [name]).append(other)
+        return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
     def layer_of(self, parameter: str) -> str:
         """The layer that a qualified parameter name belongs to (layer names may contain dots)."""
-        owners = [layer.name for layer in self.layers if parameter.startswith(layer.name + ".")]
+        if parameter in self.tensor_owners:
+            return self.layers[self.tensor_owners[parameter]].name
+        owners = [x.name for x in self.layers if x.own_names is None and parameter.startswith(x.name + ".")]
         if not owners:
             raise ModelError(
                 f"no layer owns parameter {parameter!r}",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.deferred_init import OperationRecording
-from raypar.model.graph import Graph
+from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values_protocol import DimRanges, InitialValues
 from raypar.model.layer_skeletons import build_on_meta, canonical_names, named_state, put_buffers, refuse_lazy, state_shapes
 from raypar.model.model_function_allocations import call_counting_allocations
@@ -124,15 +124,15 @@ class DeferredInitialValues(WholeTensorValues):
 def initial_values_by_layer(graph: Graph, seed: int, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
     """Each layer's initial values by name, in layer order. Between layers only tied parameters stay in memory."""
     names = [list(state_shapes(graph, index, index + 1)) for index in range(len(graph.layers))]
-    tied = {name for several in graph.ties for name in several}
+    last = {name: index for index, layer in enumerate(names) for name in layer}
     everything = list(dict.fromkeys(name for layer in names for name in layer))
     stream = initial_values_of(graph, seed).stream(everything, dtype)
     have: dict[str, Tensor] = {}
-    for layer in names:
+    for index, layer in enumerate(names):
         while any(name not in have for name in layer):
             have.update([next(stream)])
         yield {name: have[name] for name in layer}
-        have = {name: value for name, value in have.items() if name in tied or name not in layer}
+        have = {name: value for name, value in have.items() if last[name] > index}
 
 
 @dataclass
@@ -198,19 +198,19 @@ class SeededByNameValues(WholeTensorValues):
         canonical, wanted = canonical_names(self.graph), set(names)
         for layer in self.graph.layers:
             skeleton = build_on_meta(layer)
-            owned = {canonical.get(f"{layer.name}.{p}", f"{layer.name}.{p}") for p, _ in skeleton.named_parameters()}
-            buffers = [f"{layer.name}.{path}" for path, _ in skeleton.named_buffers()]
+            owned = {canonical.get(layer.qualify(p), layer.qualify(p)) for p, _ in skeleton.named_parameters()}
+            buffers = [layer.qualify(path) for path, _ in skeleton.named_buffers()]
             kept = dict(self.buffers.stream(buffers, dtype)) if wanted & {*owned, *buffers} else {}
             yield from ((name, kept[name]) for name in buffers if name in wanted)
             wanted -= set(buffers)
             if wanted & owned:
                 _fill_with_nan(skeleton, dtype)
-                put_buffers(layer.name, skeleton, kept, dtype)
+                put_buffers(layer, skeleton, kept, dtype)
                 with preserve_random_state():
-                    _initialise(self.graph, layer.name, skeleton, self.seed, self.guard)
-                _refuse_unfilled(self.graph, layer.name, skeleton)
+                    _initialise(self.graph, layer, skeleton, self.seed, self.guard)
+                _refuse_unfilled(self.graph, layer, skeleton)
                 for path, parameter in skeleton.named_parameters():
-                    name = f"{layer.name}.{path}"
+                    name = layer.qualify(path)
                     if canonical.get(name, name) == name and name in wanted:
                         wanted.discard(name)
                         yield name, parameter.detach()
@@ -248,7 +248,7 @@ def _fill_with_nan(module: nn.Module, dtype: torch.dtype) -> None:
             part._parameters[key] = made[id(parameter)]
 
 
-def _refuse_unfilled(graph: Graph, layer: str, module: nn.Module) -> None:
+def _refuse_unfilled(graph: Graph, layer: Layer, module: nn.Module) -> None:
     """Raises `ModelError` for a parameter that still holds NaN."""
     for path, parameter in module.named_parameters():
         if parameter.is_floating_point() and bool(parameter.isnan().any()):
@@ -256,18 +256,18 @@ def _refuse_unfilled(graph: Graph, layer: str, module: nn.Module) -> None:
             kind = type(module.get_submodule(owner)).__name__
             by = "init(name, tensor)" if graph.init is not None else f"reset_parameters() of {kind}"
             raise ModelError(
-                f"parameter {layer}.{path} is left without values, or without some of them, by {by}",
+                f"parameter {layer.qualify(path)} is left without values, or without some of them, by {by}",
                 cure="give every parameter its values there: those of the constructor are not kept"
                 + ("" if graph.init is not None else "; or set init: model"),
             )
 
 
-def _initialise(graph: Graph, layer: str, module: nn.Module, seed: int, guard: CallGuard) -> None:
+def _initialise(graph: Graph, layer: Layer, module: nn.Module, seed: int, guard: CallGuard) -> None:
     """Give a layer's parameters their values under `init: by-name`, in place. `guard`: see `SeededByNameValues`."""
     if graph.init is not None:
         canonical = canonical_names(graph)
         for path, parameter in module.named_parameters():
-            name = f"{layer}.{path}"
+            name = layer.qualify(path)
             with torch.no_grad(), guard("the graph's init"):
                 torch.manual_seed(seed_of(seed, "init", canonical.get(name, name)))
                 graph.init(canonical.get(name, name), parameter)
@@ -275,7 +275,7 @@ def _initialise(graph: Graph, layer: str, module: nn.Module, seed: int, guard: C
     for path, part in module.named_modules():
         if not any(p is not None for p in part._parameters.values()):
             continue
-        name = f"{layer}.{path}" if path else layer
+        name = layer.qualify(path)
         reset: Callable[[], Tensor | None] | None = getattr(part, "reset_parameters", None) or getattr(
             part, "_reset_parameters", None
         )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from raypar.errors import ModelError, with_article
-from raypar.model.graph import Graph, Layer
+from raypar.model.graph import Graph, Layer, join_names
 from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan import ModelOutline
 
@@ -73,7 +73,7 @@ def refuse_unsupported(layer: str, module: nn.Module) -> None:
     for name, tensor in named_state([(layer, module)]):
         _refuse_tensor(name, tensor)
     for path, part in module.named_modules():
-        name = f"{layer}.{path}" if path else layer
+        name = join_names(layer, path)
         if isinstance(part, nn.SyncBatchNorm):
             raise ModelError(
                 f"{name} is a SyncBatchNorm, which would stop inside the layer until other replicas' microbatches are there",
@@ -137,7 +137,7 @@ def layer_sizes(graph: Graph, dtype: torch.dtype = torch.float32) -> tuple[Layer
     for layer in graph.layers:
         count = 0
         for path, parameter in shared_skeleton(layer).named_parameters():
-            name = canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}")
+            name = canonical.get(layer.qualify(path), layer.qualify(path))
             if name not in counted:
                 counted.add(name)
                 count += parameter.numel()
@@ -151,7 +151,7 @@ def parameter_shapes(graph: Graph, first: int = 0, last: int | None = None) -> d
     shapes: dict[str, torch.Size] = {}
     for layer in graph.layers[first:last]:
         for path, parameter in shared_skeleton(layer).named_parameters():
-            shapes.setdefault(canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}"), parameter.shape)
+            shapes.setdefault(canonical.get(layer.qualify(path), layer.qualify(path)), parameter.shape)
     return shapes
 
 
@@ -159,7 +159,7 @@ def frozen_parameters(graph: Graph) -> frozenset[str]:
     """Canonical names of the parameters that are not trained."""
     canonical = canonical_names(graph)
     return frozenset(
-        canonical.get(f"{layer.name}.{path}", f"{layer.name}.{path}")
+        canonical.get(layer.qualify(path), layer.qualify(path))
         for layer in graph.layers
         for path, parameter in shared_skeleton(layer).named_parameters()
         if not parameter.requires_grad
@@ -172,7 +172,7 @@ def buffer_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict
     A buffer that a layer holds under several names appears under the first.
     """
     return {
-        f"{layer.name}.{path}": buffer.shape
+        layer.qualify(path): buffer.shape
         for layer in graph.layers[first:last]
         for path, buffer in shared_skeleton(layer).named_buffers()
     }
@@ -181,7 +181,7 @@ def buffer_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict
 def persistent_buffers(graph: Graph) -> set[str]:
     """Qualified names of the buffers that are part of PyTorch's state_dict."""
     return {
-        f"{layer.name}.{path}"
+        layer.qualify(path)
         for layer in graph.layers
         for module in [shared_skeleton(layer)]
         for path, _ in module.named_buffers()
@@ -232,7 +232,9 @@ def parameters_and_buffers_on_meta(graph: Graph, first: int, last: int, dtype: t
     canonical = canonical_names(graph)
     found: dict[str, Tensor] = {}
     for layer in graph.layers[first:last]:
-        for name, tensor in named_state([(layer.name, shared_skeleton(layer))]):
+        skeleton = shared_skeleton(layer)
+        for path, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
+            name = layer.qualify(path)
             kind = dtype if tensor.is_floating_point() else tensor.dtype
             found.setdefault(canonical.get(name, name), torch.empty(tensor.shape, dtype=kind, device="meta"))
     return found
@@ -250,6 +252,7 @@ def make_model_outline(graph: Graph) -> ModelOutline:
         tuple((x.name, x.inputs, x.outputs) for x in graph.layers),
         graph.ties,
         tensor_sizes_by_layer(graph),
+        owners=graph.tensor_owners,
         buffers=frozenset(buffer_shapes(graph)),
         frozen=frozen_parameters(graph),
         writes_buffers=layers_that_write_buffers(graph),
@@ -257,14 +260,16 @@ def make_model_outline(graph: Graph) -> ModelOutline:
     )
 
 
-def put_values(graph: Graph, layer: str, module: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, str]:
+def put_values(
+    graph: Graph, layer: Layer, module: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, str]:
     """Put values into a layer's skeleton, in place; returns path of each parameter -> canonical name.
 
     A parameter that the layer holds at several places stays one object. `values`: by canonical parameter name and by buffer
     name; empty tensors may be missing, and are made: floating point ones in `dtype`.
     """
     canonical = canonical_names(graph)
-    names = {path: canonical.get(f"{layer}.{path}", f"{layer}.{path}") for path, _ in module.named_parameters()}
+    names = {path: canonical.get(layer.qualify(path), layer.qualify(path)) for path, _ in module.named_parameters()}
     by_id = {id(p): names[path] for path, p in module.named_parameters()}
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
@@ -280,10 +285,10 @@ def put_values(graph: Graph, layer: str, module: nn.Module, values: Mapping[str,
     return names
 
 
-def put_buffers(layer: str, module: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def put_buffers(layer: Layer, module: nn.Module, values: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Put values into the buffers of a layer's skeleton, in place; `values` by qualified buffer name. `dtype`: see
     `put_values`."""
-    by_id = {id(b): f"{layer}.{path}" for path, b in module.named_buffers()}
+    by_id = {id(b): layer.qualify(path) for path, b in module.named_buffers()}
     made: dict[int, Tensor] = {}
     for part in module.modules():
         for key, buffer in part._buffers.items():
@@ -352,10 +357,13 @@ def _value_of(name: str, skeleton: Tensor, values: Mapping[str, Tensor], dtype: 
 
 
 def named_state(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
-    """(qualified name, tensor) of every parameter and buffer; one that a layer holds under several names, under the first."""
+    """(qualified name, tensor) of every parameter and buffer; one that a layer holds under several names, under the first.
+
+    A whole model is a layer without a name.
+    """
     for layer, module in layers:
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
-            yield f"{layer}.{path}", tensor
+            yield join_names(layer, path), tensor
 
 
 def refuse_lazy(layers: Collection[tuple[str, nn.Module]]) -> None:

@@ -27,7 +27,7 @@ def materialise(
     modules: dict[str, nn.Module] = {}
     for layer in graph.layers[first:last]:
         modules[layer.name] = module = build_on_meta(layer)
-        names = put_values(graph, layer.name, module, values, dtype)
+        names = put_values(graph, layer, module, values, dtype)
         for path, parameter in module.named_parameters() if fresh else ():
             if names[path] in taken:
                 parameter.data = parameter.data.clone()  # each use of a tie is a parameter of its own

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
+from raypar.model.graph import join_names
 from raypar.model.layer_skeletons import norms_with_running_statistics
 
 Replaced = Literal["nothing", "parameters", "all"]
@@ -36,7 +37,7 @@ def refuse_parameter_aliasing(layers: Collection[tuple[str, nn.Module]], replace
     for layer, module in layers:
         inside = set(module.modules())
         for path, part in module.named_modules():
-            where = f"{layer}.{path}" if path else layer
+            where = join_names(layer, path)
             _refuse_compiled(where, part)
             for key, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is None:
@@ -76,7 +77,7 @@ def _trained(layers: Collection[tuple[str, nn.Module]]) -> _Registered:
     for layer, module in layers:
         for path, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.numel():
-                found.setdefault(_memory(parameter), []).append((f"{layer}.{path}", parameter))
+                found.setdefault(_memory(parameter), []).append((join_names(layer, path), parameter))
     return found
 
 
@@ -86,7 +87,7 @@ def _not_trained(layers: Collection[tuple[str, nn.Module]], kinds: Replaced) -> 
     for layer, module in layers if kinds != "nothing" else ():
         for path, tensor in (*module.named_parameters(), *(module.named_buffers() if kinds == "all" else ())):
             if not tensor.requires_grad and tensor.numel():
-                found.setdefault(_memory(tensor), []).append((f"{layer}.{path}", tensor))
+                found.setdefault(_memory(tensor), []).append((join_names(layer, path), tensor))
     return found
 
 

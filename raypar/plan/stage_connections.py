@@ -9,6 +9,15 @@ from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
+LATER_USE = "@"
+"""In the name of a parameter that a layer of a captured model uses after others: `<qualified name>@<layer name>`."""
+
+
+def owner_of(parameter: str) -> str:
+    """Qualified name of the module that has a parameter or buffer."""
+    name, later, layer = parameter.partition(LATER_USE)
+    return name.rpartition(".")[0] + later + layer
+
 
 @dataclass(frozen=True, slots=True)
 class StageEdge:
@@ -143,6 +152,8 @@ class ModelOutline:
     """Indices of the layers whose forward may write buffers."""
     loss_inputs: tuple[str, ...] = ()
     """Values that the loss reads: the model's output, or those of which it is rebuilt."""
+    owners: Mapping[str, int] = field(default_factory=dict)
+    """Name of a parameter or buffer -> index of its layer, where the name does not begin with the layer's name."""
 
     def crossing(self, plan: ParallelPlan) -> StageConnections:
         """The connections between the stages of a plan of this model. The loss is a consumer in the last stage."""
@@ -170,5 +181,7 @@ class ModelOutline:
 
     def layer_of(self, parameter: str) -> int:
         """Index of the layer that a qualified parameter name belongs to (layer names may contain dots)."""
+        if parameter in self.owners:
+            return self.owners[parameter]
         owners = [i for i, (name, _, _) in enumerate(self.layers) if parameter.startswith(name + ".")]
         return max(owners, key=lambda i: len(self.layers[i][0]))

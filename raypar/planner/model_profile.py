@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from raypar.errors import PlanError
 from raypar.plan import ModelOutline, ParallelPlan, StageConnections, StageEdge, StagePlan
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
+from raypar.plan.stage_connections import owner_of
 from raypar.plan.state_bytes import StateBytes
 from raypar.planner.kept_storages import KeptStorages
 from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, STASH
@@ -229,14 +230,14 @@ def largest_work_shares(outline: ModelOutline, shards: int) -> tuple[float, ...]
     costs = outline.layouts[shards].costs
     aliases = {names[0]: names for names in outline.ties}
     found = []
-    for (layer, _, _), elements in zip(outline.layers, outline.elements, strict=True):
+    for index, elements in enumerate(outline.elements):
         on_shard, total = [0.0] * shards, 0
         for parameter, size in elements.items():
             if parameter in outline.buffers:
                 continue
             # A tie stands under its first name, which may be that of another layer.
-            here = next((n for n in aliases.get(parameter, ()) if n.startswith(f"{layer}.")), parameter)
-            cost = costs.get(here.rpartition(".")[0])
+            here = next((n for n in aliases.get(parameter, ()) if outline.layer_of(n) == index), parameter)
+            cost = costs.get(owner_of(here))
             on_shard = [work + size * (cost[t].compute if cost else 1.0) for t, work in enumerate(on_shard)]
             total += size
         found.append(max(on_shard) / total if total else 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from raypar.errors import (
     error_message,
     with_article,
 )
+from raypar.model.capture.module_graph import captured_outputs_on_meta
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import (
     build_on_meta,
@@ -30,20 +30,19 @@ from raypar.model.layer_skeletons import (
     parameter_shapes,
     shared_skeleton,
 )
-from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan import ParallelPlan
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.job_spec import JobSpec, Ref
+from raypar.worker.check_sum_and_count import check_sum_and_count
+from raypar.worker.job_spec import JobSpec, Ref, loss_target_name
 from raypar.worker.measure_profile import read_microbatches
 from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, make_dataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import refuse_input_writes
 from raypar.worker.stage.loss_function import make_loss_function
 from raypar.worker.stage.stage_coordinate import cure_for_single_values
-from raypar.worker.stage_builder import loss_target_name
 from raypar.worker.step.optimizer import check_optimizer_groups, check_optimizer_is_elementwise
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -149,6 +148,10 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
     Code that reads numbers (`.item()`, branches on data) cannot be checked this way and is left to the first step.
     """
     values = {name: tensor.to("meta") for name, tensor in batch.items()}
+    captured = captured_outputs_on_meta(graph)
+    if captured is not None:  # its trace has done the same
+        _check_loss(spec, graph, values | captured, batch)
+        return
     for layer in graph.layers:
         missing = [name for name in layer.inputs if name not in values]
         if missing:
@@ -176,7 +179,6 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
             raise _misfit_error(layer, values, _dtype(spec), error) from error
         values.update(zip(layer.outputs, _outputs(layer, out), strict=True))
     _check_loss(spec, graph, values, batch)
-    _check_sum_and_count(spec, values[graph.output], values[loss_target_name(spec)], batch.get(loss_target_name(spec)))
 
 
 def _module_on_meta(layer: Layer, dtype: torch.dtype) -> nn.Module:
@@ -261,6 +263,7 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
             f"the loss reads field {target!r}, which the samples do not have",
             cure=f"choose data.target: one of {list(batch)}",
         )
+    check_sum_and_count(spec, graph, values, batch.get(target))
     try:
         with torch.no_grad(), meta_operations_without_dynamo():
             loss = graph.loss_of_values(make_loss_function(spec.loss))
@@ -275,69 +278,6 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
         raise ModelError(
             f"the loss {spec.loss.label} returned {shape}, not a scalar", cure="return a scalar, or (sum, count) as scalars"
         )
-
-
-_CHECKED_SAMPLES, _CHECKED_PLACES = 4, 8
-"""How many samples, and how many places of each (tokens), `_check_sum_and_count` gives to the loss."""
-
-
-def _check_sum_and_count(spec: JobSpec, output: Tensor, target_on_meta: Tensor, target: Tensor | None) -> None:
-    """Raises `ModelError` for a loss that returns a pair other than (sum, count), such as (mean, accuracy).
-
-    The loss is called with a few samples, with other outputs for them, and with all of them twice: the count must be the same,
-    and then twice as large, as the sum must be. (A count of 1 is accepted too: all microbatches then weigh the same.) A loss
-    that raises is left to the first step. `output`: on the meta device; `target`: None if a layer writes it.
-    """
-    shared = [a == b for a, b in zip(output.shape, target_on_meta.shape, strict=False)]
-    if target is None or not output.is_floating_point() or not shared or not shared[0] or not output.numel():
-        return
-    dims = len(shared) if all(shared) else shared.index(False)
-    places = tuple(slice(_CHECKED_PLACES if dim else _CHECKED_SAMPLES) for dim in range(dims))
-    target = target[places]
-    with preserve_random_state(), torch.no_grad():
-        wrong = torch.rand(output[places].shape, dtype=output.dtype, device="cpu")  # in (0, 1): probabilities, for some losses
-        half_right = _moved_to_target(wrong, target)
-        loss = make_loss_function(spec.loss)
-        try:
-            found = [loss(wrong, target), loss(half_right, target), loss(*(torch.cat([x, x]) for x in (half_right, target)))]
-            if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in found):
-                return
-            (_, other), (total, count), (total_of_twice, count_of_twice) = ((float(a), float(b)) for a, b in found)
-        except USER_CODE_ERRORS as error:
-            reraise_ctrl_c(error)
-            return
-    what = f"the loss {spec.loss.label} returned a pair whose"
-    if other != count:
-        raise ModelError(
-            f"{what} second value depends on the model's output ({other:.6g} for one, {count:.6g} for another), so it is no "
-            "count, by which the first value would be divided",
-            cure="return the loss alone, or (sum, count): the sum over samples or tokens, and how many they are",
-        )
-    if not math.isclose(count_of_twice, 2 * count, rel_tol=1e-6) and (count, count_of_twice) != (1, 1):
-        raise ModelError(
-            f"{what} second value is {count:.6g} for {len(target)} samples and {count_of_twice:.6g} for the same samples "
-            "twice, so it is no count, by which the first value would be divided",
-            cure="return the loss alone, or (sum, count): the sum over samples or tokens, and how many they are",
-        )
-    if total and count_of_twice != count and math.isclose(total_of_twice, total, rel_tol=1e-4):
-        raise ModelError(
-            f"{what} first value is {total:.6g} for {len(target)} samples and for the same samples twice, so it is a mean, "
-            "which would be divided by the second value, a count, once more",
-            cure="return the mean alone, or the sum with the count (reduction='sum')",
-        )
-
-
-def _moved_to_target(output: Tensor, target: Tensor) -> Tensor:
-    """The output, with that of half the samples what the target wants, where the two have shapes that say how."""
-    moved, half = output.clone(), slice((len(output) + 1) // 2)
-    if target.shape == output.shape:
-        moved[half] = target[half].to(output.dtype)
-    elif not target.is_floating_point() and target.dim() == output.dim() - 1:
-        for classes in (1, -1):  # a class for each place; PyTorch's losses have the classes in dim 1, other code in the last
-            if output.select(classes, 0).shape == target.shape and int(target.max()) < output.shape[classes]:
-                moved[half].scatter_(classes, target[half].long().clamp(min=0).unsqueeze(classes), 1.0)
-                break
-    return moved
 
 
 def _check_lr_schedule(ref: Ref) -> None:

@@ -23,6 +23,10 @@ CONTRACT_CHARACTERS = 10_000
 """The longest text of a function that a contract holds as it is. That of a list of samples is the text of all of them."""
 
 
+LOSS_OF_MODEL = "model"
+"""In the place of a loss function: the model returns an object with a `loss`."""
+
+
 @dataclass(frozen=True)
 class Ref:
     """A user's function with its keyword arguments."""
@@ -31,6 +35,11 @@ class Ref:
     """`module:name`, importable on every worker, or the callable itself."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """The keyword arguments."""
+
+    @property
+    def is_loss_of_model(self) -> bool:
+        """Whether it stands for the loss that the model itself computes."""
+        return self.target == LOSS_OF_MODEL
 
     def resolve(self) -> Callable[..., Any]:
         """Import the function. Raises `ConfigError` naming what could not be imported."""
@@ -255,6 +264,8 @@ class JobSpec:
     """Dtype of the model."""
     precision: Precision = Precision()
     """The dtype in which layers and the loss compute."""
+    units: tuple[str, ...] = ()
+    """Patterns of modules that run whole, for a model that is captured; none: they are found."""
     device: str = "cpu"
     """A name of `worker.backend.BACKENDS`."""
     threads: int = 1
@@ -290,6 +301,11 @@ CONTRACT_EDITION = 2
 """Edition of the numerics contract (`raypar/README.md`) of this release. Checkpoints of the first do not name theirs."""
 
 
+def loss_target_name(spec: JobSpec) -> str:
+    """Name of the value with which the loss compares the model's output; of the labels, if the model computes the loss."""
+    return spec.data.target or ("labels" if spec.loss.is_loss_of_model else "y")
+
+
 def contract_of_job(spec: JobSpec) -> dict[str, Any]:
     """The settings of a job on which its bits depend, as JSON values; `steps` and validation are not among them."""
     made = {
@@ -315,6 +331,7 @@ def contract_of_job(spec: JobSpec) -> dict[str, Any]:
     made |= {"styles": [list(pair) for pair in spec.styles]} if spec.styles else {}
     made |= {"sequence_parallel": True} if spec.sequence_parallel else {}
     made |= {"buffers": spec.buffers} if spec.buffers != "refuse" else {}
+    made |= {"units": list(spec.units)} if spec.units else {}
     made |= {"precision": {"compute": spec.precision.compute}} if spec.precision.compute is not None else {}
     plain: dict[str, Any] = json.loads(json.dumps(made, default=_as_text))
     return plain

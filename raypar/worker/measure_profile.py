@@ -29,14 +29,14 @@ from raypar.planner.kept_storages import KeptStorages
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.check_recomputation import check_layer_recomputes
-from raypar.worker.job_spec import JobSpec
+from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, random_gradients, run_forward
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.loss_function import make_loss_function
 from raypar.worker.stage.stage import Stage
-from raypar.worker.stage_builder import build_stage, loss_target_name
+from raypar.worker.stage_builder import build_stage
 from raypar.worker.step.optimizer import build_optimizer, optimizer_state
 from raypar.worker.worker_assignments import make_layer_graph
 

@@ -165,26 +165,39 @@ class SampleReader:
         columns: list[list[Tensor]] = [[] for _ in self.fields]
         # Who promises to draw no random numbers need not have them seeded; it does not change a bit.
         seeded = not getattr(self.dataset, "raypar_thread_safe", False)
-        for epoch, index in places:
-            if seeded:
-                here = seed_of(self.seed, "sample", epoch, index) % 2**32
-                random.seed(here)
-                numpy.random.seed(here)
-                # The CPU's share of torch.manual_seed, which takes 65 us: it visits every kind of device.
-                torch.default_generator.manual_seed(here)
-            try:
-                sample = self.dataset[index]
-            except USER_CODE_ERRORS as error:
-                reraise_ctrl_c(error)
-                raise UserCodeError(
-                    f"sample {index} (epoch {epoch}): the data set raised {error_text(error)}\n{traceback.format_exc()}",
-                    cure=f"read it by itself: dataset[{index}]",
-                ) from error
-            if self.guard is not None:
-                self.guard.check("the data set's __getitem__")
+        for place in places:
+            sample = self._sample(place, seeded=seeded)
             for column, name in zip(columns, self.fields, strict=True):
-                column.append(self._tensor(sample, name, index))
+                column.append(self._tensor(sample, name, place[1]))
         return {name: self._stack(name, column, places) for name, column in zip(self.fields, columns, strict=True)}
+
+    def field_names(self, place: SamplePosition) -> tuple[str, ...]:
+        """Names of the fields of a sample. Leaves python, numpy and torch seeded by it."""
+        sample = self._sample(place, seeded=True)
+        if isinstance(sample, Mapping):
+            return tuple(map(str, sample))
+        return (self.names or FIELD_NAMES)[: len(sample) if isinstance(sample, (tuple, list)) else 1]
+
+    def _sample(self, place: SamplePosition, *, seeded: bool) -> Any:
+        """One sample, as the data set gives it. `seeded`: seed the generators first."""
+        epoch, index = place
+        if seeded:
+            here = seed_of(self.seed, "sample", epoch, index) % 2**32
+            random.seed(here)
+            numpy.random.seed(here)
+            # The CPU's share of torch.manual_seed, which takes 65 us: it visits every kind of device.
+            torch.default_generator.manual_seed(here)
+        try:
+            sample = self.dataset[index]
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
+            raise UserCodeError(
+                f"sample {index} (epoch {epoch}): the data set raised {error_text(error)}\n{traceback.format_exc()}",
+                cure=f"read it by itself: dataset[{index}]",
+            ) from error
+        if self.guard is not None:
+            self.guard.check("the data set's __getitem__")
+        return sample
 
     def _tensor(self, sample: Any, name: str, index: int) -> Tensor:
         if isinstance(sample, Mapping):

@@ -28,7 +28,7 @@ from raypar.model.tensor_parallel.linear import ShardedLinear, defer_sharded_wei
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.worker.job_spec import JobSpec
+from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.process.gpu_setup import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.buffer_updates import BufferUpdates
@@ -197,11 +197,6 @@ def build_stage_layers(
         shared = tuple(name for name in dict.fromkeys(layer.inputs) if len(graph.consumers(name)) > 1)
         made.append(StageLayer(layer, precision.wrap_layer(call), of_outputs, shared))
     return made
-
-
-def loss_target_name(spec: JobSpec) -> str:
-    """Name of the value with which the loss compares the model's output."""
-    return spec.data.target or "y"
 
 
 def build_stage_loss(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from raypar.errors import ModelError, RayparError, UserCodeError
-from raypar.model.capture import capture_layer_graph, layers_in, replace_builds_by_skeletons
+from raypar.model.capture.module_graph import ModuleCapture
+from raypar.model.capture.sequential import capture_layer_graph, replace_builds_by_skeletons, state_in
 from raypar.model.deferred_init import OperationRecording, Undeferrable, run_with_deferred_init
 from raypar.model.graph import Graph
 from raypar.model.initial_values import CallGuard, SeededByNameValues
-from raypar.model.layer_skeletons import make_model_outline, named_state
+from raypar.model.layer_skeletons import make_model_outline
 from raypar.model.model_function_allocations import WHOLE_BYTES, AllocationLimitExceeded, call_counting_allocations
 from raypar.model.parameter_aliasing_check import Replaced
 from raypar.model.random_state import RandomState, preserve_random_state, seed_all
@@ -25,13 +27,30 @@ from raypar.plan import Microbatches, ParallelPlan
 from raypar.schedule.instructions import Schedule
 from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.job_spec import JobSpec
+from raypar.worker.job_spec import JobSpec, loss_target_name
+from raypar.worker.microbatch_loader import SampleOrder, SamplePosition, SampleReader, make_dataset
 from raypar.worker.pretrained.initial_values import weights_from_file
 
 __all__ = ["ProgramAssignment", "make_layer_graph", "make_validation_batching", "make_worker_assignments"]
 
 LOADS_BYTES = 1 << 20
 """A model function that copies more than this from files and arrays gets a line which says what that costs."""
+
+
+def make_layer_graph_without_values(spec: JobSpec) -> Graph:
+    """The layer graph of the user's model, for those who need shapes alone: a large model's values are not even drawn."""
+    if spec.deferred_init == "never" or spec.init_from is not None:  # a file's names are compared with the model's
+        return make_layer_graph(spec)
+    replaced: Replaced = "parameters" if spec.init == "by-name" else "nothing"
+    try:
+        with preserve_random_state():
+            made, recording = _run_deferred(spec, draws=False)
+            if not isinstance(made, Graph):
+                graph = _capture(spec, contextlib.nullcontext, made, recording=recording, replaced=replaced)
+                return replace(graph, initial_values=None)
+    except (Undeferrable, UserCodeError):
+        pass  # with the values it may be possible; an error of the function's own comes again
+    return make_layer_graph(spec)
 
 
 def make_layer_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -> Graph:
@@ -48,8 +67,7 @@ def make_layer_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -
         if isinstance(made, Graph):
             graph = replace_builds_by_skeletons(made, seed=spec.seed, state=RandomState.now(), guard=guard, replaced=replaced)
         else:
-            again = partial(_values_again, spec)
-            captured = partial(capture_layer_graph, input=spec.data.input or "x", again=again, replaced=replaced)
+            captured = partial(_capture, spec, guard, replaced=replaced)
             try:
                 graph = captured(made, recording=recording, notes=notes)
             except Undeferrable as error:
@@ -63,6 +81,27 @@ def make_layer_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -
         assert graph.initial_values is not None
         graph = replace(graph, initial_values=weights_from_file(spec, graph, graph.initial_values))
     return replace(graph, buffer_policy=spec.buffers)
+
+
+def _capture(
+    spec: JobSpec,
+    guard: CallGuard,
+    made: Any,
+    *,
+    recording: OperationRecording | None = None,
+    notes: tuple[str, ...] = (),
+    replaced: Replaced = "nothing",
+) -> Graph:
+    """The graph of what the model function returned. See `capture_layer_graph`."""
+    return capture_layer_graph(
+        made,
+        input=spec.data.input or "x",
+        again=partial(_values_again, spec),
+        recording=recording,
+        notes=notes,
+        replaced=replaced,
+        whole=module_capture_of_job(spec, guard),
+    )
 
 
 _Called = tuple[Any, OperationRecording | None, tuple[str, ...]]
@@ -118,11 +157,16 @@ def _call_whole(spec: JobSpec, limit_bytes: int | None = None) -> _Called:
 
 def _call_deferred(spec: JobSpec) -> _Called:
     """Run the model function with deferred initialisation. Raises `Undeferrable`."""
-    seed_all(spec.seed)
-    made, recording = run_with_deferred_init(partial(_call_model, spec))
+    made, recording = _run_deferred(spec)
     if isinstance(made, Graph):  # hand-written: its builds have not run yet, and run one by one whatever the model's size
         return _call_whole(spec)
     return made, recording, _note_of_loads(recording.loaded_bytes)
+
+
+def _run_deferred(spec: JobSpec, *, draws: bool = True) -> tuple[Any, OperationRecording]:
+    """(what the model function returns, the recording of its values). `draws`: see `OperationRecording`."""
+    seed_all(spec.seed)
+    return run_with_deferred_init(partial(_call_model, spec), draws=draws)
 
 
 def _note_of_loads(nbytes: int) -> tuple[str, ...]:
@@ -148,7 +192,7 @@ def _call_model(spec: JobSpec) -> Any:
             cure="the last lines of the traceback are where it did; it is called with model.args",
         ) from error
     if made is None:
-        raise ModelError(f"the model function {spec.model.label} returned None", cure="return nn.Sequential, layers or a Graph")
+        raise ModelError(f"the model function {spec.model.label} returned None", cure="return an nn.Module, layers or a Graph")
     return made
 
 
@@ -157,7 +201,40 @@ def _values_again(spec: JobSpec) -> Mapping[str, Tensor]:
     with preserve_random_state():
         seed_all(spec.seed)
         made, _ = call_counting_allocations(partial(_call_model, spec))
-        return dict(named_state(layers_in(made)))
+        return state_in(made)
+
+
+def module_capture_of_job(spec: JobSpec, guard: CallGuard) -> ModuleCapture:
+    """What the job says about a model that is captured. Its first microbatch is read when it is asked for."""
+
+    @cache
+    def reader() -> SampleReader:
+        with guard("the data set function"):
+            dataset = make_dataset(spec.data)
+        return SampleReader(dataset, spec.data.names, (), spec.seed)
+
+    def positions() -> list[SamplePosition]:
+        order = SampleOrder(spec.seed, len(reader().dataset))
+        return order.ids(0, len(spec.batching.samples(0)))
+
+    def fields() -> tuple[str, ...]:
+        with preserve_random_state(), guard("the data set's __getitem__"):
+            return reader().field_names(positions()[0])
+
+    def read(names: Sequence[str]) -> Mapping[str, Tensor]:
+        with preserve_random_state(), guard("the data set's __getitem__"):
+            return replace(reader(), fields=tuple(names)).read(positions())
+
+    return ModuleCapture(
+        fields,
+        read,
+        dtype=getattr(torch, spec.dtype),
+        input=spec.data.input or "x",
+        target=loss_target_name(spec),
+        wants_loss=spec.loss.is_loss_of_model,
+        units=spec.units,
+        autocast_dtype=torch.bfloat16 if spec.precision.compute == "bf16" else None,
+    )
 
 
 def make_validation_batching(spec: JobSpec, samples: int) -> Microbatches | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raypar.comm.blocking_code_as_routine import as_routine
 from raypar.comm.communication_ledger import CommunicationLedger
 from raypar.comm.local_transport import CooperativeScheduler, LocalMesh
-from raypar.model.capture import capture_layer_graph
+from raypar.model.capture.sequential import capture_layer_graph
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import canonical_names
 from raypar.model.materialise import materialise

@@ -9,7 +9,7 @@ from helpers import ugly_models
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
-from raypar.model.capture import capture_layer_graph
+from raypar.model.capture.sequential import capture_layer_graph
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import build_on_meta, layer_sizes, parameter_shapes
 from raypar.model.materialise import materialise

@@ -21,7 +21,7 @@ from torch import nn
 from raypar import Trainer
 from raypar.config import load_job, parse_job
 from raypar.errors import ConfigError, DataError, ModelError, UserCodeError
-from raypar.model.capture import capture_layer_graph
+from raypar.model.capture.sequential import capture_layer_graph
 from raypar.plan import ParallelPlan
 from raypar.safe_yaml import dump_yaml
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER

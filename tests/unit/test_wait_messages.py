@@ -86,7 +86,7 @@ def blocked(file: str, code: str, **more: object) -> tuple[threading.Thread, thr
     return thread, over
 
 
-READ = "def read():\n    index = 17\n    wait()\ndef _wait():\n    read()\nrun = _wait"
+READ = "def _sample():\n    index = 17\n    wait()\ndef _wait():\n    _sample()\nrun = _wait"
 
 
 @pytest.mark.parametrize("file, code, words", [
@@ -121,15 +121,15 @@ def test_a_command_says_what_it_is_doing_unless_it_or_the_driver_has_told_someth
     told = []
     reporter = ActivityReporter(told.append, patience_s=0.2)
     read = {"sleep": time.sleep, "reporter": reporter}
-    code = "def read(times, act):\n    index = 17\n    for _ in range(times):\n        sleep(0.05)\n        act()"
+    code = "def _sample(times, act):\n    index = 17\n    for _ in range(times):\n        sleep(0.05)\n        act()"
     exec(compile(code, str(PACKAGE / "worker/microbatch_loader.py"), "exec"), read)
     with reporter.reporting():
-        read["read"](10, reporter.note_driver_answer)
-        read["read"](10, lambda: reporter({"kind": "step"}))
+        read["_sample"](10, reporter.note_driver_answer)
+        read["_sample"](10, lambda: reporter({"kind": "step"}))
         assert {event["kind"] for event in told} == {"step"}
-        read["read"](12, lambda: None)
+        read["_sample"](12, lambda: None)
     assert told[10:] == [{"kind": "waiting_for", "text": "reading sample 17, for 0 s so far"}]
-    read["read"](10, lambda: None)
+    read["_sample"](10, lambda: None)
     assert len(told) == 11  # over
 
 

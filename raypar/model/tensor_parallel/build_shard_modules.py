@@ -80,24 +80,24 @@ def build_shard_modules(
         layer, module = graph.layers[index], make(index)
         if group.size > 1:
             if whole:
-                _cut_parameters(module, layer.name, canonical, layout, group.shard)
-            module = _replace_layers(module, layer.name, layout, group)
+                _cut_parameters(module, layer, canonical, layout, group.shard)
+            module = _replace_layers(module, layer, layout, group)
             module.forward = _LayerBoundary(module.forward, layer, group, edges)
         modules[layer.name] = module
     return modules
 
 
 def _cut_parameters(
-    root: nn.Module, layer: str, canonical: Mapping[str, str], layout: TensorParallelLayout, shard: int
+    root: nn.Module, layer: Layer, canonical: Mapping[str, str], layout: TensorParallelLayout, shard: int
 ) -> None:
     """Replace whole parameters by slices, one at a time. A parameter that stands at several places stays one."""
     made: dict[int, nn.Parameter] = {}
     for path, part in root.named_modules():
-        prefix = f"{layer}.{path}." if path else f"{layer}."
         for key, parameter in list(part._parameters.items()):
             if parameter is None:
                 continue
-            name = canonical.get(prefix + key, prefix + key)
+            name = layer.qualify(f"{path}.{key}" if path else key)
+            name = canonical.get(name, name)
             if id(parameter) not in made and name in layout.cuts:
                 made[id(parameter)] = nn.Parameter(
                     shard_slice_of(layout, name, parameter.detach(), shard), parameter.requires_grad
@@ -105,10 +105,10 @@ def _cut_parameters(
             part._parameters[key] = made.get(id(parameter), parameter)
 
 
-def _replace_layers(root: nn.Module, layer: str, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
+def _replace_layers(root: nn.Module, layer: Layer, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
     """Put what its style builds in the place of every layer that has one. Returns the root, which may be such a layer."""
     for path, part in list(root.named_modules()):
-        name = f"{layer}.{path}" if path else layer
+        name = layer.qualify(path)
         if name not in layout.styles:
             continue
         made = parse_style(layout.styles[name]).build(name, part, layout, group)

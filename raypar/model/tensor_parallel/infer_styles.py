@@ -45,7 +45,6 @@ def infer_styles(graph: Graph) -> dict[str, ShardingStyle]:
     for layer in graph.layers:
         root = shared_skeleton(layer)
         for path, parent in root.named_modules():
-            prefix = f"{layer.name}.{path}." if path else f"{layer.name}."
             children = dict(parent.named_children())
             steps = path.split(".") if path else []
             around = [parent, *(root.get_submodule(".".join(steps[:i])) for i in reversed(range(len(steps))))]
@@ -53,14 +52,15 @@ def infer_styles(graph: Graph) -> dict[str, ShardingStyle]:
                 continue  # nn.TransformerEncoderLayer and nn.MultiheadAttention read their layers' weights themselves
             styles = _attention_styles(children, around)
             styles |= _mlp_styles({name: child for name, child in children.items() if name not in styles})
-            found |= {prefix + name: style for name, style in styles.items()}
+            names = {name: layer.qualify(f"{path}.{name}" if path else name) for name in children}
+            found |= {names[name]: style for name, style in styles.items()}
             for name, child in children.items():
                 if name in _TOKENS and is_plain_embedding(child) and not child.scale_grad_by_freq:
-                    found[prefix + name] = VocabularyStyle()
+                    found[names[name]] = VocabularyStyle()
                     vocabularies.add(child.num_embeddings)
     layer = graph.layers[-1]
     for path, module in shared_skeleton(layer).named_modules():
-        name = f"{layer.name}.{path}" if path else layer.name
+        name = layer.qualify(path)
         if name.rpartition(".")[2] in _LOGITS and is_plain_linear(module) and module.out_features in vocabularies:
             found[name] = VocabularyStyle()
     return found

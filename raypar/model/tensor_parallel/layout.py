@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.graph import Graph
+from raypar.model.graph import Graph, join_names
 from raypar.model.layer_skeletons import make_model_outline, parameter_shapes, shared_skeleton
 from raypar.model.tensor_parallel.infer_styles import infer_styles
 from raypar.model.tensor_parallel.styles.registry import parse_style
@@ -20,6 +20,7 @@ from raypar.model.tensor_parallel.styles.style import ShardingStyle
 from raypar.model.tensor_parallel.styles.whole import WholeStyle
 from raypar.plan import ModelOutline
 from raypar.plan.shard_ranges import TensorCut
+from raypar.plan.stage_connections import owner_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
 
@@ -99,7 +100,7 @@ def _modules_with_parameters(graph: Graph) -> Iterator[tuple[str, nn.Module, tup
             if any(p is not None for p in module._parameters.values()):
                 steps = path.split(".") if path else []
                 parents = tuple(root.get_submodule(".".join(steps[:i])) for i in reversed(range(len(steps))))
-                yield intern(f"{layer.name}.{path}" if path else layer.name), module, parents
+                yield intern(layer.qualify(path)), module, parents
 
 
 def _styles_by_pattern(modules: Mapping[str, tuple[nn.Module, Any]], styles: Mapping[str, str]) -> dict[str, ShardingStyle]:
@@ -111,7 +112,9 @@ def _styles_by_pattern(modules: Mapping[str, tuple[nn.Module, Any]], styles: Map
             name
             for name, (module, _) in modules.items()
             if fnmatch.fnmatchcase(name, pattern)
-            or any(fnmatch.fnmatchcase(f"{name}.{key}", pattern) for key, p in module._parameters.items() if p is not None)
+            or any(
+                fnmatch.fnmatchcase(join_names(name, key), pattern) for key, p in module._parameters.items() if p is not None
+            )
         ]
         if not hits:
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.3) or list(modules)[:3]
@@ -130,7 +133,7 @@ def _without_unequal_ties(
     """The inferred styles, but for a tie either all of its names have the same one or none has any."""
     kept = dict(inferred)
     for names in graph.ties:
-        owners = [name.rpartition(".")[0] for name in names]
+        owners = [owner_of(name) for name in names]
         if any(owner in given for owner in owners):
             continue  # what somebody wrote down is judged as it stands
         if len({kept[owner].name if owner in kept else "" for owner in owners}) > 1:
@@ -144,7 +147,7 @@ def _check_ties(graph: Graph, styles: Mapping[str, ShardingStyle], cuts: Mapping
     for names in graph.ties:
         for other in names[1:]:
             if cuts.get(other) != cuts.get(names[0]):
-                first, second = (styles.get(name.rpartition(".")[0], WholeStyle()) for name in (names[0], other))
+                first, second = (styles.get(owner_of(name), WholeStyle()) for name in (names[0], other))
                 raise PlanError(
                     f"the tie {names[0]} = {other} is cut by unequal styles: {first} and {second}",
                     cure="a tie is one parameter: give both layers the same style (vocabulary, or whole)",

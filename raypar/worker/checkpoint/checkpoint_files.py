@@ -139,8 +139,8 @@ def write_shard(
     """Write a worker's CPU tensors as one safetensors file. `slices`: which part of the unsharded tensor a tensor is, if not
     all.
 
-    `ties`: first name of a tied parameter -> its other names. Streams: no second copy in memory, and the checksum is taken
-    in the same pass. Raises `CheckpointError` (disk full, ...).
+    `ties`: first name of a tied parameter, or of a buffer with several names -> its other names. Streams: no second copy in
+    memory, and the checksum is taken in the same pass. Raises `CheckpointError` (disk full, ...).
     """
     entries = [ManifestEntry(name, kind, value=value) for (name, kind), value in (scalars or {}).items()]
     specs: list[tuple[str, str, Sequence[int]]] = []
@@ -155,7 +155,7 @@ def write_shard(
             specs.append((key, dtype, piece.shape))
             written.append(piece)
             entries.append(ManifestEntry(name, kind, held.shape, dtype, part, file_name, key))
-            if kind == PARAMETER:
+            if kind in (PARAMETER, BUFFER):
                 entries += [replace(entries[-1], name=other, kind=TIE) for other in (ties or {}).get(name, ())]
     begun = _checkpoint(checkpoint)
     with begun.store.write(begun.name, file_name) as file:

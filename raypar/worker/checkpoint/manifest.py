@@ -99,8 +99,8 @@ class Manifest:
 
     @property
     def ties(self) -> dict[str, str]:
-        """Other name of a tied parameter -> its first name."""
-        first = {(e.file, e.key): e.name for e in self.entries if e.kind == PARAMETER}
+        """Other name of a tied parameter, or of a buffer with several names -> its first name."""
+        first = {(e.file, e.key): e.name for e in self.entries if e.kind in (PARAMETER, BUFFER)}
         return {e.name: first[e.file, e.key] for e in self.entries if e.kind == TIE}
 
     @cached_property
@@ -336,8 +336,8 @@ def _check_kinds(entries: Sequence[ManifestEntry]) -> None:
 
 
 def _check_ties(entries: Sequence[ManifestEntry]) -> None:
-    """Raises `ValueError` for a tie that does not lead to the slices of one parameter."""
-    parameters = {(e.file, e.key): e for e in entries if e.kind == PARAMETER}
+    """Raises `ValueError` for a tie that does not lead to the slices of one parameter, or to a buffer."""
+    parameters = {(e.file, e.key): e for e in entries if e.kind in (PARAMETER, BUFFER)}
     first: dict[str, str] = {}
     for entry in entries:
         if entry.kind == TIE:

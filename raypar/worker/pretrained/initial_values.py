@@ -95,7 +95,7 @@ def weights_from_file(spec: JobSpec, graph: Graph, own: InitialValues) -> Weight
         found = match_weights(
             file,
             {name: tuple(tensor.shape) for name, tensor in state.items() if name in kept},
-            graph.ties,
+            graph.shared_names,
             [name for name in state if name not in kept],
             source=source,
             dtype=spec.dtype,

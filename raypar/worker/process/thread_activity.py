@@ -18,7 +18,7 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/worker/job_spec.py", "resolve", "importing {self.target}"),
     ("raypar/worker/worker_assignments.py", "_call_model", "calling the model function {spec.model.label}"),
     ("raypar/worker/microbatch_loader.py", "make_dataset", "making the data set {spec.dataset.label}"),
-    ("raypar/worker/microbatch_loader.py", "read", "reading sample {index}"),
+    ("raypar/worker/microbatch_loader.py", "_sample", "reading sample {index}"),
     ("raypar/worker/microbatch_loader.py", "_wait", "waiting for its data processes to read {where}"),
     ("raypar/worker/stage/loss_function.py", "make_loss_function", "making the loss {ref.label}"),
     ("raypar/worker/job_preflight.py", "_check_lr_schedule", "calling the lr_schedule {ref.label}"),

@@ -20,6 +20,8 @@ def make_loss_function(ref: Ref, device: torch.device = CPU) -> Callable[..., An
     Raises `ConfigError` for a loss with parameters, which would not be trained, and for `reduction="sum"`, which does not say
     by what the sum over all microbatches is divided.
     """
+    if ref.is_loss_of_model:
+        return loss_of_model
     made = ref.resolve()
     if isinstance(made, type):
         try:
@@ -35,6 +37,11 @@ def make_loss_function(ref: Ref, device: torch.device = CPU) -> Callable[..., An
     elif ref.args:
         return ref.partial()
     return _module(made, ref.label, device) if isinstance(made, nn.Module) else made
+
+
+def loss_of_model(output: Tensor, target: Tensor) -> Tensor:
+    """The loss function of a model that computes the loss itself: what it returns is the loss."""
+    return output
 
 
 def _module(module: nn.Module, label: str, device: torch.device) -> Callable[..., Any]:

@@ -88,7 +88,7 @@ class StageTensors:
         for layer in layers:
             first = len(self.uses)
             for path, parameter in modules[layer.name].named_parameters():
-                name = f"{layer.name}.{path}"
+                name = layer.qualify(path)
                 home = self.parameters.setdefault(canonical.get(name, name), parameter)
                 if home is not parameter:
                     parameter.data = home.data  # one memory, but a leaf and a gradient for every layer that uses it
@@ -98,7 +98,7 @@ class StageTensors:
             module = modules[layer.name]
             self._layers.append(LayerTensors(module, layer_buffers(module), range(first, len(self.uses))))
         self._use_of = {id(leaf): use for use, leaf in enumerate(self.leaves)}
-        named = [(f"{layer.name}.{b.path}", b) for layer, held in zip(layers, self._layers, strict=True) for b in held.buffers]
+        named = [(layer.qualify(b.path), b) for layer, held in zip(layers, self._layers, strict=True) for b in held.buffers]
         self.buffers = {name: buffer.tensor for name, buffer in named}
         self.persistent = frozenset(name for name, buffer in named if buffer.persistent)
 

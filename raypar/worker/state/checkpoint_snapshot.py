@@ -80,7 +80,7 @@ def take_snapshot(
                             f"optimizer state {key!r} of {name} is a {type(value).__name__}, neither tensor nor number",
                             cure="use an optimizer with plain state, or set checkpoint.every: 0 and checkpoint.at_end: false",
                         )
-    ties = {others[0]: others[1:] for stage in stages.values() for others in stage.graph.ties}
+    ties = {others[0]: others[1:] for stage in stages.values() for others in stage.graph.shared_names}
     return StateSnapshot(tensors, scalars, slices, ties)
 
 

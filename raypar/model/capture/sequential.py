@@ -10,9 +10,11 @@ from weakref import ReferenceType
 from torch import Tensor, nn
 
 from raypar.errors import ModelError, with_article
+from raypar.model.capture.module_graph import ModuleCapture, capture_module_graph
 from raypar.model.deferred_init import OperationRecording, materialise_hidden_tensors, materialise_tensor_attributes
 from raypar.model.graph import Graph
 from raypar.model.initial_values import CallGuard, DeferredInitialValues, LayerBuildValues, SeededByNameValues, WholeModelValues
+from raypar.model.initial_values_protocol import InitialValues
 from raypar.model.layer_skeletons import (
     SkeletonCopier,
     build_on_meta,
@@ -41,39 +43,62 @@ def capture_layer_graph(
     recording: OperationRecording | None = None,
     notes: tuple[str, ...] = (),
     replaced: Replaced = "nothing",
+    whole: ModuleCapture | None = None,
 ) -> Graph:
     """The graph of the layers of `made`; a hand-written `Graph` is returned as it is.
 
     Layers are built from skeletons (`model.layer_skeletons`); their values are in `Graph.initial_values`. Parameters that
     layers share become ties. `input`: the batch field that the first layer reads. `again`: makes the values again after they
     were released. `recording`: of the values, if the model function ran with deferred initialisation. `notes`: see
-    `InitialValues`. `replaced`: what the job gives other values than these. Raises `ModelError` for anything that is not
-    layers, `Undeferrable` where a recording does not do.
+    `InitialValues`. `replaced`: what the job gives other values than these. `whole`: how a module that is no chain of layers is
+    captured; None: it is refused. Raises `ModelError` for anything that is not layers, `Undeferrable` where a recording does
+    not do.
     """
     if isinstance(made, Graph):
         _check_ties(made)
         return made
-    pairs = layers_in(made)
+    captured = whole_module(made) if whole is not None else None
+    pairs = layers_in(made) if captured is None else [("", captured)]
     statistics: dict[str, ReferenceType[Tensor]] = {}
     for name, module in pairs:
         refuse_unsupported(name, module)
         refuse_shared_statistics(name, module, statistics)
     refuse_lazy(pairs)
     refuse_parameter_aliasing(pairs, replaced)
-    seen: dict[int, list[str]] = {}
-    for name, module in pairs:
-        for path, parameter in module.named_parameters():
-            seen.setdefault(id(parameter), []).append(f"{name}.{path}")
-    ties = tuple(tuple(names) for names in seen.values() if len(names) > 1)
-    state = dict(named_state(pairs))
+    state = state_in(made) if whole is not None else dict(named_state(pairs))
     if recording is not None:
-        for _, module in pairs:
-            materialise_tensor_attributes(module, list(state.values()), recording)
+        for _, layer in pairs:
+            materialise_tensor_attributes(layer, list(state.values()), recording)
         used = {id(tensor) for tensor in tensors_in_functions(pairs)}
         materialise_hidden_tensors([tensor for tensor in state.values() if id(tensor) not in used], recording)
-    initial = WholeModelValues(state, again, notes) if recording is None else DeferredInitialValues(state, recording, notes)
+    initial: InitialValues = (
+        WholeModelValues(state, again, notes) if recording is None else DeferredInitialValues(state, recording, notes)
+    )
+    if captured is not None and whole is not None:
+        return capture_module_graph(captured, initial, whole)
+    seen: dict[int, list[str]] = {}
+    for name, layer in pairs:
+        for path, parameter in layer.named_parameters():
+            seen.setdefault(id(parameter), []).append(f"{name}.{path}")
+    ties = tuple(tuple(names) for names in seen.values() if len(names) > 1)
     graph = Graph.sequential([(name, SkeletonCopier(bare)) for name, bare in make_skeletons(pairs)], input=input, ties=ties)
     return replace(graph, initial_values=initial)
+
+
+def whole_module(made: object) -> nn.Module | None:
+    """The module that has to be captured; None for what is a chain of layers, is wrapped by another framework, or no module."""
+    if not isinstance(made, nn.Module) or isinstance(made, (nn.Sequential, nn.ModuleList)):
+        return None
+    return None if _wrapped_module_name(made) is not None else made
+
+
+def state_in(made: object) -> dict[str, Tensor]:
+    """Name -> tensor of every parameter and buffer of what the model function returned, under all of their names."""
+    module = whole_module(made)
+    if module is None:
+        return dict(named_state(layers_in(made)))
+    named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return {name: tensor for kind in named for name, tensor in kind}
 
 
 def layers_in(made: object) -> list[tuple[str, nn.Module]]:
@@ -114,18 +139,19 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
 
 def _whole_module_error(module: nn.Module) -> ModelError:
     """The error for a module that is no chain of layers; what other frameworks wrap around a model is taken off in the cure."""
-    what, cure = f"the model is {with_article(type(module).__name__)}", ""
+    what, inner = f"the model is {with_article(type(module).__name__)}", _wrapped_module_name(module)
+    if inner is not None:
+        return ModelError(
+            f"{what} around {with_article(type(getattr(module, inner)).__name__)}, and workers call the layers of a model only",
+            cure=f"give model.{inner}, for raypar divides the work itself and calls layers only",
+        )
+    return ModelError(f"{what}, whose forward raypar cannot cut", cure=_ACCEPTED)
+
+
+def _wrapped_module_name(module: nn.Module) -> str | None:
+    """Attribute in which a wrapper of PyTorch's has the model itself; None for a model."""
     inner = next((name for name in _WRAPPED if isinstance(getattr(module, name, None), nn.Module)), None)
-    if inner is not None and type(module).__module__.startswith("torch."):
-        module = getattr(module, inner)
-        what += f" around {with_article(type(module).__name__)}"
-        cure = f"give model.{inner}, for raypar divides the work itself and calls layers only"
-        if isinstance(module, (nn.Sequential, nn.ModuleList)):
-            return ModelError(f"{what}, and workers call the layers of a model only", cure=cure)
-        cure += "; and "
-    cure += "divide its forward into layers: return an nn.Sequential or list of its blocks, or a raypar.Graph "
-    cure += "(README, 'Use it from Python'); nn.Sequential(model) is a model of one layer, for one stage"
-    return ModelError(f"{what}, whose forward raypar cannot cut", cure=cure)
+    return inner if type(module).__module__.startswith("torch.") else None
 
 
 _WRAPPED = ("_orig_mod", "module")

@@ -1,0 +1,101 @@
+"""Tensors without values that take part in a trace: shape, strides, dtype and device are real, memory there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from raypar.model.without_dynamo import without_dynamo
+
+META = torch.device("meta")
+
+
+class ValuesNeeded(Exception):
+    """Code asks for the values of a tensor that has none."""
+
+
+@without_dynamo
+class AbsentTensor(Tensor):
+    """A meta tensor that claims to be on the CPU, so that users' code and libraries take their usual path."""
+
+    meta: Tensor
+    """The meta tensor, which has the shape, strides and aliases."""
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, requires_grad: bool = False) -> AbsentTensor:
+        """The absent tensor of a meta tensor."""
+        made: AbsentTensor = Tensor._make_wrapper_subclass(
+            cls,
+            meta.size(),
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device="cpu",
+            requires_grad=requires_grad,
+        )
+        made.meta = meta
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """The tensor in messages."""
+        return f"a tensor {list(self.shape)} of {self.dtype} without values"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operation on meta tensors. Raises `ValuesNeeded` for one that reads values."""
+        if func in _READ_VALUES or has_dynamic_shape(func, args):
+            raise ValuesNeeded(str(func))
+        known: dict[int, Tensor] = {}
+
+        def to_meta(value: Any) -> Any:
+            if isinstance(value, AbsentTensor):
+                known.setdefault(id(value.meta), value)
+                return value.meta
+            if isinstance(value, Tensor):
+                return value if value.is_meta else value.to(META)
+            return META if isinstance(value, torch.device) else value
+
+        def to_absent(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return known[id(value)] if id(value) in known else AbsentTensor(value)
+
+        try:
+            made = func(*tree_map(to_meta, args), **tree_map(to_meta, dict(kwargs or {})))
+        except NotImplementedError as error:
+            raise ValuesNeeded(str(func)) from error
+        return tree_map(to_absent, made)
+
+
+_READ_VALUES = frozenset(
+    (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default)
+)
+
+
+def has_dynamic_shape(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the shape of what an operation returns depends on values."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func is torch.ops.aten.index.Tensor:  # an index of integers gives its own shape
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return True
+
+
+def absent_like(tensor: Tensor) -> AbsentTensor:
+    """An absent tensor of the shape, strides and dtype of `tensor`, which requires a gradient if that does."""
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    return AbsentTensor(meta, tensor.requires_grad)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that is equal for tensors that share memory, absent or real."""
+    within = tensor.meta if isinstance(tensor, AbsentTensor) else tensor
+    return int(within.untyped_storage()._cdata)

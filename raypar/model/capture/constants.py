@@ -1,0 +1,50 @@
+"""Which arguments of a call a trace may keep as they are: those that cannot contain a tensor."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (
+    int, float, complex, str, bytes, bool, type(None), type(...), range, enum.Enum, numpy.generic, numpy.ndarray,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type,
+)  # fmt: skip
+"""Types whose objects contain no tensors."""
+
+
+def may_hide_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether an object that is no tensor may contain tensors or modules, so that a replay would use those of the trace."""
+    if isinstance(value, _PLAIN):
+        return False
+    if depth > 4 or isinstance(value, (Tensor, nn.Module, torch.Generator)):
+        return True
+    if isinstance(value, slice):
+        return any(may_hide_tensors(part, depth + 1) for part in (value.start, value.stop, value.step))
+    if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
+        return isinstance(getattr(value, "__self__", None), (Tensor, nn.Module))
+    if isinstance(value, types.FunctionType):
+        held = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return any(may_hide_tensors(each, depth + 1) for each in (*held, *(value.__defaults__ or ())))
+    if isinstance(value, functools.partial):
+        return any(may_hide_tensors(each, depth + 1) for each in (value.func, *value.args, *value.keywords.values()))
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return any(may_hide_tensors(each, depth + 1) for each in value)
+    if is_dataclass(value) and value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return any(may_hide_tensors(getattr(value, each.name), depth + 1) for each in fields(value))
+    return True
+
+
+def _is_filled(cell: Any) -> bool:
+    """Whether a closure's variable has a value."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,278 @@
+"""Cuts a trace into layers: each is the call of a unit with the glue (the calls of PyTorch's functions) after it.
+
+Glue before the first unit belongs to the first layer. Pure glue, which depends on the batch, buffers and constants alone, is
+computed again in each layer that needs it; all other values go from the layer that makes them to the layers that read them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from raypar.model.capture.refusal import Refused
+from raypar.model.capture.trace import Event, TensorKey, Trace
+
+ONLY_LAYER = "model"
+"""Name of the layer of a model that calls no modules."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProgram:
+    """What one layer does."""
+
+    name: str
+    """The layer's name: the qualified name of its unit; for a later call of it with its number."""
+    events: tuple[Event, ...]
+    """The events that it runs, in order."""
+    reads: tuple[tuple[str, TensorKey], ...]
+    """(value of the graph, key) of each value that other layers made, in the order of their names."""
+    fields: tuple[str, ...]
+    """Batch fields that its events read."""
+    outputs: tuple[tuple[str, TensorKey], ...]
+    """(value of the graph, key) of each value that other layers or the loss read."""
+    copied: frozenset[TensorKey]
+    """Tensors from outside of the layer that its events write into: they are copied first."""
+    state: tuple[TensorKey, ...]
+    """Parameters and buffers that its glue reads."""
+
+    @cached_property
+    def unit(self) -> str | None:
+        """Qualified name of the unit; None if it calls none."""
+        return next((event.call for event in self.events if isinstance(event.call, str)), None)
+
+    @cached_property
+    def read_keys(self) -> tuple[TensorKey, ...]:
+        """Keys of the values that it reads."""
+        return tuple(key for _, key in self.reads)
+
+    @cached_property
+    def output_keys(self) -> tuple[TensorKey, ...]:
+        """Keys of the values that it writes."""
+        return tuple(key for _, key in self.outputs)
+
+    @cached_property
+    def is_bare_call(self) -> bool:
+        """Whether it does nothing but call its unit with values of other layers."""
+        return (
+            len(self.events) == 1
+            and self.events[0].is_unit
+            and not self.fields
+            and all(isinstance(leaf, TensorKey) and leaf.kind == "value" for leaf in self.events[0].leaves)
+            and not self.copied
+            and [key for _, key in self.outputs] == [key for key in self.events[0].outputs if key is not None]
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class CutTrace:
+    """A trace, cut into layers."""
+
+    trace: Trace
+    """The trace."""
+    layers: tuple[LayerProgram, ...]
+    """The layers, in order."""
+    outputs: tuple[str, ...]
+    """The tensors that the forward returned, as values that the last layer writes."""
+
+    def is_fixed(self, index: int) -> bool:
+        """Whether a layer does the same for every batch, so that it need not know the batch."""
+        return self.layers[index].is_bare_call and not self.trace.guards
+
+    @cached_property
+    def guard_events(self) -> tuple[tuple[int, Event], ...]:
+        """(index, event) of the events that must run to know what the guards ask."""
+        makers = _makers(self.trace)
+        todo, chosen = [guard.event for guard in self.trace.guards], set[int]()
+        while todo:
+            index = todo.pop()
+            if index not in chosen:
+                chosen.add(index)
+                event = self.trace.events[index]
+                needed = (*event.inputs, *(rewrite.before for rewrite in event.rewrites))
+                todo += [makers[key] for key in needed if key in makers]
+        return tuple((index, self.trace.events[index]) for index in sorted(chosen))
+
+    @cached_property
+    def value_gradients(self) -> Mapping[str, bool]:
+        """Value of the graph -> whether it carries a gradient."""
+        return {
+            name: self.trace.facts[key].requires_grad for layer in self.layers for name, key in (*layer.reads, *layer.outputs)
+        }
+
+
+@dataclass
+class _LayerDraft:
+    """A layer while it is cut."""
+
+    own: list[int] = field(default_factory=list)
+    """Indices of the events that run here alone."""
+    chosen: set[int] = field(default_factory=set)
+    """Indices of all events that run here."""
+    incoming: dict[TensorKey, None] = field(default_factory=dict)
+    """Values that other layers make."""
+    fields: dict[str, None] = field(default_factory=dict)
+    """Batch fields that are read."""
+    state: dict[TensorKey, None] = field(default_factory=dict)
+    """Parameters and buffers that are read."""
+
+
+def cut_into_layers(trace: Trace) -> CutTrace:
+    """The layers of a trace. Raises `Refused` where a write would have to be seen through a view in another layer."""
+    drafts, names, layer_of_event = _divide(trace)
+    live, makers = _live_tensors(trace), _makers(trace)
+    for index, draft in enumerate(drafts):
+        wanted = list(trace.output_keys) if index == len(drafts) - 1 else []
+        _complete(trace, draft, wanted, live, makers, layer_of_event)
+    value_names, outputs = _name_values(trace, drafts, names)
+    layers = []
+    for index, (draft, name) in enumerate(zip(drafts, names, strict=True)):
+        copied = _check_writes(trace, draft, live)
+        layers.append(
+            LayerProgram(
+                name=name,
+                events=tuple(trace.events[i] for i in sorted(draft.chosen)),
+                reads=tuple(sorted(((value_names[key], key) for key in draft.incoming), key=lambda pair: pair[0])),
+                fields=tuple(draft.fields),
+                outputs=tuple(outputs[index]),
+                copied=copied,
+                state=tuple(draft.state),
+            )
+        )
+    final = {key: value for value, key in outputs[-1]}
+    return CutTrace(trace, tuple(layers), tuple(final[key] for key in trace.output_keys))
+
+
+def _divide(trace: Trace) -> tuple[list[_LayerDraft], list[str], dict[int, int]]:
+    """(layers with the events that run in them alone, their names, index of an event -> index of its layer)."""
+    drafts: list[_LayerDraft] = []
+    names: list[str] = []
+    layer_of_event: dict[int, int] = {}
+    calls: Counter[str] = Counter()
+    early: list[int] = []
+    for index, event in enumerate(trace.events):
+        if isinstance(event.call, str):
+            calls[event.call] += 1
+            names.append(event.call if calls[event.call] == 1 else f"{event.call}#{calls[event.call]}")
+            drafts.append(_LayerDraft(own=early if not drafts else []))
+        if not event.is_pure:
+            (drafts[-1].own if drafts else early).append(index)
+            layer_of_event[index] = max(len(drafts) - 1, 0)
+    if not drafts:
+        drafts, names = [_LayerDraft(own=early)], [ONLY_LAYER]
+    return drafts, names, layer_of_event
+
+
+def _makers(trace: Trace) -> dict[TensorKey, int]:
+    """Key -> index of the event that makes it."""
+    found: dict[TensorKey, int] = {}
+    for index, event in enumerate(trace.events):
+        for key in event.makes:
+            if key.kind == "value":
+                found.setdefault(key, index)
+    return found
+
+
+def _live_tensors(trace: Trace) -> set[TensorKey]:
+    """The versions of tensors that something reads after they are made."""
+    live = set(trace.output_keys)
+    guards = {guard.event for guard in trace.guards}
+    for index in reversed(range(len(trace.events))):
+        event = trace.events[index]
+        if event.is_pure and index not in guards and not live.intersection(event.makes):
+            continue
+        live |= {rewrite.before for rewrite in event.rewrites if rewrite.after in live}
+        live |= set(event.inputs)
+    return live
+
+
+def _complete(
+    trace: Trace,
+    draft: _LayerDraft,
+    wanted: list[TensorKey],
+    live: set[TensorKey],
+    makers: Mapping[TensorKey, int],
+    layer_of_event: Mapping[int, int],
+) -> None:
+    """Add to a layer the pure events that it needs, and what it reads from outside. `wanted`: tensors that it must return."""
+    todo, keys = list(draft.own), list(wanted)
+    own = set(draft.own)
+    while todo or keys:
+        if keys:
+            key = keys.pop()
+            if key.is_state:
+                draft.state[key] = None
+            elif key.kind == "field":
+                draft.fields[key.name] = None
+            elif key.kind == "value":
+                maker = makers[key]
+                if trace.events[maker].is_pure:
+                    todo.append(maker)
+                elif maker not in own:
+                    draft.incoming[key] = None
+            continue
+        index = todo.pop()
+        if index not in draft.chosen:
+            draft.chosen.add(index)
+            event = trace.events[index]
+            keys += [*event.inputs, *(rewrite.before for rewrite in event.rewrites if rewrite.after in live)]
+
+
+def _name_values(
+    trace: Trace, drafts: list[_LayerDraft], names: list[str]
+) -> tuple[dict[TensorKey, str], list[list[tuple[str, TensorKey]]]]:
+    """(key -> name of the value, by layer: (name, key) of its outputs). The last layer writes all that the forward returned."""
+    crossing = {key for draft in drafts for key in draft.incoming}
+    value_names: dict[TensorKey, str] = {}
+    outputs: list[list[tuple[str, TensorKey]]] = []
+    for index, (draft, name) in enumerate(zip(drafts, names, strict=True)):
+        made = dict.fromkeys(key for i in sorted(draft.own) for key in trace.events[i].makes if key in crossing)
+        mine = [key for key in made if key not in value_names]
+        value_names |= {key: f"{name}.out{number}" for number, key in enumerate(mine)}
+        outputs.append([(value_names[key], key) for key in mine])
+        if index == len(drafts) - 1:
+            last = dict.fromkeys(trace.output_keys)
+            outputs[-1] += [(f"{name}.out{len(mine) + number}", key) for number, key in enumerate(last)]
+    return value_names, outputs
+
+
+def _check_writes(trace: Trace, draft: _LayerDraft, live: set[TensorKey]) -> frozenset[TensorKey]:
+    """The tensors from outside of the layer that it writes into.
+
+    Raises `Refused` if a write must be seen through a view that lies elsewhere once the layers are apart.
+    """
+    origins: dict[TensorKey, TensorKey] = {}
+    copied: set[TensorKey] = set()
+    for index in sorted(draft.chosen):
+        event = trace.events[index]
+        for key in event.outputs:
+            if key is not None and key not in origins:
+                storage = trace.facts[key].storage
+                source = next((other for other in event.inputs if trace.facts[other].storage == storage), key)
+                origins[key] = origins.get(source, source)
+        written = {trace.facts[key].storage: origins.get(key, key) for key in event.written}
+        for key in event.written:
+            if key.kind == "parameter":
+                raise Refused(f"{event.label} between units writes into parameter {key.name} at {event.place}", _WRITE_CURE)
+        for rewrite in event.rewrites:
+            origin = origins.get(rewrite.before, rewrite.before)
+            target = written.get(trace.facts[rewrite.before].storage)
+            if rewrite.after in live and target != origin:
+                shape = list(trace.facts[rewrite.before].shape)
+                raise Refused(
+                    f"{event.label} at {event.place} writes into memory that a view {shape} from another layer shares: the "
+                    "write would not be seen through it",
+                    _WRITE_CURE,
+                )
+            origins[rewrite.after] = origin
+        copied |= {origin for origin in written.values() if _is_from_outside(origin, draft)}
+    return frozenset(copied)
+
+
+_WRITE_CURE = "use the operation that returns a new tensor; or make the module around both a unit (model.units)"
+
+
+def _is_from_outside(key: TensorKey, draft: _LayerDraft) -> bool:
+    """Whether a layer is given this tensor."""
+    return key.kind in ("field", "constant") or key in draft.incoming

@@ -1,0 +1,282 @@
+"""Makes the layer graph of an unmodified module: traces it, and puts its modules, parameters and buffers into layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
+
+from raypar.errors import ModelError
+from raypar.model.capture.absent_tensor import absent_like
+from raypar.model.capture.captured_layer import CapturedLayer
+from raypar.model.capture.forward_inputs import ForwardInputs, choose_forward_inputs
+from raypar.model.capture.layer_programs import CutTrace
+from raypar.model.capture.trace import TensorKey
+from raypar.model.capture.trace_cache import TraceCache
+from raypar.model.capture.units import find_units, units_by_pattern
+from raypar.model.graph import Graph, Layer
+from raypar.model.initial_values_protocol import InitialValues
+from raypar.model.layer_skeletons import SkeletonCopier, make_skeletons
+from raypar.model.parameter_aliasing_check import refuse_parameter_aliasing
+from raypar.plan.stage_connections import LATER_USE
+
+
+class _Container(nn.Module):
+    """Stands for a module of the user's whose forward is glue: it has the modules and parameters that a layer needs."""
+
+
+@dataclass(frozen=True)
+class ModuleCapture:
+    """What a job says about a model that is captured."""
+
+    fields: Callable[[], tuple[str, ...]]
+    """Reads the names of the fields of a sample."""
+    read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    """Reads these fields of the first microbatch, collated as workers do."""
+    dtype: torch.dtype
+    """The job's dtype."""
+    input: str = "x"
+    """The field that forward is given by place, if its parameters have other names."""
+    target: str = "y"
+    """The field that the loss reads."""
+    wants_loss: bool = False
+    """Whether the model computes the loss itself."""
+    units: tuple[str, ...] = ()
+    """Patterns of modules that are units."""
+    autocast_dtype: torch.dtype | None = None
+    """The dtype of the autocast in which layers run; None: there is none."""
+
+
+def capture_module_graph(made: nn.Module, initial: InitialValues, request: ModuleCapture) -> Graph:
+    """The graph of an unmodified module: one layer for each call of a unit. `initial`: values of its parameters and buffers.
+
+    Raises `ModelError` for what cannot be captured, with the file and line of the user's code.
+    """
+    ((_, skeleton),) = make_skeletons([("", made)])
+    _refuse_names(skeleton)
+    inputs = choose_forward_inputs(
+        skeleton, request.fields(), input=request.input, target=request.target, wants_loss=request.wants_loss
+    )
+    buffers = dict(initial.stream([name for name, _ in skeleton.named_buffers()], request.dtype))
+    batch = request.read(inputs.fields)
+    cache = trace_module(
+        skeleton, buffers, batch, inputs, dtype=request.dtype, units=request.units, autocast_dtype=request.autocast_dtype
+    )
+    refuse_parameter_aliasing([(name, made.get_submodule(name)) for name in cache.units])
+    layers, ties = make_layers(cache, skeleton)
+    cut = cache.declared
+    if not cut.outputs:
+        raise ModelError(
+            f"{type(made).__name__} returned no tensor, and the loss needs one",
+            cure="return the output, or the loss (loss: model)",
+        )
+    bare = len(cut.trace.output_leaves) == 1 and tree_unflatten([0], cut.trace.output_structure) == 0
+    return Graph(
+        tuple(layers),
+        output=cut.outputs[0] if bare else "",
+        ties=tuple(ties),
+        initial_values=initial,
+        outputs=() if bare else tuple(dict.fromkeys(cut.outputs)),
+        rebuild_output=None if bare else _OutputBuilder(cut),
+        aliases=find_aliases(skeleton, layers, ties),
+    )
+
+
+def captured_outputs_on_meta(graph: Graph) -> dict[str, Tensor] | None:
+    """Value -> meta tensor of each value that the loss reads of a captured model; None for other models."""
+    shell = graph.layers[-1].build.skeleton if isinstance(graph.layers[-1].build, SkeletonCopier) else None
+    if not isinstance(shell, CapturedLayer):
+        return None
+    cut = shell.cache.declared
+    facts = [(value, cut.trace.facts[key]) for value, key in zip(cut.outputs, cut.trace.output_keys, strict=True)]
+    return {value: torch.empty(fact.shape, dtype=fact.dtype, device="meta") for value, fact in facts}
+
+
+class _OutputBuilder:
+    """Makes what the model returned of the tensors in it."""
+
+    def __init__(self, cut: CutTrace) -> None:
+        self._structure = cut.trace.output_structure
+        """The pytree structure of what the model returned."""
+        places = {value: place for place, value in enumerate(dict.fromkeys(cut.outputs))}
+        names = iter(cut.outputs)
+        self._leaves = [
+            (True, places[next(names)]) if isinstance(leaf, TensorKey) else (False, leaf) for leaf in cut.trace.output_leaves
+        ]
+        """(True, place among the values) of each tensor, (False, value) of what is none."""
+
+    def __call__(self, *values: Tensor) -> Any:
+        """What the model returns, with these tensors in it."""
+        return tree_unflatten([values[leaf] if tensor else leaf for tensor, leaf in self._leaves], self._structure)
+
+
+def _refuse_names(model: nn.Module) -> None:
+    """Raises `ModelError` for a module or parameter whose name would be taken for another's."""
+    for name in (*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())):
+        if LATER_USE in name or "#" in name:
+            raise ModelError(
+                f"the name {name!r} has a {LATER_USE!r} or '#', with which raypar marks later uses", cure="give it another name"
+            )
+
+
+def trace_module(
+    skeleton: nn.Module,
+    buffers: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    inputs: ForwardInputs,
+    *,
+    dtype: torch.dtype,
+    units: Sequence[str] = (),
+    autocast_dtype: torch.dtype | None = None,
+) -> TraceCache:
+    """The traces of a model, of which the first, for `batch`, is made.
+
+    `skeleton`: the model on the meta device. `buffers`: their values by name. `dtype`: the job's. `units`: patterns of modules.
+    Raises `ModelError` for what cannot be captured.
+    """
+    ((_, model),) = make_skeletons([("", skeleton)])
+    _put_absent_parameters(model, dtype)
+    _put_real_buffers(model, buffers)
+    _refuse_hooks_of_glue(model, found := units_by_pattern(model, units) if units else find_units(model))
+    cache = TraceCache(model, found, inputs, autocast_dtype)
+    cache.trace_of(batch, training=True)
+    return cache
+
+
+def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], list[tuple[str, ...]]]:
+    """(the layers of a traced model, its tied parameters). Modules are copies of the skeleton's."""
+    declared = cache.declared
+    shells = [_make_shell(cache, index, skeleton) for index in range(len(declared.layers))]
+    _add_unused(shells, declared, skeleton)
+    taken: set[str] = set()
+    uses: dict[int, list[str]] = {}
+    layers = []
+    for index, (program, shell) in enumerate(zip(declared.layers, shells, strict=True)):
+        names: dict[str, str] = {}
+        for path, parameter in shell.named_parameters():
+            names[path] = f"{path}{LATER_USE}{program.name}" if path in taken else path
+            uses.setdefault(id(parameter), []).append(names[path])
+        names |= {path: path for path, _ in shell.named_buffers()}  # a buffer is one state, whichever layers read it
+        for path, module in shell.named_modules():
+            if path and any(LATER_USE in names.get(f"{path}.{key}", "") for key in module._parameters):
+                names[path] = f"{path}{LATER_USE}{program.name}"
+        taken |= {path for path, _ in shell.named_parameters()}
+        fields = () if declared.is_fixed(index) else cache.inputs.fields
+        layers.append(
+            Layer(
+                program.name,
+                SkeletonCopier(shell),
+                inputs=(*(name for name, _ in program.reads), *fields),
+                outputs=tuple(name for name, _ in program.outputs),
+                own_names=tuple(names.items()),
+            )
+        )
+    return layers, [tuple(names) for names in uses.values() if len(names) > 1]
+
+
+def find_aliases(
+    skeleton: nn.Module, layers: Collection[Layer], ties: Collection[Sequence[str]]
+) -> tuple[tuple[str, str], ...]:
+    """(name, qualified name) of parameters and buffers that the model's `state_dict` has under names that no layer has."""
+    known = {name for layer in layers for _, name in layer.own_names or ()}
+    first = {name: names[0] for names in ties for name in names}
+    home: dict[int, str] = {}
+    others: list[tuple[str, int]] = []
+    for kind in (skeleton.named_parameters(remove_duplicate=False), skeleton.named_buffers(remove_duplicate=False)):
+        for name, tensor in kind:
+            if name in known:
+                home.setdefault(id(tensor), first.get(name, name))
+            else:
+                others.append((name, id(tensor)))
+    return tuple((name, home[tensor]) for name, tensor in others)
+
+
+def _make_shell(cache: TraceCache, index: int, skeleton: nn.Module) -> CapturedLayer:
+    """The module of a layer, made of the skeleton's own modules."""
+    program = cache.declared.layers[index]
+    shell = CapturedLayer(cache, index, () if cache.declared.is_fixed(index) else cache.inputs.fields)
+    if program.unit is not None:
+        _put(shell, program.unit, skeleton)
+    for key in program.state:
+        _put(shell, key.name, skeleton)
+    return shell
+
+
+def _put(shell: nn.Module, path: str, skeleton: nn.Module) -> None:
+    """Put the skeleton's module, parameter or buffer at `path` at the same path of a layer's module."""
+    here, there = shell, skeleton
+    *owners, last = path.split(".")
+    for name in owners:
+        there = there.get_submodule(name)
+        child = here._modules.get(name)
+        if child is there:
+            here = there  # the unit itself has what is asked for
+            continue
+        if child is None:
+            child = _Container()
+            here.add_module(name, child)
+        here = child
+    if here is there:
+        return
+    if last in there._modules:
+        here.add_module(last, there._modules[last])
+    elif last in there._parameters:
+        here.register_parameter(last, there._parameters[last])
+    else:
+        here.register_buffer(last, there._buffers[last], persistent=last not in there._non_persistent_buffers_set)
+
+
+def _add_unused(shells: Sequence[nn.Module], declared: CutTrace, skeleton: nn.Module) -> None:
+    """Put what no layer uses into one: it is part of the model's state. It goes where what is registered before it is."""
+    homes: dict[int, int] = {}
+    for index, shell in enumerate(shells):
+        for tensor in (*shell.parameters(), *shell.buffers()):
+            homes.setdefault(id(tensor), index)
+    last = 0
+    for named in (skeleton.named_parameters(), skeleton.named_buffers()):
+        for name, tensor in named:
+            if id(tensor) in homes:
+                last = homes[id(tensor)]
+            else:
+                homes[id(tensor)] = last
+                _put(shells[last], name, skeleton)
+
+
+def _put_absent_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make every parameter of a skeleton absent, in place: floating point ones in `dtype`."""
+    made: dict[int, nn.Parameter] = {}
+    for part in model.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                kind = dtype if parameter.is_floating_point() else parameter.dtype
+                absent = absent_like(torch.empty(parameter.shape, dtype=kind, device="meta"))
+                made[id(parameter)] = nn.Parameter(absent, requires_grad=parameter.requires_grad)
+                vars(made[id(parameter)]).update(vars(parameter))
+            part._parameters[key] = made[id(parameter)]
+
+
+def _put_real_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Give every buffer of a skeleton its value, in place."""
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    made = {key: buffers[name].detach().clone() for key, name in names.items()}
+    for part in model.modules():
+        for key, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[key] = made[id(buffer)]
+
+
+def _refuse_hooks_of_glue(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+    """Raises `ModelError` for backward hooks of modules that are no units: workers never call these modules."""
+    for name, module in model.named_modules():
+        inside = any(name == unit or name.startswith(unit + ".") for unit in units)
+        if not inside and (module._backward_hooks or module._backward_pre_hooks):
+            raise ModelError(
+                f"{name or 'the model'} ({type(module).__name__}) has a backward hook, and is divided into layers",
+                cure="put the hook on modules that run whole, or name this one as a unit (model.units)",
+            )

@@ -1,0 +1,475 @@
+"""Runs a model's forward once and records it: unit calls, and the calls of PyTorch's functions between them.
+
+Parameters are absent, batch fields and buffers real. What depends on these two alone is therefore computed, and Python code
+may look at it: each look is a guard. Python code that looks at anything else is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from raypar.errors import with_article
+from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, has_dynamic_shape, memory_of
+from raypar.model.capture.constants import may_hide_tensors
+from raypar.model.capture.refusal import InnerModuleUsed, Refused, users_place
+from raypar.model.capture.trace import (
+    AutocastState,
+    Event,
+    EventId,
+    Guard,
+    Rewrite,
+    TensorFacts,
+    TensorKey,
+    TensorKind,
+    Trace,
+    comparable,
+)
+from raypar.model.capture.unit_without_values import run_with_random_values
+from raypar.model.without_dynamo import without_dynamo
+
+_GIVE_ANSWERS = frozenset(
+    ("__bool__", "item", "tolist", "__int__", "__float__", "__index__", "__complex__", "__contains__", "numpy", "__array__",
+     "equal", "allclose", "is_nonzero")
+)  # fmt: skip
+"""Functions that tell Python code values."""
+_CHANGE_GRADIENT_STATE = frozenset(("__setitem__", "requires_grad_", "detach_"))
+"""Functions that change their first argument, whatever its version says."""
+_NEVER_REPLAYED = {
+    "register_hook": "a hook on a tensor",
+    "register_post_accumulate_grad_hook": "a hook on a tensor",
+    "retain_grad": "retain_grad() of a tensor",
+    "backward": "a backward pass",
+    "__set__": "an assignment to an attribute of a tensor (.data, .grad)",
+    "set_": "a change of a tensor's memory",
+    "resize_": "a change of a tensor's memory",
+}
+"""Functions between units that a replay would leave out -> what to call them."""
+
+
+class Recorder(TorchFunctionMode):
+    """Records the calls that are made while it is entered. `record_forward` is the way to use it."""
+
+    def __init__(
+        self, model: nn.Module, units: Mapping[str, nn.Module], fields: Mapping[str, Tensor], like: Trace | None = None
+    ) -> None:
+        super().__init__()
+        self.like = like
+        """A trace in training mode, if this one is in evaluation mode: what was a new tensor there is one here."""
+        self.passed_through: set[EventId] = set()
+        """Events that have returned one of their arguments."""
+        self.events: list[Event] = []
+        """The events so far."""
+        self.guards: list[Guard] = []
+        """What Python code has read so far."""
+        self.constants: dict[TensorKey, Tensor] = {}
+        """Tensors that nothing here has made, with copies of their values."""
+        self.facts: dict[TensorKey, TensorFacts] = {}
+        """What is known of each version of each tensor."""
+        self.made_inside: dict[int, tuple[str, Tensor]] = {}
+        """`id` of a tensor that a module inside of a unit returned -> (that module, the tensor)."""
+        self.units = units
+        """Qualified name -> unit."""
+        self.paths = {id(module): name for name, module in model.named_modules()}
+        """`id` of a module -> its qualified name."""
+        self._inside_event = 0
+        """Above 0 while an event runs: what it calls is part of it."""
+        self._thread = threading.get_ident()
+        """The thread that traces."""
+        self._keys: dict[int, TensorKey] = {}
+        """`id` of a tensor -> its present version."""
+        self._alive: list[Tensor] = []
+        """All known tensors, kept so that no `id` is used twice."""
+        self._by_memory: dict[int, list[Tensor]] = {}
+        """`memory_of` -> known tensors in it."""
+        self._pure: set[TensorKey] = set()
+        """Tensors that depend on batch fields, buffers and constants alone."""
+        self._watch = _OperationWatch()
+        """Notices random operations and shapes that depend on values."""
+        self._unit_calls = 0
+        """Number of unit calls so far."""
+        self._calls: Counter[tuple[int, str]] = Counter()
+        """(number of unit calls before, function) -> number of its calls."""
+        self._numbers = 0
+        """Number of values and constants so far."""
+        self._random_state = _python_random_state()
+        """Python's and numpy's generators when code between units began to run."""
+        self._ambient_autocast = _autocast_state()
+        """Autocast as it is around the model."""
+        for name, parameter in model.named_parameters():
+            self._bind(parameter, TensorKey("parameter", name))
+        for name, buffer in model.named_buffers():
+            self._bind(buffer, TensorKey("buffer", name))
+        for name, value in fields.items():
+            self._bind(value, TensorKey("field", name))
+        self._pure |= {key for key in self._keys.values() if key.kind != "parameter"}
+
+    # -- tensors -------------------------------------------------------------------------------------------------------
+
+    def _new_key(self, kind: TensorKind) -> TensorKey:
+        self._numbers += 1
+        return TensorKey(kind, str(self._numbers))
+
+    def _bind(self, tensor: Tensor, key: TensorKey) -> None:
+        """Know a tensor under a key from now on."""
+        if id(tensor) not in self._keys:
+            self._alive.append(tensor)
+            self._by_memory.setdefault(memory_of(tensor), []).append(tensor)
+        self._keys[id(tensor)] = key
+        self._note(tensor, key)
+
+    def _note(self, tensor: Tensor, key: TensorKey) -> None:
+        self.facts[key] = TensorFacts(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, memory_of(tensor))
+
+    def _leaf(self, value: Any) -> Any:
+        """An argument as an event keeps it."""
+        if not isinstance(value, Tensor):
+            if may_hide_tensors(value):
+                raise _hidden_tensors(value)
+            return value
+        key = self._keys.get(id(value))
+        if key is None:
+            return self._constant(value)
+        if self.facts[key].requires_grad != value.requires_grad:
+            raise Refused(
+                f"a tensor {list(value.shape)} has got its gradient where the capture does not look, and is used at "
+                f"{users_place()}",
+                "call custom autograd functions as Function.apply(...) there, not through a name bound before; "
+                "or make the module that does it a unit (model.units)",
+            )
+        return key
+
+    def _constant(self, value: Tensor) -> TensorKey:
+        """The key of a tensor that nothing recorded has made. Raises for one that depends on the forward."""
+        if id(value) in self.made_inside:
+            raise InnerModuleUsed(self.made_inside[id(value)][0])
+        if isinstance(value, AbsentTensor) or value.is_meta or value.requires_grad or _is_wrapped_by_functorch(value):
+            raise Refused(
+                f"a tensor {list(value.shape)} that is used at {users_place()} was made where the capture does not look",
+                "return it from the module that makes it, or make the module that uses it a unit (model.units)",
+            )
+        key = self._new_key("constant")
+        self._bind(value, key)
+        self._pure.add(key)
+        self.constants[key] = value.detach().clone()
+        return key
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if self._inside_event:
+            return func(*args, **kwargs)
+        if func is Tensor.__iter__:
+            return iter(self.record(Tensor.unbind, (args[0], 0), {}, lambda: Tensor.unbind(args[0], 0)))
+        return self.record(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    def call_unit(self, name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a unit: an event, unless an event is running."""
+        if self._inside_event or threading.get_ident() != self._thread:
+            return call(module, *args, **kwargs)
+        self._refuse_python_random()
+        self._unit_calls += 1
+
+        def run() -> Any:
+            try:
+                return call(module, *args, **kwargs)
+            except (RuntimeError, NotImplementedError, ValuesNeeded, TypeError, ValueError):
+                return run_with_random_values(name, module, call, args, kwargs)
+
+        try:
+            return self.record(name, args, kwargs, run)
+        finally:
+            self._random_state = _python_random_state()
+
+    def record(self, call: Callable[..., Any] | str, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Run one event, whose result `run()` gives; returns that."""
+        self._inside_event += 1
+        try:
+            return self._record(call, args, kwargs, run)
+        finally:
+            self._inside_event -= 1
+
+    def _record(self, call: Callable[..., Any] | str, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        flat, structure = tree_flatten((args, kwargs))
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        name = call if isinstance(call, str) else getattr(call, "__name__", str(call))
+        asks = not isinstance(call, str) and name in _GIVE_ANSWERS
+        if tensors and not isinstance(call, str) and name in _NEVER_REPLAYED and not _sets_plain_attribute(call):
+            raise Refused(
+                f"{_NEVER_REPLAYED[name]} between units, at {users_place()}, would be left out by workers",
+                "do it inside a module, and make that a unit (model.units)",
+            )
+        if asks:
+            self._refuse_unknown_answers(name, tensors)
+        leaves = tuple(self._leaf(value) for value in flat) if tensors or isinstance(call, str) else None
+        versions = [tensor._version for tensor in tensors]
+        out = self._separate_results(name, tensors, self._run(call, run))
+        results = [out] if isinstance(out, Tensor) else tree_flatten(out)[0]
+        written = [
+            tensor
+            for place, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
+            if tensor._version != version or (place == 0 and name in _CHANGE_GRADIENT_STATE and not isinstance(call, str))
+        ]
+        if not isinstance(call, str) and not written and not asks and not any(isinstance(each, Tensor) for each in results):
+            return out  # a shape, a dtype: a property of tensors, not of their values
+        if leaves is None:
+            leaves = tuple(self._leaf(value) for value in flat)
+        self._add_event(call, leaves, structure, out, results, written)
+        if asks or (self._watch.gave_dynamic_shape and self.events[-1].is_pure):
+            self.guards.append(Guard(len(self.events) - 1, comparable(out)))
+        return out
+
+    def _separate_results(self, name: str, tensors: Sequence[Tensor], out: Any) -> Any:
+        """The result; in evaluation mode with views in the place of arguments that are not returned in training (dropout)."""
+        units = self._unit_calls
+        self._calls[units, name] += 1
+        event: EventId = (units, name, self._calls[units, name])
+        given = {id(tensor) for tensor in tensors}
+        if not any(isinstance(value, Tensor) and id(value) in given for value in tree_flatten(out)[0]):
+            return out
+        self.passed_through.add(event)
+        if self.like is None or event in self.like.passed_through:
+            return out
+        return tree_map(lambda value: value.view_as(value) if isinstance(value, Tensor) and id(value) in given else value, out)
+
+    def _run(self, call: Callable[..., Any] | str, run: Callable[[], Any]) -> Any:
+        """The event's result. Raises `Refused` where a function needs values that are not there."""
+        self._watch.reset()
+        try:
+            with self._watch:
+                return run()
+        except ValuesNeeded as error:
+            raise Refused(
+                f"a shape, or what Python does next, depends on the values of an activation ({error}) at {users_place()}",
+                "compute it inside a module that returns tensors of fixed shapes, and make that a unit (model.units); "
+                "use torch.where in place of boolean indices",
+            ) from error
+
+    def _add_event(
+        self, call: Callable[..., Any] | str, leaves: tuple[Any, ...], structure: Any, out: Any, results: Any, written: Any
+    ) -> None:
+        """Append the event that gave `results` and wrote into the tensors `written`."""
+        inputs = [leaf for leaf in leaves if isinstance(leaf, TensorKey)]
+        before = tuple(self._keys[id(tensor)] for tensor in written)
+        rewrites = self._rewrite(written)
+        outputs: list[TensorKey | None] = []
+        for each in results:
+            if isinstance(each, Tensor):
+                self._bind(each, self._keys[id(each)] if id(each) in self._keys else self._new_key("value"))
+            outputs.append(self._keys[id(each)] if isinstance(each, Tensor) else None)
+        made = [*(key for key in outputs if key is not None), *(rewrite.after for rewrite in rewrites)]
+        is_pure = (
+            not isinstance(call, str)
+            and not self._watch.drew_random_numbers
+            and not any(self.facts[key].requires_grad for key in made)
+            and all(key in self._pure for key in (*inputs, *(rewrite.before for rewrite in rewrites)))
+            and not any(key.is_state for key in before)
+        )
+        if is_pure:
+            self._pure |= set(made)
+        autocast = _autocast_state()
+        self.events.append(
+            Event(
+                call=call,
+                leaves=leaves,
+                structure=structure,
+                outputs=tuple(outputs),
+                returns_tensor=isinstance(out, Tensor),
+                rewrites=rewrites,
+                written=before,
+                grad=torch.is_grad_enabled(),
+                autocast=None if autocast == self._ambient_autocast else autocast,
+                is_pure=is_pure,
+                place=users_place(),
+            )
+        )
+
+    def _rewrite(self, written: Sequence[Tensor]) -> tuple[Rewrite, ...]:
+        """Give every known tensor that shares memory with a written one a new version."""
+        found: dict[TensorKey, Rewrite] = {}
+        for tensor in written:
+            for each in self._by_memory.get(memory_of(tensor), [tensor]):
+                key = self._keys[id(each)]
+                if key.is_state or any(rewrite.after == key for rewrite in found.values()):
+                    continue
+                after = self._new_key("value")
+                found[key] = Rewrite(key, after)
+                self._bind(each, after)
+        return tuple(found.values())
+
+    # -- refusals ------------------------------------------------------------------------------------------------------
+
+    def _refuse_unknown_answers(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Raises `Refused` if Python code looks at what does not depend on the batch alone."""
+        for tensor in tensors:
+            key = self._keys.get(id(tensor))
+            if key is None:
+                key = self._constant(tensor)
+            if key in self._pure:
+                continue
+            raise Refused(
+                "the forward decides by the values of an activation, a parameter or a random number: "
+                f"{name}() of a tensor {list(tensor.shape)} at {users_place()}",
+                "decide inside of a module, and make that a unit (model.units); what skips layers at random (layerdrop) "
+                "must be set to 0",
+            )
+
+    def _refuse_python_random(self) -> None:
+        """Raises `Refused` if code between units has drawn from Python's or numpy's generators."""
+        if _python_random_state() != self._random_state:
+            raise Refused(
+                f"the forward draws from Python's random or numpy's between units, before {users_place()}: layers would be "
+                "left out, or numbers be other ones, on every worker",
+                "set what does so to 0 (layerdrop), or draw with torch",
+            )
+
+    def note_inner_call(self, module: nn.Module) -> None:
+        """Raises `InnerModuleUsed` for a module inside of a unit that code between units calls."""
+        path = self.paths.get(id(module))
+        if self._inside_event or threading.get_ident() != self._thread or path is None or path in self.units:
+            return
+        if any(path.startswith(unit + ".") for unit in self.units):
+            raise InnerModuleUsed(path)
+
+    def note_inner_result(self, module: nn.Module, out: Any) -> None:
+        """Keep what a module inside of a unit returns, in case that code between units reads it."""
+        path = self.paths.get(id(module))
+        if not self._inside_event or threading.get_ident() != self._thread or path is None or path in self.units:
+            return
+        for value in tree_flatten(out)[0]:
+            if isinstance(value, Tensor):
+                self.made_inside.setdefault(id(value), (path, value))
+
+    def finish(self, out: Any) -> Trace:
+        """The trace of a forward that returned `out`."""
+        self._inside_event += 1
+        self._refuse_python_random()
+        leaves, structure = tree_flatten(out)
+        kept = tuple(self._leaf(value) for value in leaves)
+        passed = frozenset(self.passed_through)
+        return Trace(tuple(self.events), tuple(self.guards), kept, structure, self.constants, self.facts, passed)
+
+
+@without_dynamo
+class _OperationWatch(TorchDispatchMode):
+    """Notices, while entered, operations that draw random numbers, and those whose shape depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was noticed."""
+        self.drew_random_numbers = False
+        self.gave_dynamic_shape = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.drew_random_numbers |= torch.Tag.nondeterministic_seeded in func.tags
+        self.gave_dynamic_shape |= has_dynamic_shape(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Context in which the recorder sees every call: of units, of functions, and of custom autograd functions."""
+    former = {name: type(unit) for name, unit in recorder.units.items()}
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def recorded_apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        original = apply.__get__(None, kind)
+        if recorder._inside_event or threading.get_ident() != recorder._thread:
+            return original(*args, **kwargs)
+        return recorder.record(original, args, kwargs, lambda: original(*args, **kwargs))
+
+    hooks = [
+        nn.modules.module.register_module_forward_pre_hook(lambda module, args: recorder.note_inner_call(module)),
+        nn.modules.module.register_module_forward_hook(lambda module, args, out: recorder.note_inner_result(module, out)),
+    ]
+    for name, unit in recorder.units.items():
+        unit.__class__ = _recorded_class(recorder, name, type(unit))
+    torch.autograd.Function.apply = classmethod(recorded_apply)  # type: ignore[assignment]
+    try:
+        with recorder:
+            yield
+    finally:
+        torch.autograd.Function.apply = apply
+        for name, unit in recorder.units.items():
+            unit.__class__ = former[name]
+        for hook in hooks:
+            hook.remove()
+
+
+def _recorded_class(recorder: Recorder, name: str, kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of a unit while it is traced: its outermost `__call__`, checkpointing included, is an event."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_unit(name, self, kind.__call__, args, kwargs)
+
+    body = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), body)
+
+
+def record_forward(
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    fields: Mapping[str, Tensor],
+    call: Callable[[Mapping[str, Tensor]], Any],
+    like: Trace | None = None,
+) -> Trace:
+    """The trace of `call(fields)`, which calls the model. The caller restores buffers and generators.
+
+    `like`: a trace in training mode, if the model is in evaluation mode now.
+
+    Raises `Refused` for what cannot be captured, `InnerModuleUsed` where the units must be finer.
+    """
+    given = {name: value.clone() for name, value in fields.items()}  # the forward may write into them
+    recorder = Recorder(model, units, given, like)
+    with recording(recorder):
+        out = call(given)
+    return recorder.finish(out)
+
+
+def _autocast_state() -> AutocastState:
+    return AutocastState(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+
+
+def _python_random_state() -> tuple[Any, ...]:
+    """The state of Python's and numpy's generators, to be compared."""
+    kind, keys, position, *rest = numpy.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), position, tuple(rest)  # type: ignore[union-attr]
+
+
+def _is_wrapped_by_functorch(tensor: Tensor) -> bool:
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _sets_plain_attribute(call: Any) -> bool:
+    """Whether a call of `__set__` sets `requires_grad`, which every tensor keeps by itself."""
+    return getattr(call, "__self__", None) is Tensor.requires_grad
+
+
+def _hidden_tensors(value: Any) -> Refused:
+    """The error for an argument that may contain tensors."""
+    kind = type(value).__name__
+    cure = "pass tensors, numbers, and tuples, lists and dicts of them; or make the module that calls both a unit (model.units)"
+    if "Cache" in kind:
+        cure = "set use_cache=False in the model's config"
+    elif isinstance(value, (nn.Module,)) or callable(value):
+        cure = "for checkpointing use use_reentrant=False; or make the module around it a unit (model.units)"
+    return Refused(f"{with_article(kind)} is passed between units at {users_place()}; it may hide tensors", cure)

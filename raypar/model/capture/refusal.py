@@ -1,0 +1,42 @@
+"""How a trace is refused: errors that users' `except Exception` does not catch, with the file and line of the user's code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from raypar.errors import ModelError
+
+_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen", "<string>")
+"""Beginnings of the file names of PyTorch's and raypar's own code."""
+
+
+class Refused(BaseException):
+    """The forward does something that cannot be captured. A `BaseException`: users' `except Exception` does not catch it."""
+
+    def __init__(self, what: str, cure: str) -> None:
+        super().__init__(what, cure)
+        self.error = ModelError(what, cure)
+        """The error to raise to the user."""
+
+
+class InnerModuleUsed(BaseException):
+    """A module inside of a unit is called, or what it made is read, outside of the unit: it must be a unit itself."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+        """The module's qualified name."""
+
+
+def users_place() -> str:
+    """File and line of the innermost frame that is neither PyTorch's nor raypar's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_NOT_USERS):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown place"

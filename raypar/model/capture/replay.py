@@ -1,0 +1,110 @@
+"""Runs the program of one layer: the same calls as in the trace, on the layer's own inputs and modules."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from raypar.model.capture.layer_programs import LayerProgram
+from raypar.model.capture.trace import Event, TensorKey
+
+CPU = torch.device("cpu")
+
+Values = dict[TensorKey, Tensor]
+"""Tensors of one call of a layer, by the trace's keys."""
+
+
+def run_layer(program: LayerProgram, module: nn.Module, values: Values, device: torch.device = CPU) -> None:
+    """Run the events of a layer on a device; adds to `values` what they make."""
+    for key in program.state:
+        values[key] = _attribute(module, key.name)
+    for key in program.copied:
+        values[key] = values[key].clone()  # the layer owns what it writes into
+    for event in program.events:
+        run_event(event, module, values, device)
+
+
+def run_event(event: Event, module: nn.Module, values: Values, device: torch.device = CPU) -> Any:
+    """Run one event, and add to `values` what it makes; returns its result."""
+    args, kwargs = _arguments(event, values, device)
+    call: Callable[..., Any] = _attribute(module, event.call) if isinstance(event.call, str) else event.call
+    if args and not isinstance(args[0], Tensor) and isinstance(call, _METHODS):
+        call = _method_of_other_class(call, args[0])
+    if event.grad and event.autocast is None:
+        out = call(*args, **kwargs)
+    else:
+        with _users_contexts(event, device):
+            out = call(*args, **kwargs)
+    for rewrite in event.rewrites:
+        if rewrite.before in values:
+            values[rewrite.after] = values[rewrite.before]
+    if event.returns_tensor:
+        key = event.outputs[0]
+        if key is not None:
+            values[key] = out
+        return out
+    for key, result in zip(event.outputs, tree_flatten(out)[0], strict=False):
+        if key is not None:
+            values[key] = result
+    return out
+
+
+_METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
+"""Types of the methods of tensors that a trace has: `Tensor.float`, `Tensor.__add__`, and `__get__` of `Tensor.mT`."""
+
+
+def _method_of_other_class(method: Any, value: Any) -> Callable[..., Any]:
+    """The function to call in the place of a method of tensors for what is none, as the shard of a value."""
+    if isinstance(method, types.MethodWrapperType):  # the `__get__` of an attribute
+        return lambda given, *rest: getattr(given, method.__self__.__name__)  # type: ignore[attr-defined]
+    own: Callable[..., Any] | None = getattr(type(value), method.__name__, None)
+    return own if own is not None else lambda given, *args, **kwargs: getattr(given, method.__name__)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _users_contexts(event: Event, device: torch.device) -> Iterator[None]:
+    """The contexts that users' code has entered around an event."""
+    with contextlib.ExitStack() as stack:
+        if not event.grad:
+            stack.enter_context(torch.no_grad())
+        if event.autocast is not None:
+            stack.enter_context(torch.autocast(device.type, event.autocast.dtype, event.autocast.enabled, cache_enabled=False))
+        yield
+
+
+def _arguments(event: Event, values: Values, device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments of an event; where the trace has its own device, the CPU, they have `device`."""
+    leaves = [values[leaf] if type(leaf) is TensorKey else leaf for leaf in event.leaves]
+    if device != CPU:
+        leaves = [device if isinstance(leaf, torch.device) and leaf == CPU else leaf for leaf in leaves]
+    plain = vars(event).get("_plain_arguments")
+    if plain is None:
+        plain = vars(event)["_plain_arguments"] = _plain_arguments(event)
+    if plain is False:
+        args, kwargs = tree_unflatten(leaves, event.structure)
+        return args, copy.copy(kwargs)
+    count, names = plain
+    return leaves[:count], dict(zip(names, leaves[count:], strict=True))
+
+
+def _plain_arguments(event: Event) -> tuple[int, tuple[str, ...]] | bool:
+    """(number of arguments by place, names of the others) where no argument is a container; else False."""
+    args, kwargs = tree_unflatten(list(range(len(event.leaves))), event.structure)
+    if [*args, *kwargs.values()] == list(range(len(event.leaves))):
+        return len(args), tuple(kwargs)
+    return False
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    """The submodule, parameter or buffer at a path."""
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found

@@ -1,0 +1,165 @@
+"""What one call of a model's forward did, as plain data: events in order, and references to the tensors that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+TensorKind = Literal["value", "parameter", "buffer", "field", "constant"]
+"""Where a tensor comes from: an event of the trace, the model's state, the batch, or code that no event made."""
+
+
+EventId = tuple[int, str, int]
+"""(number of unit calls before, name of the function, number of its call between these units): the same in all traces."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKey:
+    """One version of one tensor of a trace. A write in place makes a new version, which is a `value`."""
+
+    kind: TensorKind
+    """Where it comes from."""
+    name: str
+    """Qualified name of a parameter or buffer, name of a batch field, number of a value or constant."""
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # the kind hardly ever decides
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is a parameter or buffer of the model."""
+        return self.kind in ("parameter", "buffer")
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """The autocast setting that users' code has entered around an event."""
+
+    enabled: bool
+    """Whether operations are cast."""
+    dtype: torch.dtype
+    """The dtype to which they are cast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """A tensor that an event changes because it lies in memory that the event writes."""
+
+    before: TensorKey
+    """The version that is gone."""
+    after: TensorKey
+    """The version that the event makes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """One call: of a unit, or of a function of PyTorch between units."""
+
+    call: Callable[..., Any] | str
+    """The function; of a unit its qualified name."""
+    leaves: tuple[Any, ...]
+    """The arguments as pytree leaves: tensors as `TensorKey`, others as they are."""
+    structure: Any
+    """The pytree structure of (args, kwargs)."""
+    outputs: tuple[TensorKey | None, ...]
+    """The tensors among the flattened results; None for other results."""
+    returns_tensor: bool
+    """Whether the result is one tensor, in no container."""
+    rewrites: tuple[Rewrite, ...]
+    """Tensors that it changes."""
+    written: tuple[TensorKey, ...]
+    """Versions that it writes into: the tensors among its arguments that it changes."""
+    grad: bool
+    """False inside users' `torch.no_grad()`."""
+    autocast: AutocastState | None
+    """Autocast, where users' code sets it between units; None: as it is around the model."""
+    is_pure: bool
+    """Whether it depends on batch fields, buffers and constants alone, without gradient or random numbers."""
+    place: str
+    """File and line of the user's code that made the call."""
+
+    @property
+    def is_unit(self) -> bool:
+        """Whether it is the call of a unit."""
+        return isinstance(self.call, str)
+
+    @property
+    def inputs(self) -> tuple[TensorKey, ...]:
+        """The tensors among the arguments."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorKey))
+
+    @property
+    def makes(self) -> tuple[TensorKey, ...]:
+        """All versions of tensors that exist after the event only."""
+        return (*(key for key in self.outputs if key is not None), *(rewrite.after for rewrite in self.rewrites))
+
+    @property
+    def label(self) -> str:
+        """The call in messages."""
+        return self.call if isinstance(self.call, str) else getattr(self.call, "__name__", str(self.call))
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Something that the forward has read from the batch in Python: another answer may lead it another way."""
+
+    event: int
+    """Index in `Trace.events` of the (pure) event that gave the answer."""
+    answer: Any
+    """The answer as `comparable` makes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What is known of one tensor of a trace."""
+
+    shape: tuple[int, ...]
+    """Its shape."""
+    dtype: torch.dtype
+    """Its dtype."""
+    requires_grad: bool
+    """Whether it carries a gradient."""
+    storage: int
+    """A number that is equal for tensors that share memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One call of a model's forward."""
+
+    events: tuple[Event, ...]
+    """Unit calls, and the calls of PyTorch's functions between them, in order."""
+    guards: tuple[Guard, ...]
+    """What the forward has read from the batch in Python."""
+    output_leaves: tuple[Any, ...]
+    """What the forward returned, as pytree leaves: tensors as `TensorKey`."""
+    output_structure: Any
+    """The pytree structure of what the forward returned."""
+    constants: Mapping[TensorKey, Tensor]
+    """Tensors that are neither state nor made by an event: plain attributes, and what code makes of numbers."""
+    facts: Mapping[TensorKey, TensorFacts]
+    """What is known of each tensor."""
+    passed_through: frozenset[EventId]
+    """Calls that returned one of their arguments."""
+
+    @property
+    def output_keys(self) -> tuple[TensorKey, ...]:
+        """The tensors that the forward returned."""
+        return tuple(leaf for leaf in self.output_leaves if isinstance(leaf, TensorKey))
+
+
+def comparable(answer: Any) -> Any:
+    """An answer that Python code got of a tensor, so that two of them can be compared with `==`."""
+    if isinstance(answer, Tensor):
+        return ("tensor", tuple(answer.shape))
+    if hasattr(answer, "tobytes"):  # numpy
+        return ("array", tuple(answer.shape), str(answer.dtype), answer.tobytes())
+    if isinstance(answer, float) and answer != answer:
+        return "nan"
+    if isinstance(answer, list):
+        return ("list", repr(answer))
+    return answer

@@ -1,0 +1,282 @@
+"""Traces a model for each kind of batch that it meets, and keeps the traces: a layer asks here for its program."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.errors import ModelError, RayparError
+from raypar.model.capture.absent_tensor import AbsentTensor
+from raypar.model.capture.forward_inputs import ForwardInputs
+from raypar.model.capture.layer_programs import CutTrace, LayerProgram, cut_into_layers
+from raypar.model.capture.recorder import record_forward
+from raypar.model.capture.refusal import InnerModuleUsed, Refused
+from raypar.model.capture.replay import Values, run_event
+from raypar.model.capture.trace import TensorKey, comparable
+from raypar.model.capture.units import refine_units
+from raypar.model.random_state import preserve_random_state
+from raypar.model.without_dynamo import meta_operations_without_dynamo
+from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+
+MOST_TRACES = 32
+"""Traces that are kept: those used last. A model that reads values of the batch needs one for each set of answers."""
+MOST_REFINEMENTS = 500
+"""Modules that are made units because code outside of their units uses them."""
+
+Signature = tuple[Any, ...]
+"""Whether the model trains, and name, shape and dtype of each batch field."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The trace that was found for a batch."""
+
+    batch: Mapping[str, tuple[weakref.ReferenceType[Tensor], int]]
+    """Field -> (tensor, its version)."""
+    training: bool
+    """Whether the model trains."""
+    found: CutTrace
+    """The trace."""
+
+    def is_for(self, fields: Mapping[str, Tensor], *, training: bool) -> bool:
+        """Whether this is the answer for these very tensors."""
+        return (
+            training == self.training
+            and fields.keys() == self.batch.keys()
+            and all(self.batch[name][0]() is t and self.batch[name][1] == t._version for name, t in fields.items())
+        )
+
+
+class TraceCache:
+    """The traces of one model, by what decides them: shapes of the batch, and what the forward reads of its values."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Mapping[str, nn.Module],
+        inputs: ForwardInputs,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        """The model, with absent parameters and real buffers."""
+        self.units = dict(units)
+        """Qualified name -> unit, in `model`."""
+        self.inputs = inputs
+        """How batch fields reach the forward."""
+        self.autocast_dtype = autocast_dtype
+        """The dtype of the autocast in which the job runs its layers; None: there is none."""
+        self._declared: CutTrace | None = None
+        """The first trace, to which all others must fit."""
+        self._traces: OrderedDict[Signature, list[CutTrace]] = OrderedDict()
+        """Traces by signature; those of one signature differ in what the forward has read."""
+        self._lock = threading.RLock()
+        """Held while a trace is looked for or made."""
+        self._last: _Answer | None = None
+        """The last answer: the layers of a stage ask for the same batch one after the other."""
+
+    @property
+    def declared(self) -> CutTrace:
+        """The first trace, which decides the layers."""
+        assert self._declared is not None, "the model has not been traced yet"
+        return self._declared
+
+    def program(
+        self, index: int, fields: Mapping[str, Tensor], *, training: bool
+    ) -> tuple[LayerProgram, Mapping[TensorKey, Tensor]]:
+        """The program of a layer for a batch, and the constants of its trace. Raises `ModelError` as `trace_of` does."""
+        declared = self.declared
+        if declared.is_fixed(index):
+            return declared.layers[index], {}
+        found = self.trace_of(fields, training=training)
+        return found.layers[index], found.trace.constants
+
+    def trace_of(self, fields: Mapping[str, Tensor], *, training: bool) -> CutTrace:
+        """The trace for a batch; made if none of those kept fits it.
+
+        Raises `ModelError` for a forward that cannot be captured, or whose layers do not fit those of the first trace.
+        """
+        with self._lock:
+            if self._last is not None and self._last.is_for(fields, training=training):
+                return self._last.found
+            found = self._find(fields, training=training)
+            batch = {name: (weakref.ref(value), value._version) for name, value in fields.items()}
+            self._last = _Answer(batch, training, found)
+            return found
+
+    def _find(self, fields: Mapping[str, Tensor], *, training: bool) -> CutTrace:
+        signature = (training, *((name, tuple(value.shape), value.dtype) for name, value in fields.items()))
+        kept = self._traces.setdefault(signature, [])
+        self._traces.move_to_end(signature)
+        known = any(value.is_meta or isinstance(value, AbsentTensor) for value in fields.values())
+        for number, cut in enumerate(kept):
+            if known or self._answers_as_before(cut, fields):
+                kept.append(kept.pop(number))
+                return cut
+        made = self._trace(fields, training=training)
+        if self._declared is None:
+            self._declared = made
+        else:
+            _check_fits(made, self._declared, training=training)
+        kept.append(made)
+        while sum(map(len, self._traces.values())) > MOST_TRACES:
+            oldest = next(key for key, cuts in self._traces.items() if cuts)
+            self._traces[oldest].pop(0)
+        return made
+
+    def _answers_as_before(self, cut: CutTrace, fields: Mapping[str, Tensor]) -> bool:
+        """Whether the forward reads of this batch what it read of the trace's."""
+        if not cut.trace.guards:
+            return True
+        answers = {guard.event: guard.answer for guard in cut.trace.guards}
+        values: Values = dict(cut.trace.constants)
+        values.update((TensorKey("field", name), value.cpu().clone()) for name, value in fields.items())
+        buffers = dict(self.model.named_buffers())
+        with torch.no_grad():
+            for index, event in cut.guard_events:
+                values.update((key, buffers[key.name]) for key in event.inputs if key.kind == "buffer")
+                out = run_event(event, self.model, values)
+                if index in answers and comparable(out) != answers[index]:
+                    return False
+        return True
+
+    def _trace(self, fields: Mapping[str, Tensor], *, training: bool) -> CutTrace:
+        """A new trace. The units become finer until no code outside of them uses what is inside."""
+        with self._undisturbed(training=training):
+            for _ in range(MOST_REFINEMENTS):
+                try:
+                    declared = self._declared
+                    trace = record_forward(
+                        self.model,
+                        self.units,
+                        {name: fields[name].cpu() for name in self.inputs.fields},
+                        lambda given: self.inputs.call(self.model, given),
+                        like=None if declared is None or training else declared.trace,
+                    )
+                    return cut_into_layers(trace)
+                except InnerModuleUsed as found:
+                    self._refine(found.path)
+                except Refused as error:
+                    raise error.error from None
+                except RayparError:
+                    raise
+                except USER_CODE_ERRORS as error:
+                    reraise_ctrl_c(error)
+                    raise self._forward_error(fields, error) from error
+        raise ModelError(
+            f"the units of the model have been divided {MOST_REFINEMENTS} times, and code between them still uses modules "
+            "inside of them",
+            cure="name the units (model.units), or return a raypar.Graph",
+        )
+
+    def _refuse_changed_attributes(self, attributes: _Attributes) -> None:
+        """Raises `ModelError` if code between units has set an attribute to another number or text: a replay would not."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        for module, former, _ in attributes:
+            name = names[id(module)]
+            if any(name == unit or name.startswith(unit + ".") for unit in self.units):
+                continue
+            for key, value in vars(module).items():
+                if isinstance(value, (int, float, str)) and key in former and value != former[key]:
+                    raise ModelError(
+                        f"the forward of {type(module).__name__} changes its attribute {key!r} from {former[key]!r} to "
+                        f"{value!r}, and workers run a record of it, in which the attribute stays as it was",
+                        cure="leave it to a callback, or keep it in a module that is a unit (model.units)",
+                    )
+
+    def _forward_error(self, fields: Mapping[str, Tensor], error: BaseException) -> ModelError:
+        """The error for a forward that raises."""
+        given = ", ".join(f"{name} {list(fields[name].shape)} {fields[name].dtype}" for name in self.inputs.fields)
+        return ModelError(
+            f"the forward of {type(self.model).__name__}, given {given}, raised {error_text(error)}\n"
+            f"{''.join(traceback.format_exception(error))}",
+            cure="call the model on one batch by itself; compare the shapes of samples (data) with what it expects",
+        )
+
+    def _refine(self, path: str) -> None:
+        if self._declared is not None:
+            raise ModelError(
+                f"with this batch code between the units uses module {path!r}, which is inside of one",
+                cure=f"name it as a unit: model.units: [{path!r}, ...]",
+            )
+        self.units = refine_units(self.model, self.units, path)
+
+    @contextlib.contextmanager
+    def _undisturbed(self, *, training: bool) -> Iterator[None]:
+        """The state in which a forward is traced; what it changes is put back: generators, buffers."""
+        kept = [(buffer, buffer._version, buffer.clone()) for buffer in self.model.buffers()]
+        self.model.train(training)
+        attributes = _attributes_of(self.model)
+        autocast = torch.autocast(
+            "cpu", self.autocast_dtype or torch.bfloat16, enabled=self.autocast_dtype is not None, cache_enabled=False
+        )
+        try:
+            with preserve_random_state(), meta_operations_without_dynamo(), torch.enable_grad(), autocast:
+                yield
+                self._refuse_changed_attributes(attributes)
+        finally:
+            _restore_attributes(attributes)
+            with torch.no_grad():
+                for buffer, version, value in kept:
+                    if buffer._version != version:
+                        buffer.copy_(value)
+
+
+_Attributes = list[tuple[nn.Module, dict[str, Any], list[tuple[dict[Any, Any], dict[Any, Any]]]]]
+"""(module, its attributes, its dicts (buffers, hooks, its own) with copies of them) of every module of a model."""
+
+
+def _attributes_of(model: nn.Module) -> _Attributes:
+    return [
+        (module, dict(vars(module)), [(value, dict(value)) for value in vars(module).values() if isinstance(value, dict)])
+        for module in model.modules()
+    ]
+
+
+def _restore_attributes(attributes: _Attributes) -> None:
+    """Set the attributes of modules, hooks and buffers among them, to what they were: a trace leaves no caches to the next."""
+    for module, former, dicts in attributes:
+        vars(module).clear()
+        vars(module).update(former)
+        for value, content in dicts:
+            value.clear()
+            value.update(content)
+
+
+def _check_fits(made: CutTrace, declared: CutTrace, *, training: bool) -> None:
+    """Raises `ModelError` unless what passes between the layers is what the first trace says."""
+    names, wanted = [layer.name for layer in made.layers], [layer.name for layer in declared.layers]
+    if names != wanted:
+        odd = next((a for a, b in zip(names, wanted, strict=False) if a != b), f"{len(names)} layers, not {len(wanted)}")
+        raise _misfit(f"the units are called in another order ({odd})")
+    for index, (new, first) in enumerate(zip(made.layers, declared.layers, strict=True)):
+        for what, one, other in (("reads", new.reads, first.reads), ("writes", new.outputs, first.outputs)):
+            if _names(one) != _names(other):
+                raise _misfit(f"layer {new.name!r} {what} {_names(one)}, not {_names(other)}")
+        if declared.is_fixed(index) and not new.is_bare_call:
+            raise _misfit(f"layer {new.name!r} does more than call its module")
+    for value, gradient in made.value_gradients.items() if training else ():
+        if gradient != declared.value_gradients[value]:
+            raise _misfit(f"{value!r} carries {'a' if gradient else 'no'} gradient")
+    if made.trace.output_structure != declared.trace.output_structure:
+        raise _misfit("the model returns something else")
+
+
+def _names(pairs: Sequence[tuple[str, TensorKey]]) -> list[str]:
+    return [name for name, _ in pairs]
+
+
+def _misfit(what: str) -> ModelError:
+    return ModelError(
+        f"with this batch the forward takes another path than with the first one: {what}",
+        cure="give all batches the same form (pad them, and always pass the masks); or make the module around the decision a "
+        "unit (model.units)",
+    )

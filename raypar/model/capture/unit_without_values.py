@@ -1,0 +1,63 @@
+"""Runs a unit that cannot run on absent tensors, because it decides by values, once on small random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from raypar.errors import error_message
+from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, absent_like
+from raypar.model.capture.refusal import Refused, users_place
+
+SCALE = 0.1
+"""Standard deviation of the numbers."""
+
+
+def run_with_random_values(name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What the unit returns, with absent tensors in the place of the results.
+
+    It runs twice, on other numbers. Raises `Refused` if the shapes of its results depend on them.
+    """
+    found = [_run(seed, name, module, call, args, kwargs) for seed in (1, 2)]
+    shapes = [[tuple(t.shape) for t in tree_flatten(out)[0] if isinstance(t, Tensor)] for out in found]
+    if shapes[0] != shapes[1]:
+        raise Refused(
+            f"the shape of what {name} ({type(module).__name__}) returns depends on values: {shapes[0]} and {shapes[1]}, "
+            f"called at {users_place()}",
+            "have it return tensors of fixed shapes, or name a module around it in model.units",
+        )
+    return tree_map(lambda value: absent_like(value) if isinstance(value, Tensor) else value, found[0])
+
+
+def _run(seed: int, name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, AbsentTensor):
+            return value
+        if not value.is_floating_point():
+            return torch.zeros(value.shape, dtype=value.dtype)
+        made = torch.empty_strided(value.shape, value.stride(), dtype=torch.float32)
+        return made.normal_(0, SCALE, generator=generator).to(value.dtype).requires_grad_(value.requires_grad)
+
+    kept = [(part, key, p) for part in module.modules() for key, p in part._parameters.items() if p is not None]
+    made = {id(p): nn.Parameter(real(p.detach()), requires_grad=p.requires_grad) for _, _, p in kept}
+    for own, parameter in ((made[id(p)], p) for _, _, p in kept):
+        vars(own).update({key: value for key, value in vars(parameter).items() if key != "meta"})
+    try:
+        for part, key, parameter in kept:
+            part._parameters[key] = made[id(parameter)]
+        return call(module, *tree_map(real, args), **tree_map(real, kwargs))
+    except ValuesNeeded as error:
+        raise Refused(
+            f"unit {name} ({type(module).__name__}), called at {users_place()}, reads values that the capture has not got: "
+            f"{error_message(error)}",
+            "register every tensor that it reads as a parameter or buffer",
+        ) from error
+    finally:
+        for part, key, parameter in kept:
+            part._parameters[key] = parameter

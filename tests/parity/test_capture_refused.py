@@ -1,0 +1,276 @@
+"""What cannot be captured is refused before anything starts: by name, with the file and line of the user's code, and a cure."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.captured_stages import capture, make_stages, run_stages
+from helpers.model_zoo import ZOO, ids, import_transformers, sum_of_squares, tokens
+from torch import Tensor, nn
+
+from raypar.errors import ModelError
+
+
+def blocks(count: int = 3) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
+
+
+class Base(nn.Module):
+    """Three linear layers, with what a test puts between them."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.blocks = blocks()
+        vars(self).update(given)
+
+    def forward(self, x: Tensor) -> Any:
+        for index, block in enumerate(self.blocks):
+            x = self.between(block(x), index)
+        return x
+
+    def between(self, x: Tensor, index: int) -> Tensor:
+        raise NotImplementedError
+
+
+class DecidesByActivation(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return x * 2 if x.abs().max() > 1e6 else x  # decides
+
+
+class ReadsItem(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return x * x.mean().item()  # decides
+
+
+class DecidesByParameter(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return x if self.blocks[0].bias.sum() > 0 else -x  # decides
+
+
+class DecidesAtRandom(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return x if torch.rand([]) < 0.5 else -x  # decides
+
+
+class PythonRandom(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return x if random.random() < 0.5 else -x
+
+
+class BooleanIndex(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return x[x[:, 0] > 0]  # decides
+
+
+class ViewInAnotherLayer(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x)
+        half = y[:, :2]
+        z = self.blocks[1](y)
+        half.mul_(0)  # writes
+        return self.blocks[2](z + y)
+
+
+class Box:
+    """An object of the user's own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class TakesBox(nn.Linear):
+    def forward(self, box: Any) -> Any:
+        return super().forward(box.value)
+
+
+class PassesObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TakesBox(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(Box(x))  # passes
+        return x
+
+
+class HookOnTensor(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        x.register_hook(lambda gradient: gradient * 2)  # hooks
+        return x
+
+
+class SetsData(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        y = x.clone()
+        y.data = x.detach()  # sets
+        return y
+
+
+class WritesParameter(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        with torch.no_grad():
+            self.blocks[0].bias.mul_(0.5)  # writes
+        return x
+
+
+class Backward(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return x + torch.utils.checkpoint.checkpoint(lambda y: self.blocks[0](y), x, use_reentrant=True)  # checkpoints
+
+
+class Doubled(torch.autograd.Function):
+    """An operation of the user's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 3
+
+
+bound_before = Doubled.apply
+
+
+class BoundFunction(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        y = bound_before(x)
+        return y * 2  # uses
+
+
+class Vmapped(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return torch.vmap(lambda row: row * 2)(x)  # maps
+
+
+X = {"x": torch.randn(3, 4, generator=torch.Generator().manual_seed(0))}
+HERE = Path(__file__)
+
+
+@pytest.mark.parametrize(
+    "make, mark, what, cure",
+    [
+        (DecidesByActivation, "# decides", "decides by the values of an activation", "decide inside of a module"),
+        (ReadsItem, "# decides", "item() of a tensor", "decide inside of a module"),
+        (DecidesByParameter, "# decides", "decides by the values of an activation", "make that a unit"),
+        (DecidesAtRandom, "# decides", "or a random number", "layerdrop"),
+        (PythonRandom, "", "draws from Python's random", "layerdrop"),
+        (BooleanIndex, "# decides", "a shape, or what Python does next, depends on the values", "torch.where"),
+        (ViewInAnotherLayer, "# writes", "writes into memory that a view [3, 4] from another layer", "returns a new tensor"),
+        (PassesObject, "# passes", "a Box is passed between units", "pass tensors"),
+        (HookOnTensor, "# hooks", "a hook on a tensor between units", "make that a unit"),
+        (SetsData, "# sets", "an assignment to an attribute of a tensor", "make that a unit"),
+        (WritesParameter, "# writes", "writes into parameter blocks.0.bias", "returns a new tensor"),
+        (BoundFunction, "# uses", "has got its gradient where the capture does not look", "call custom autograd functions"),
+        (Backward, "# checkpoints", "a function is passed between units", "use_reentrant=False"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_with_its_place(make: Any, mark: str, what: str, cure: str):
+    with pytest.raises(ModelError) as found:
+        capture(make(), X)
+    assert what in found.value.what and cure in found.value.cure
+    if mark:
+        lines = HERE.read_text().splitlines()
+        first = (
+            lines.index(f"class {make.__name__}(Base):")
+            if make is not PassesObject
+            else lines.index("class PassesObject(nn.Module):")
+        )
+        line = next(number for number in range(first, len(lines)) if lines[number].endswith(mark)) + 1
+        assert f"{HERE}:{line}" in found.value.what
+
+
+def test_a_map_over_a_batch_is_captured_or_refused_and_never_another_thing():
+    try:
+        captured = capture(Vmapped(), X)
+    except ModelError as error:
+        assert str(HERE) in error.what
+    else:
+        model = Vmapped()
+        stages = make_stages(captured, model, [1])
+        loss, _, _ = run_stages(captured, stages, X, sum_of_squares, seeded=False)
+        assert torch.equal(loss, sum_of_squares(model(**X)))
+
+
+def test_a_cache_between_units_is_refused_with_its_switch():
+    transformers = import_transformers()
+    model = ZOO["llama"].make(0.0)
+    model.config.use_cache = True
+    with pytest.raises(ModelError, match="DynamicCache is passed between units") as found:
+        capture(model, tokens(2, 12))
+    assert (
+        found.value.cure == "set use_cache=False in the model's config" and str(transformers.__file__)[:-11] in found.value.what
+    )
+
+
+def test_layerdrop_is_refused_with_its_switch():
+    model = ZOO["bart"].make(0.0)
+    for part in (model.model.encoder, model.model.decoder):
+        part.layerdrop = 0.5
+    with pytest.raises(ModelError, match="random number") as found:
+        capture(model, tokens(2, 12) | {"decoder_input_ids": ids(2, 7)})
+    assert "(layerdrop) must be set to 0" in found.value.cure
+
+
+class LengthDecides(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return x if index or len(x) < 5 else torch.cat([x, x])[: len(x)] + self.blocks[1](x)
+
+
+def test_a_batch_that_takes_the_forward_another_way_is_one_error():
+    model = LengthDecides()
+    captured = capture(model, X)
+    stages = make_stages(captured, model, [1])
+    with pytest.raises(ModelError, match="takes another path than with the first one: the units are called in another order"):
+        run_stages(captured, stages, {"x": torch.randn(6, 4)}, sum_of_squares, seeded=False)
+
+
+class Shrinks(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y[y[:, 0] > 0]
+
+
+class Shrinking(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Shrinks(4, 4) for _ in range(2))
+
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return x
+
+
+def test_a_module_whose_shapes_depend_on_values_is_refused():
+    with pytest.raises(ModelError, match=r"the shape of what blocks\.0 \(Shrinks\) returns depends on values"):
+        capture(Shrinking(), X)
+
+
+def test_a_pattern_of_units_that_matches_nothing_is_refused():
+    with pytest.raises(ModelError, match=r"the pattern 'block\.\*' of model\.units matches no module \(nearest: .*blocks"):
+        capture(ReadsItem(), X, units=["block.*"])
+
+
+def test_a_backward_hook_of_a_module_that_is_divided_is_refused():
+    model = Base()
+    model.register_full_backward_hook(lambda module, *gradients: None)
+    with pytest.raises(ModelError, match=r"the model .Base. has a backward hook"):
+        capture(model, X)
+
+
+class Counts(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def between(self, x: Tensor, index: int) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def test_a_forward_that_counts_its_calls_is_refused():
+    with pytest.raises(ModelError, match="the forward of Counts changes its attribute 'calls' from 0 to 3"):
+        capture(Counts(), X)

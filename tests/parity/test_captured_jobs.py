@@ -1,0 +1,308 @@
+"""Jobs whose model is an unmodified module: every plan trains it as one process does, and exports what the module loads."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from helpers import checkpoint_folders
+from helpers.model_zoo import TokenSamples, make_zoo_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import raypar
+from raypar.cli import main
+from raypar.config import load_job, parse_job
+from raypar.errors import ModelError
+from raypar.model.layer_skeletons import parameter_shapes
+from raypar.plan import ParallelPlan
+from raypar.plan.seeds import seed_of
+from raypar.worker.job_preflight import preflight
+from raypar.worker.job_spec import JobSpec, contract_of_job
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_without_values
+
+STEPS = 3
+
+
+class Pairs:
+    """Samples (x, y)."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(6, generator=torch.Generator().manual_seed(index)), torch.tensor(float(index))
+
+
+def loss_of_logits(output: Any, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+
+class Mixed(nn.Module):
+    """Parameters and a buffer that glue of several layers uses, a module called twice, and one that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.scale, self.unused = nn.Parameter(torch.randn(6)), nn.Linear(2, 2)
+        self.register_buffer("places", torch.arange(6.0))
+        self.register_buffer("also", self.places)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        x = features
+        for block in self.blocks:
+            x = self.blocks[0](torch.tanh(block(x))) * self.scale + self.places
+        return self.head(x).squeeze(-1)
+
+
+def spec_of(model: Any, **given: Any) -> JobSpec:
+    """The job of a small run."""
+    job: dict[str, Any] = {"loss": "model", "data": {"function": TokenSamples, "target": "labels"}, "steps": STEPS}
+    job |= {"batch_size": 4, "microbatches": 1, "optimizer": ("torch.optim:SGD", {"lr": 0.1}), **given}
+    return raypar.Trainer(model=model, **job).spec
+
+
+def run(spec: JobSpec, schedule: str = "1f1b", **mesh: Any) -> OneProcessRun:
+    """A run of all steps in stages, replicas and shards as `mesh` says."""
+    graph = make_layer_graph(spec)
+    plan = ParallelPlan.mesh(layers=len(graph.layers), **mesh)
+    found = OneProcessRun(spec, plan, schedule, graph=graph)
+    for step in range(spec.steps):
+        found.step(step)
+    return found
+
+
+def parameters_of(found: OneProcessRun) -> dict[str, Tensor]:
+    """Name -> parameter, the same on every worker that has it."""
+    values = found.parameters()
+    assert all(torch.equal(copies[0], each) for copies in values.values() for each in copies)
+    return {name: copies[0] for name, copies in values.items()}
+
+
+def unequal(one: OneProcessRun, other: OneProcessRun) -> list[str]:
+    """The parameters that are not bit for bit equal in two runs."""
+    mine, theirs = parameters_of(one), parameters_of(other)
+    assert mine.keys() == theirs.keys()
+    return [name for name, value in mine.items() if not torch.equal(value, theirs[name])]
+
+
+def plain(spec: JobSpec, loss: Any, fields: Any) -> nn.Module:
+    """The user's own module after the same steps in one process: one microbatch a step, SGD."""
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(spec.seed)
+    model: nn.Module = spec.model.call().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dataset = spec.data.dataset.call()
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed_of(0, "epoch", 0)))
+    for step in range(spec.steps):
+        samples = [dataset[i] for i in order[4 * step : 4 * step + 4].tolist()]
+        optimizer.zero_grad()
+        (loss(model, fields(samples)) * 4.0).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / 4.0)
+        optimizer.step()
+    return model
+
+
+def stacked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def assert_equal_to(model: nn.Module, found: OneProcessRun) -> None:
+    state = dict(model.named_parameters(remove_duplicate=False))
+    values = parameters_of(found)
+    assert [name for name, value in values.items() if not torch.equal(state[name], value)] == []
+    assert {id(state[name]) for name in values} == {id(parameter) for parameter in model.parameters()}
+
+
+MESHES = [{}, {"pp": 2}, {"pp": 4}, {"pp": 2, "dp": 2}]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_an_unmodified_llama_with_its_own_loss_is_trained_as_in_one_process(mesh: dict[str, int]):
+    spec = spec_of((make_zoo_model, {"name": "llama"}), microbatches=1 if "dp" not in mesh else 2)
+    if "dp" in mesh:  # two microbatches have other sums than one: compared with another plan
+        assert unequal(run(spec), run(spec, **mesh)) == []
+        return
+    wanted = plain(spec, lambda model, batch: model(**batch).loss, stacked)
+    assert_equal_to(wanted, run(spec, **mesh))
+
+
+def test_a_function_of_what_the_model_returns_is_the_loss():
+    spec = spec_of((make_zoo_model, {"name": "gpt2"}), loss=loss_of_logits)
+    found = run(spec, pp=3)
+    wanted = plain(spec, lambda model, batch: loss_of_logits(model(input_ids=batch["input_ids"]), batch["labels"]), stacked)
+    assert_equal_to(wanted, found)
+    assert "labels" not in found.graph.batch_fields
+
+
+def test_the_input_of_pairs_is_given_by_place_and_tensors_used_in_many_places_are_one():
+    spec = spec_of(Mixed, loss=nn.functional.mse_loss, data=Pairs)
+    fields = {"x": 0, "y": 1}
+    wanted = plain(
+        spec,
+        lambda model, batch: nn.functional.mse_loss(model(batch["x"]), batch["y"]),
+        lambda samples: {name: torch.stack([sample[place] for sample in samples]) for name, place in fields.items()},
+    )
+    for mesh in ({}, {"pp": 2}):  # with more stages the first edition of the contract adds uses in another order
+        found = run(spec, **mesh)
+        state = dict(wanted.named_parameters())
+        values = parameters_of(found)
+        assert values.keys() == state.keys()
+        assert [name for name, value in values.items() if not torch.allclose(state[name], value, atol=1e-6)] == []
+        held = [stage.buffers for core in found.cores for stage in core.stages.values()]
+        assert all(torch.equal(buffers["places"], torch.arange(6.0)) for buffers in held)
+
+
+@pytest.mark.parametrize("schedule, mesh", [("interleaved", {"pp": 2, "chunks": 2}), ("zb-h1", {"pp": 2})])
+def test_other_schedules_and_recomputation_have_the_bits_of_one_stage(schedule: str, mesh: dict[str, int]):
+    spec = spec_of((make_zoo_model, {"name": "llama", "p": 0.1}), batch_size=7, microbatches=3)
+    wanted = run(spec)
+    assert unequal(run(spec, schedule, **mesh), wanted) == []
+    assert unequal(run(spec, pp=2, recompute=range(1, 6)), wanted) == []
+
+
+def test_validation_runs_the_model_in_evaluation_mode():
+    validation = {"function": TokenSamples, "samples": 4}
+    spec = spec_of((make_zoo_model, {"name": "gpt2", "p": 0.5}), steps=1, validation=validation)
+    graph = make_layer_graph(spec)
+    found = OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=len(graph.layers)), "1f1b", graph=graph)
+    model = spec.model.call().eval()
+    model.load_state_dict({name: copies[0] for name, copies in found.parameters().items()}, strict=False)
+    with torch.no_grad():
+        batch = stacked([TokenSamples()[i] for i in range(4)])
+        assert found.validate(0) == float(model(**batch).loss)
+
+
+@pytest.mark.parametrize("name", ["bert", "mixed"])
+def test_an_export_is_what_the_module_itself_loads_strictly(name: str, tmp_path: Path):
+    if name == "mixed":
+        spec = spec_of(Mixed, loss=nn.functional.mse_loss, data=Pairs, steps=1)
+    else:
+        spec = spec_of((make_zoo_model, {"name": name}), loss=loss_of_logits, steps=1)
+    found = run(spec, pp=2)
+    assert main(["export", str(save(found, tmp_path)), "--out", str(tmp_path / "model.pt")]) == 0
+    fresh = spec.model.call()
+    fresh.load_state_dict(torch.load(tmp_path / "model.pt"), strict=True)
+    state = dict(fresh.named_parameters(remove_duplicate=False))
+    assert [n for n, value in parameters_of(found).items() if not torch.equal(state[n], value)] == []
+
+
+def save(found: OneProcessRun, root: Path) -> Path:
+    """A checkpoint of a run, as the driver makes it."""
+    folder = checkpoint_folders.create_checkpoint(root, 1)
+    for core in found.cores:
+        core.save(folder)
+    records = [core.save_result() for core in found.cores]
+    return checkpoint_folders.commit_checkpoint(folder, records, steps_done=1, contract=contract_of_job(found.spec))
+
+
+def test_weights_from_a_file_have_the_names_of_the_module(tmp_path: Path):
+    torch.manual_seed(7)
+    other = make_zoo_model("t5")
+    save_file({name: value.clone() for name, value in other.named_parameters()}, tmp_path / "w.safetensors")
+    data = {"function": Translations, "target": "labels"}
+    spec = spec_of((make_zoo_model, {"name": "t5"}), data=data, init_from=str(tmp_path / "w.safetensors"), steps=1)
+    graph = make_layer_graph(spec)
+    found = OneProcessRun(spec, ParallelPlan.mesh(pp=3, layers=len(graph.layers)), "1f1b", graph=graph)
+    state = dict(other.named_parameters(remove_duplicate=False))
+    assert all(torch.equal(state[name], value) for name, value in parameters_of(found).items())
+    assert load_file(tmp_path / "w.safetensors").keys() == dict(other.named_parameters()).keys()
+
+
+class Translations(TokenSamples):
+    """TokenSamples with a mask, and labels that the model shifts itself."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        found = super().__getitem__(index)
+        return found | {"attention_mask": torch.ones(12, dtype=torch.long), "labels": found["labels"][:7]}
+
+
+class Unlabelled(TokenSamples):
+    """TokenSamples alone."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": super().__getitem__(index)["input_ids"]}
+
+
+def test_a_loss_that_the_model_does_not_compute_is_one_error():
+    with pytest.raises(ModelError, match=r"loss: model, and what .* returned has no loss"):
+        preflight(spec_of((make_zoo_model, {"name": "llama"}), data={"function": Unlabelled, "target": "input_ids"}))
+
+
+def test_a_captured_model_is_cut_over_shards():
+    """Its losses are those of one shard but for the order of sums; Llama computes some of them in float32."""
+    spec = spec_of((make_zoo_model, {"name": "llama"}), dtype="float64")
+    one, two, stages = run(spec), run(spec, tp=2), run(spec, tp=2, pp=2)
+    losses = [found.cores[0].step_commit.outcome for found in (one, two, stages)]
+    assert losses[1] == losses[2]
+    assert abs(losses[0].loss - losses[1].loss) < 1e-6 * losses[0].loss  # type: ignore[union-attr]
+    whole = sum(value.numel() for value in parameters_of(one).values())
+    held = [sum(p.numel() for stage in core.stages.values() for p in stage.parameters.values()) for core in two.cores]
+    assert max(held) < 0.6 * whole
+
+
+def test_mixed_precision_is_that_of_the_plain_module_under_autocast():
+    spec = spec_of((make_zoo_model, {"name": "llama"}), precision={"compute": "bf16"})
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            found: Tensor = model(**batch).loss
+        return found.float()
+
+    wanted = plain(spec, loss, stacked)
+    for mesh in ({}, {"pp": 3}):
+        assert_equal_to(wanted, run(spec, **mesh))
+
+
+def test_a_batch_of_another_size_is_traced_again_on_every_worker():
+    spec = spec_of((make_zoo_model, {"name": "gpt2"}), batch_size=7, microbatches=3)
+    one, two = run(spec), run(spec, pp=3)
+    assert unequal(one, two) == []
+    cache = one.graph.layers[0].build.skeleton.cache  # type: ignore[attr-defined]
+    assert sorted(signature[1][1][0] for signature in cache._traces) == [2, 3]
+
+
+def test_a_model_without_its_values_has_the_same_layers():
+    spec = spec_of((make_zoo_model, {"name": "llama"}))
+    with_values, without = make_layer_graph(spec), make_layer_graph_without_values(spec)
+    assert [layer.own_names for layer in with_values.layers] == [layer.own_names for layer in without.layers]
+    assert parameter_shapes(with_values) == parameter_shapes(without) and without.initial_values is None
+
+
+def test_values_by_name_are_those_of_reset_parameters():
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+            self.head = nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x).tanh()
+            return self.head(x).squeeze(-1)
+
+    spec = spec_of(Small, loss=nn.functional.mse_loss, data=Pairs, init="by-name", steps=1)
+    graph = make_layer_graph(spec)
+    found = OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=len(graph.layers)), "1f1b", graph=graph)
+    torch.manual_seed(seed_of(0, "init", "blocks.1"))
+    assert torch.equal(parameters_of(found)["blocks.1.weight"], nn.Linear(6, 6).weight)
+
+
+def test_a_job_file_names_units_and_the_models_loss(tmp_path: Path):
+    text = (
+        "steps: 1\nbatch_size: 4\nmicrobatches: 2\nmodel: {function: 'm:f', units: ['*.attention']}\nloss: model\ndata: m:d\n"
+    )
+    (tmp_path / "job.yaml").write_text(text)
+    spec = load_job(tmp_path / "job.yaml").to_spec()
+    assert spec.units == ("*.attention",) and spec.loss.is_loss_of_model and contract_of_job(spec)["units"] == ["*.attention"]
+    trainer = raypar.Trainer(
+        model={"function": "m:f", "units": ["*.attention"]}, loss="model", data="m:d", steps=1, batch_size=4, microbatches=2
+    )
+    assert trainer.spec.units == spec.units and trainer.spec.loss == spec.loss
+    assert parse_job(trainer.job.to_yaml()).to_spec().units == spec.units
