@@ -130,7 +130,7 @@ class Head(nn.Module):
 
 
 class Drawn(nn.Module):
-    """Reads some values, the first one twice. Returns what it computes: as it is, swapped in memory, every second row, expanded."""
+    """Reads some values, the first one twice. Returns what it computes: as it is, swapped in memory, by half, or expanded."""
 
     def __init__(self, reads: int, writes: int, kind: int) -> None:
         super().__init__()
