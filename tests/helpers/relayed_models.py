@@ -1,13 +1,16 @@
-"""A model whose gradients show in which order they are added; as layers, and as one plain module.
+"""Models whose gradients show in which order they are added; as layers, and as one plain module.
 
 `relayed`: values read by three stages and by the loss, a layer that uses a value several times, values that are transposed,
 sliced or expanded and then meet dropout, a value whose gradient one consumer leaves undefined, a reader that detaches, a
-parameter that three layers use, an output of several values. `PlainModel` is the plain module: its values are Python variables.
+parameter that three layers use, an output of several values. `drawn`: graphs by lot. `PlainModel` is the plain module: its
+values are Python variables.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy
@@ -124,6 +127,49 @@ class Head(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         return self.inner(h.flatten(1)).squeeze(1)
+
+
+class Drawn(nn.Module):
+    """Reads some values, the first one twice. Returns what it computes: as it is, swapped in memory, by half, or expanded."""
+
+    def __init__(self, reads: int, writes: int, kind: int) -> None:
+        super().__init__()
+        self.writes, self.kind = writes, kind
+        self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.others = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(reads - 1))
+
+    def forward(self, x: Tensor, *others: Tensor) -> Any:
+        out = self.shared(x).tanh() * x
+        for linear, other in zip(self.others, others, strict=True):
+            out = out + linear(F.dropout(other, 0.2, self.training)).sigmoid() * other
+        if self.kind == 1:  # lies in memory with its last dims swapped
+            out = (out.transpose(1, 2) * 0.9).transpose(1, 2)
+        elif self.kind == 2:  # every second row of a larger tensor
+            out = torch.cat([out, out.exp()], 1)[:, ::2]
+        elif self.kind == 3:
+            out = out.mean(1, keepdim=True).expand(-1, LENGTH, -1)
+        return (out, out.sin()) if self.writes == 2 else out
+
+
+def drawn(seed: int) -> Graph:
+    """A graph of 6 to 10 layers that read values of any layers before them, with a tie of two to four uses; by lot."""
+    dice = random.Random(seed)
+    values, layers = ["v0"], [Layer("embed", Embed, ("x",), ("v0",))]
+    count = dice.randint(5, 9)
+    for index in range(1, count + 1):
+        reads = [dice.choice(values[-4:]), *(dice.choice(values) for _ in range(dice.randint(0, 2)))]
+        writes = tuple(f"v{len(values) + i}" for i in range(dice.choice([1, 1, 2])))
+        values += writes
+        build = partial(Drawn, len(reads), len(writes), dice.randrange(4))
+        layers.append(Layer(f"layer{index}", build, tuple(reads), writes))
+    tied = sorted(dice.sample(range(1, count + 1), dice.randint(2, min(4, count))))
+    read = (values[-1], *dice.sample(values[:-1], dice.randint(1, 2)))
+    return Graph(
+        tuple(layers),
+        outputs=read,
+        rebuild_output=lambda *found: {"out": found[0].mean((1, 2)), "first": found[1], "last": found[-1]},
+        ties=(tuple(f"layer{index}.shared.weight" for index in tied),),
+    )
 
 
 def rebuild(out: Tensor, e: Tensor, h: Tensor) -> dict[str, Tensor]:

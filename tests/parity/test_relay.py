@@ -1,8 +1,10 @@
 """Gradients by relay, strides that travel: each microbatch's gradients are those of the plain module under plain autograd."""
 
+import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,12 +30,12 @@ def job(compute: Any = None) -> JobSpec:
     return ugly_models.job("relayed", microbatches=3, virtual_replicas=3, steps=1, precision=Precision(compute))
 
 
-def plan_of(schedule: str, cuts: Sequence[int], *, replicas: int = 1, recompute: Sequence[int] = ()) -> ParallelPlan:
+def plan_of(schedule: str, cuts: Sequence[int], *, layers: int = LAYERS, recompute: Sequence[int] = ()) -> ParallelPlan:
     chunks = registry.resolve_chunks_per_worker(schedule)
     positions = (len(cuts) + 1) // chunks
     return ParallelPlan.of(
-        [replicas] * positions,
-        layers=LAYERS,
+        [1] * positions,
+        layers=layers,
         chunks=chunks,
         placement=registry.placement_of_schedule(schedule),
         cuts=cuts,
@@ -120,6 +122,31 @@ def test_each_microbatch_has_the_gradients_of_the_plain_module(monkeypatch, sche
 @pytest.mark.parametrize("schedule, cuts, recompute, compute", ALL, ids=str)
 def test_each_microbatch_has_the_gradients_of_the_plain_module_in_every_layout(monkeypatch, schedule, cuts, recompute, compute):
     test_each_microbatch_has_the_gradients_of_the_plain_module(monkeypatch, schedule, cuts, recompute, compute)
+
+
+def check_drawn(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A graph drawn by lot, cut and scheduled by lot."""
+    dice, graph = random.Random(1000 + seed), relayed_models.drawn(seed)
+    schedule = dice.choice(["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"])
+    chunks = registry.resolve_chunks_per_worker(schedule)
+    count = len(graph.layers)
+    cuts = sorted(dice.sample(range(1, count), chunks * dice.randint(1, (count - 1) // chunks) - 1))
+    recompute = dice.choice([(), (), range(count), dice.sample(range(count), 3)])
+    spec = replace(job(dice.choice([None, None, "bf16"])), model=Ref(partial(relayed_models.drawn, seed)))
+    plan = plan_of(schedule, cuts, layers=count, recompute=recompute)
+    found = gradients_of_microbatches(monkeypatch, spec, plan, schedule)
+    assert unequal(found, plain_gradients(spec)) == [], (schedule, cuts, recompute)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_graph_drawn_by_lot_has_the_gradients_of_the_plain_module(monkeypatch, seed):
+    check_drawn(monkeypatch, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(12, 400))
+def test_any_graph_drawn_by_lot_has_the_gradients_of_the_plain_module(monkeypatch, seed):
+    check_drawn(monkeypatch, seed)
 
 
 class Block(nn.Module):

@@ -554,8 +554,8 @@ def describe_edition_change(manifest: Manifest) -> str | None:
     return (
         f"checkpoint {manifest.checkpoint.name} was computed by edition {edition} of the numerics contract, and the run goes "
         f"on by edition {CONTRACT_EDITION}: the bits are others than those of an undisturbed run only for models with a value "
-        "that several layers read or one layer reads several times, a value that is not contiguous, or a parameter that three "
-        "layers use"
+        "that several layers read and one of them uses several times, a value or gradient between layers that is not "
+        "contiguous (or begins at no multiple of 64 bytes), or a parameter that three layers use"
     )
 
 
