@@ -17,6 +17,7 @@ from raypar.comm.buffer_pool import CPU
 from raypar.comm.communicator_key import SHARD_CHANNELS
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction
 from raypar.comm.transport import Transport
+from raypar.errors import ModelError
 from raypar.model.graph import Graph, Layer
 from raypar.model.materialise import materialise
 from raypar.model.split_linear_backward import defer_weight_gradients
@@ -200,6 +201,11 @@ def build_stage_loss(
     if plan.stages[index].last < len(graph.layers):
         return None
     function = graph.loss_of_values(loss_fn)
+    if len(graph.loss_inputs) > 1:
+        raise ModelError(
+            f"the model returns {len(graph.loss_inputs)} tensors, of which the loss reads one only",
+            cure="return one tensor, or have the model compute the loss (loss: model)",
+        )
     (output,) = graph.loss_inputs
     function = precision.wrap_loss(function if shard is None else sharded_loss(function, shard.group))
     return LossCall(
