@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.deferred_init import OperationRecording
-from raypar.model.graph import Graph, Layer
+from raypar.model.graph import Graph, Layer, join_names
 from raypar.model.initial_values_protocol import DimRanges, InitialValues
 from raypar.model.layer_skeletons import build_on_meta, canonical_names, named_state, put_buffers, refuse_lazy, state_shapes
 from raypar.model.model_function_allocations import call_counting_allocations
 from raypar.model.random_state import RandomState, preserve_random_state, seed_all
 from raypar.plan.seeds import seed_of
+from raypar.plan.stage_connections import LATER_USE
 
 CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
 """guard(caller): a context for one call of the user's code; on exit it restores process state that the call left changed.
@@ -251,6 +252,8 @@ def _fill_with_nan(module: nn.Module, dtype: torch.dtype) -> None:
 def _refuse_unfilled(graph: Graph, layer: Layer, module: nn.Module) -> None:
     """Raises `ModelError` for a parameter that still holds NaN."""
     for path, parameter in module.named_parameters():
+        if LATER_USE in layer.qualify(path):
+            continue
         if parameter.is_floating_point() and bool(parameter.isnan().any()):
             owner, _, _ = path.rpartition(".")
             kind = type(module.get_submodule(owner)).__name__
@@ -273,7 +276,8 @@ def _initialise(graph: Graph, layer: Layer, module: nn.Module, seed: int, guard:
                 graph.init(canonical.get(name, name), parameter)
         return
     for path, part in module.named_modules():
-        if not any(p is not None for p in part._parameters.values()):
+        own = [layer.qualify(join_names(path, key)) for key, p in part._parameters.items() if p is not None]
+        if all(LATER_USE in each for each in own):  # none, or values of an earlier layer
             continue
         name = layer.qualify(path)
         reset: Callable[[], Tensor | None] | None = getattr(part, "reset_parameters", None) or getattr(

@@ -87,28 +87,25 @@ def _floats(output: Any) -> list[Tensor]:
 
 
 def import_torchvision() -> Any:
-    """The package `torchvision`."""
-    _define_operations_of_torchvision()
-    import torchvision
-
+    """The package `torchvision`. Its wheel of PyPI expects two operations that it does not define beside a PyTorch for CPUs."""
+    try:
+        import torchvision
+    except RuntimeError:
+        if not _LIBRARIES:
+            library = torch.library.Library("torchvision", "DEF")
+            library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _LIBRARIES.append(library)
+        import torchvision
     return torchvision
 
 
 def import_transformers() -> Any:
-    """The package `transformers`, which imports `torchvision` where that is installed."""
-    _define_operations_of_torchvision()
+    """The package `transformers`, which imports `torchvision`."""
+    import_torchvision()
     import transformers
 
     return transformers
-
-
-def _define_operations_of_torchvision() -> None:
-    """Define the two operations that torchvision's wheel expects, and does not bring beside a PyTorch for CPUs."""
-    if not _LIBRARIES and not hasattr(torch.ops.torchvision, "nms"):
-        library = torch.library.Library("torchvision", "DEF")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _LIBRARIES.append(library)
 
 
 _LIBRARIES: list[torch.library.Library] = []

@@ -306,3 +306,23 @@ def test_a_job_file_names_units_and_the_models_loss(tmp_path: Path):
     )
     assert trainer.spec.units == spec.units and trainer.spec.loss == spec.loss
     assert parse_job(trainer.job.to_yaml()).to_spec().units == spec.units
+
+
+class Padded(TokenSamples):
+    """Tokens of which some samples are padded."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        mask = torch.ones(12, dtype=torch.long)
+        if index % 4 == 0:
+            mask[-3:] = 0
+        return super().__getitem__(index) | {"attention_mask": mask}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_microbatches_with_and_without_padding_are_told_apart_on_every_worker(name: str):
+    data = {"function": Padded, "target": "labels"}
+    spec = spec_of((make_zoo_model, {"name": name}), data=data, batch_size=8, microbatches=4)
+    one, two = run(spec), run(spec, pp=2, dp=2)
+    assert unequal(one, two) == []
+    single = spec_of((make_zoo_model, {"name": name}), data=data)
+    assert_equal_to(plain(single, lambda model, batch: model(**batch).loss, stacked), run(single, pp=3))

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured_stages import capture, differences, make_stages, run_plain, run_stages
-from helpers.model_zoo import ZOO, ZooModel, cross_entropy, images, sum_of_squares, tokens
+from helpers.model_zoo import ZOO, ZooModel, cross_entropy, images, noise, sum_of_squares, tokens
+from helpers.random_modules import WIDTH, RandomModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -350,3 +351,25 @@ MORE = {
 @pytest.mark.parametrize("name", MORE)
 def test_what_is_hard_to_record_is_the_plain_module_too(name: str):
     check(MORE[name], 0.1, every_unit=True)
+
+
+def two_fields(rows: int) -> dict[str, Tensor]:
+    return {"x": noise(rows, rows, WIDTH), "other": noise(rows + 9, rows, WIDTH)}
+
+
+def check_random(seed: int) -> None:
+    """One random module: cut before every unit, with dropout."""
+    make = lambda p: RandomModule(seed, p)  # noqa: E731
+    check(ZooModel(make, lambda: two_fields(3), lambda: two_fields(2), sum_of_squares), 0.3 * (seed % 2), every_unit=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_modules_are_the_plain_module(seed: int):
+    check_random(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(20, 520, 25))
+def test_many_random_modules_are_the_plain_module(first: int):
+    for seed in range(first, first + 25):
+        check_random(seed)

@@ -36,7 +36,7 @@ def may_hide_tensors(value: Any, depth: int = 0) -> bool:
         return any(may_hide_tensors(each, depth + 1) for each in (value.func, *value.args, *value.keywords.values()))
     if isinstance(value, (tuple, list, set, frozenset)):
         return any(may_hide_tensors(each, depth + 1) for each in value)
-    if is_dataclass(value) and value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    if is_dataclass(value) and getattr(type(value), "__dataclass_params__").frozen:  # noqa: B009
         return any(may_hide_tensors(getattr(value, each.name), depth + 1) for each in fields(value))
     return True
 

@@ -7,12 +7,16 @@ computed again in each layer that needs it; all other values go from the layer t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 
 from raypar.model.capture.refusal import Refused
 from raypar.model.capture.trace import Event, TensorKey, Trace
+
+USES = "~"
+"""Name of the submodule of a layer that has parameters of which the layer has several uses."""
 
 ONLY_LAYER = "model"
 """Name of the layer of a model that calls no modules."""
@@ -118,26 +122,31 @@ class _LayerDraft:
     """Parameters and buffers that are read."""
 
 
-def cut_into_layers(trace: Trace) -> CutTrace:
-    """The layers of a trace. Raises `Refused` where a write would have to be seen through a view in another layer."""
+def cut_into_layers(trace: Trace, parameters_of_unit: Mapping[str, Collection[str]] = MappingProxyType({})) -> CutTrace:
+    """The layers of a trace. Raises `Refused` where a write would have to be seen through a view in another layer.
+
+    `parameters_of_unit`: unit -> names of its parameters, as the trace has them.
+    """
     drafts, names, layer_of_event = _divide(trace)
     live, makers = _live_tensors(trace), _makers(trace)
     for index, draft in enumerate(drafts):
         wanted = list(trace.output_keys) if index == len(drafts) - 1 else []
         _complete(trace, draft, wanted, live, makers, layer_of_event)
     value_names, outputs = _name_values(trace, drafts, names)
+    shared = _shared_parameters(trace, drafts, parameters_of_unit)
     layers = []
     for index, (draft, name) in enumerate(zip(drafts, names, strict=True)):
         copied = _check_writes(trace, draft, live)
+        events, state = _separate_uses(trace, draft, shared, parameters_of_unit)
         layers.append(
             LayerProgram(
                 name=name,
-                events=tuple(trace.events[i] for i in sorted(draft.chosen)),
+                events=events,
                 reads=tuple(sorted(((value_names[key], key) for key in draft.incoming), key=lambda pair: pair[0])),
                 fields=tuple(draft.fields),
                 outputs=tuple(outputs[index]),
                 copied=copied,
-                state=tuple(draft.state),
+                state=state,
             )
         )
     final = {key: value for value, key in outputs[-1]}
@@ -217,6 +226,60 @@ def _complete(
             draft.chosen.add(index)
             event = trace.events[index]
             keys += [*event.inputs, *(rewrite.before for rewrite in event.rewrites if rewrite.after in live)]
+
+
+def _units_of(trace: Trace, draft: _LayerDraft) -> list[str]:
+    return [call for call in (trace.events[i].call for i in draft.own) if isinstance(call, str)]
+
+
+def _shared_parameters(trace: Trace, drafts: list[_LayerDraft], parameters_of_unit: Mapping[str, Collection[str]]) -> set[str]:
+    """Names of the parameters that several layers use."""
+    users: Counter[str] = Counter()
+    for draft in drafts:
+        used = {key.name for key in draft.state if key.kind == "parameter"}
+        users.update(used.union(*(parameters_of_unit.get(unit, ()) for unit in _units_of(trace, draft))))
+    return {name for name, count in users.items() if count > 1}
+
+
+def _separate_uses(
+    trace: Trace, draft: _LayerDraft, shared: set[str], parameters_of_unit: Mapping[str, Collection[str]]
+) -> tuple[tuple[Event, ...], tuple[TensorKey, ...]]:
+    """(the events of a layer, parameters and buffers that its glue reads).
+
+    A parameter that other layers use too has a key for each use in this one, if there are several: plain autograd adds the
+    gradients of all uses last to first, which needs each of them by itself.
+    """
+    events = [trace.events[i] for i in sorted(draft.chosen)]
+    reads = Counter(key.name for event in events for key in event.inputs if key.kind == "parameter")
+    reads.update(name for unit in _units_of(trace, draft) for name in parameters_of_unit.get(unit, ()))
+    several = {name for name, count in reads.items() if count > 1 and name in shared}
+    state = {key: None for key in draft.state if key.kind != "parameter" or key.name not in several}
+    numbers: Counter[str] = Counter()
+    found = []
+    for event in events:
+        leaves = []
+        for leaf in event.leaves:
+            if isinstance(leaf, TensorKey) and leaf.kind == "parameter" and leaf.name in several:
+                numbers[leaf.name] += 1
+                leaf = use_key(leaf.name, numbers[leaf.name])
+                state[leaf] = None
+            leaves.append(leaf)
+        found.append(event if tuple(leaves) == event.leaves else replace(event, leaves=tuple(leaves)))
+    return tuple(found), tuple(state)
+
+
+def use_key(parameter: str, number: int) -> TensorKey:
+    """The key of one of several uses of a parameter in a layer: a path in the layer's module."""
+    return TensorKey("parameter", f"{USES}.{parameter.replace('.', '/')}{USES}{number}")
+
+
+def used_parameter(path: str) -> tuple[str, str] | None:
+    """(name of the parameter, number of the use) of the path of one of several uses; None for other paths."""
+    container, _, name = path.partition(".")
+    if container != USES:
+        return None
+    parameter, _, number = name.rpartition(USES)
+    return parameter.replace("/", "."), number
 
 
 def _name_values(

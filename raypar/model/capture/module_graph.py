@@ -14,7 +14,7 @@ from raypar.errors import ModelError
 from raypar.model.capture.absent_tensor import absent_like
 from raypar.model.capture.captured_layer import CapturedLayer
 from raypar.model.capture.forward_inputs import ForwardInputs, choose_forward_inputs
-from raypar.model.capture.layer_programs import CutTrace
+from raypar.model.capture.layer_programs import USES, CutTrace, used_parameter
 from raypar.model.capture.trace import TensorKey
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.capture.units import find_units, units_by_pattern
@@ -157,14 +157,19 @@ def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], li
     layers = []
     for index, (program, shell) in enumerate(zip(declared.layers, shells, strict=True)):
         names: dict[str, str] = {}
+        here: set[str] = set()
         for path, parameter in shell.named_parameters():
-            names[path] = f"{path}{LATER_USE}{program.name}" if path in taken else path
-            uses.setdefault(id(parameter), []).append(names[path])
+            name, number = used_parameter(path) or (path, "")
+            whole = parameter if not number else skeleton.get_parameter(name)
+            later = f"{name}{LATER_USE}{program.name}" + (f"{USES}{number}" if number else "")
+            names[path] = later if name in taken | here else name
+            here.add(name)
+            uses.setdefault(id(whole), []).append(names[path])
         names |= {path: path for path, _ in shell.named_buffers()}  # a buffer is one state, whichever layers read it
         for path, module in shell.named_modules():
             if path and any(LATER_USE in names.get(f"{path}.{key}", "") for key in module._parameters):
                 names[path] = f"{path}{LATER_USE}{program.name}"
-        taken |= {path for path, _ in shell.named_parameters()}
+        taken |= here
         fields = () if declared.is_fixed(index) else cache.inputs.fields
         layers.append(
             Layer(
@@ -202,7 +207,15 @@ def _make_shell(cache: TraceCache, index: int, skeleton: nn.Module) -> CapturedL
     if program.unit is not None:
         _put(shell, program.unit, skeleton)
     for key in program.state:
-        _put(shell, key.name, skeleton)
+        use = used_parameter(key.name)
+        if use is None:
+            _put(shell, key.name, skeleton)
+        else:
+            whole = skeleton.get_parameter(use[0])
+            own = nn.Parameter(torch.empty_like(whole), requires_grad=whole.requires_grad)
+            if USES not in shell._modules:
+                shell.add_module(USES, _Container())
+            shell._modules[USES].register_parameter(key.name.partition(".")[2], own)
     return shell
 
 

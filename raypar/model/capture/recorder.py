@@ -451,8 +451,9 @@ def _autocast_state() -> AutocastState:
 
 def _python_random_state() -> tuple[Any, ...]:
     """The state of Python's and numpy's generators, to be compared."""
-    kind, keys, position, *rest = numpy.random.get_state()
-    return random.getstate(), kind, keys.tobytes(), position, tuple(rest)  # type: ignore[union-attr]
+    state: Any = numpy.random.get_state()
+    kind, keys, *rest = state
+    return random.getstate(), kind, keys.tobytes(), tuple(rest)
 
 
 def _is_wrapped_by_functorch(tensor: Tensor) -> bool:

@@ -84,22 +84,23 @@ def _arguments(event: Event, values: Values, device: torch.device) -> tuple[Sequ
     leaves = [values[leaf] if type(leaf) is TensorKey else leaf for leaf in event.leaves]
     if device != CPU:
         leaves = [device if isinstance(leaf, torch.device) and leaf == CPU else leaf for leaf in leaves]
-    plain = vars(event).get("_plain_arguments")
+    kept = vars(event)  # beside the fields
+    if "_plain_arguments" not in kept:
+        kept["_plain_arguments"] = _plain_arguments(event)
+    plain: tuple[int, tuple[str, ...]] | None = kept["_plain_arguments"]
     if plain is None:
-        plain = vars(event)["_plain_arguments"] = _plain_arguments(event)
-    if plain is False:
         args, kwargs = tree_unflatten(leaves, event.structure)
         return args, copy.copy(kwargs)
     count, names = plain
     return leaves[:count], dict(zip(names, leaves[count:], strict=True))
 
 
-def _plain_arguments(event: Event) -> tuple[int, tuple[str, ...]] | bool:
-    """(number of arguments by place, names of the others) where no argument is a container; else False."""
+def _plain_arguments(event: Event) -> tuple[int, tuple[str, ...]] | None:
+    """(number of arguments by place, names of the others) where no argument is a container; else None."""
     args, kwargs = tree_unflatten(list(range(len(event.leaves))), event.structure)
     if [*args, *kwargs.values()] == list(range(len(event.leaves))):
         return len(args), tuple(kwargs)
-    return False
+    return None
 
 
 def _attribute(module: nn.Module, path: str) -> Any:

@@ -161,7 +161,7 @@ class TraceCache:
                         lambda given: self.inputs.call(self.model, given),
                         like=None if declared is None or training else declared.trace,
                     )
-                    return cut_into_layers(trace)
+                    return cut_into_layers(trace, self._parameters_of_units())
                 except InnerModuleUsed as found:
                     self._refine(found.path)
                 except Refused as error:
@@ -200,6 +200,11 @@ class TraceCache:
             f"{''.join(traceback.format_exception(error))}",
             cure="call the model on one batch by itself; compare the shapes of samples (data) with what it expects",
         )
+
+    def _parameters_of_units(self) -> dict[str, set[str]]:
+        """Unit -> names of its parameters, as traces have them."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return {unit: {names[id(p)] for p in module.parameters()} for unit, module in self.units.items()}
 
     def _refine(self, path: str) -> None:
         if self._declared is not None:
@@ -261,6 +266,8 @@ def _check_fits(made: CutTrace, declared: CutTrace, *, training: bool) -> None:
         for what, one, other in (("reads", new.reads, first.reads), ("writes", new.outputs, first.outputs)):
             if _names(one) != _names(other):
                 raise _misfit(f"layer {new.name!r} {what} {_names(one)}, not {_names(other)}")
+        if not set(new.state) <= set(first.state):
+            raise _misfit(f"layer {new.name!r} uses {', '.join(key.name for key in set(new.state) - set(first.state))}")
         if declared.is_fixed(index) and not new.is_bare_call:
             raise _misfit(f"layer {new.name!r} does more than call its module")
     for value, gradient in made.value_gradients.items() if training else ():
