@@ -210,7 +210,7 @@ def test_a_picture_that_does_not_fit_is_a_warning_and_the_run_ends_well(tmp_path
     monkeypatch.setattr(step_timeline_files, "Timeline", SimpleNamespace(from_spans=lambda *given: None))
     monkeypatch.setattr(step_timeline_files, "replace", lambda *given, **more: None)
     plan = SimpleNamespace(world=1, coordinate=str, describe=lambda: "1 worker")
-    more = SimpleNamespace(edges=(), count=4, batch_size=8)
+    more = SimpleNamespace(edges=(), relays=(), count=4, batch_size=8)
     request = SimpleNamespace(
         folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, job_steps=3), plan=plan, batching=more, crossing=more
     )
