@@ -1,6 +1,6 @@
 """The accuracy of exported weights on a job's validation data: the share of classes, pixels or tokens that are right.
 
-    raypar export RUN --out weights.pt && python -m examples.accuracy jobs/vit_digits.yaml weights.pt
+raypar export RUN --out weights.pt && python -m examples.accuracy jobs/vit_digits.yaml weights.pt
 """
 
 from __future__ import annotations

@@ -61,7 +61,9 @@ class Shapes(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         across, down = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="xy")
         image, classes = torch.zeros(SIZE, SIZE), torch.zeros(SIZE, SIZE, dtype=torch.long)
         for _ in range(3):
-            kind, x, y, radius = (int(torch.randint(a, b, (), generator=generator)) for a, b in [(1, 3), (4, 28), (4, 28), (3, 8)])
+            kind, x, y, radius = (
+                int(torch.randint(a, b, (), generator=generator)) for a, b in [(1, 3), (4, 28), (4, 28), (3, 8)]
+            )
             far = torch.maximum((across - x).abs(), (down - y).abs())  # a square; a disk of the same extent:
             inside = far <= radius if kind == 2 else (across - x) ** 2 + (down - y) ** 2 <= radius**2
             image[inside] = 1.0 + torch.rand((), generator=generator)
