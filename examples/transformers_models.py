@@ -1,6 +1,6 @@
 """Models of Hugging Face's `transformers` as they are, from small configurations: nothing is downloaded, nothing is changed.
 
-`pip install transformers`. Sizes come from the job files: `jobs/gpt2.yaml`, `llama.yaml`, `vit_digits.yaml`, `t5_reversal.yaml`.
+`pip install transformers`. Sizes are in the job files: `gpt2.yaml`, `llama.yaml`, `vit_digits.yaml` and `t5_reversal.yaml`.
 A pretrained model is the same configuration with weights: `init_from` in the job file.
 """
 

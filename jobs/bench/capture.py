@@ -1,11 +1,12 @@
 """Which unmodified models are captured, exactly and at what cost? Beside it the tracer of torch.distributed.pipelining.
 
 `python jobs/bench/capture.py [--json] [--page FILE] [--models NAME ...] [--only raypar|pipelining] [--read FILE ...] [--large]`
-For each model of `tests/helpers/model_zoo.py`, each in a process with a time limit: layers; whether loss, outputs and all gradients
-of a microbatch are `torch.equal` to the plain module's, in three stages and cut before every unit; what two shards hold; the
-processor time of capturing, and of forward and backward beside the plain module's. `--only` measures one of the two, `--read` takes what
-earlier calls with `--json` have measured. `--large`: also the cost of capture in a step of the quickstart, beside its list of layers, and
-`raypar plan` of a Llama of 7 G parameters without its weights. Exit code 1 when a limit is missed.
+For each model of `tests/helpers/model_zoo.py`, each in a process with a time limit: layers; whether loss, outputs and all
+gradients of a microbatch are `torch.equal` to the plain module's, in three stages and cut before every unit; what two shards
+hold; the processor time of capturing, and of forward and backward beside the plain module's. `--only` measures one of the
+two, `--read` takes what earlier calls with `--json` have measured. `--large`: also the cost of capture in a step of the
+quickstart, beside its list of layers, and `raypar plan` of a Llama of 7 G parameters without its weights. Exit code 1 when a
+limit is missed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LIMIT_S = 90.0
 """Of one model and one side."""
 STAGES, SHARDS = 3, 2
 CAPTURE_S, STEP_COST, PLAN_S, PLAN_BYTES = 2.0, 0.01, 15.0, 1e9
-"""Limits: processor seconds to capture a model that is not large; share of a step; seconds and bytes of planning a large model."""
+"""Limits: processor seconds to capture a model that is not large; share of a step; seconds and bytes to plan a large one."""
 LARGE_PLANS = ("plan.stages=8", "plan.shards=2")
 SIDES = ("raypar", "pipelining")
 LARGE = """
@@ -114,13 +115,13 @@ def verdict(found: dict[str, Any], key: str) -> str:
 
 def shards_cell(found: dict[str, Any]) -> str:
     """What two shards hold, and by how much a loss differs."""
-    if "shards_error" in found:
-        return found["shards_error"]
     if "share_cut" not in found:
-        return "-"
+        return "refused" if "shards_error" in found else "-"
     if not found["share_cut"]:
         return "nothing to cut"
     said = f"{found['share_cut']:.0%} cut, of that {found['share_held']:.0%} on a shard"
+    if "shards_error" in found:
+        return said + "; does not run"
     return said + (f"; loss {found['shards_off']:.0e}" if "shards_off" in found else "")
 
 
@@ -129,20 +130,27 @@ def rows_of(results: dict[str, dict[str, Any]]) -> list[list[str]]:
     rows = []
     for name, sides in results.items():
         ours, theirs = sides.get("raypar", {}), sides.get("pipelining", {})
-        rows.append([
-            name, str(ours.get("layers", "no")), f"{ours['capture_s']:.2f}" if "capture_s" in ours else "-",
-            verdict(ours, "three_stages"), verdict(ours, "every_unit"), f"{ours['cost_ms']:+.2f} ms, {ours['cost']:+.1%}" if "cost" in ours else "-",
-            shards_cell(ours),
-            "yes" if theirs.get("traced") else "no" if theirs else "-", verdict(theirs, "loss"), verdict(theirs, "gradients"),
-            f"{theirs['trace_s']:.1f}" if "trace_s" in theirs else "-",
-        ])  # fmt: skip
+        cells = [name, str(ours.get("layers", "no"))]
+        cells.append(f"{ours['capture_s']:.2f}" if "capture_s" in ours else "-")
+        cells += [verdict(ours, "three_stages"), verdict(ours, "every_unit")]
+        cells.append(f"{ours['cost_ms']:+.2f} ms, {ours['cost']:+.1%}" if "cost" in ours else "-")
+        cells.append(shards_cell(ours))
+        cells.append("yes" if theirs.get("traced") else "no" if theirs else "-")
+        cells += [verdict(theirs, "loss"), verdict(theirs, "gradients")]
+        rows.append([*cells, f"{theirs['trace_s']:.1f}" if "trace_s" in theirs else "-"])
     return rows
 
 
-HEADER = [
-    "model", "layers", "capture s", f"equal, {STAGES} stages", "equal, every unit", "step", f"{SHARDS} shards",
-    "pipelining: traced", "loss equal", "gradients equal", "s",
-]  # fmt: skip
+HEADER = ("model", "layers", "capture s", f"equal, {STAGES} stages", "equal, every unit", "step", f"{SHARDS} shards")
+HEADER += ("pipelining: traced", "loss equal", "gradients equal", "s")
+NOTES = f"""
+Equal: loss, outputs and gradients of a microbatch (pipelining: loss and gradients, those of a parameter that it has copied
+into several stages added up). Seconds are processor time. Step: forward and backward of the captured layers in one stage
+beside the plain module, processor time, median of pairs; the models are tiny, so that a call costs more than what it
+computes. Shards: the share of the parameters' bytes that is cut, how much of that the larger of {SHARDS} shards holds, and by
+how much the losses of two steps differ from those of one shard, in float64 (1e-07: the model computes in float32 in places).
+"""
+"""What the table's columns mean."""
 
 
 def missed_limits(found: dict[str, Any]) -> list[str]:
@@ -171,47 +179,63 @@ def as_text(found: dict[str, Any]) -> str:
     results = found["models"]
     ours = [sides["raypar"] for sides in results.values() if "raypar" in sides]
     theirs = [sides["pipelining"] for sides in results.values() if "pipelining" in sides]
-    equal = sum(one.get("three_stages") == [] for one in ours)
-    units = sum(one.get("every_unit") == [] for one in ours)
-    parts = [
-        f"Of {len(ours)} models raypar captures {sum('layers' in one for one in ours)}; {equal} are `torch.equal` to the plain module in "
-        f"{STAGES} stages, {units} cut before every unit. torch.distributed.pipelining traces {sum(bool(t.get('traced')) for t in theirs)} "
-        f"of {len(theirs)}, {sum(t.get('loss') == [] and t.get('gradients') == [] for t in theirs)} with equal loss and gradients.",
-        table(HEADER, rows_of(results)),
-        "Equal: loss, outputs and gradients of a microbatch (pipelining: loss and gradients). Seconds are processor time, and include what the "
-        "first capture of a process imports. Step: forward and backward of the captured layers beside the plain module, "
-        "processor time, median of pairs; models are tiny, so that it is nearly all overhead. Shards: the share of the parameters' bytes that is "
-        "cut, how much of that the larger shard holds, and the relative difference of the loss after a step from one shard's, in float64.",
-    ]  # fmt: skip
-    errors = [
-        [name, side, str(sides[side]["error"]).replace("|", "\\|")]
+    in_stages, cut_everywhere = (sum(one.get(key) == [] for one in ours) for key in ("three_stages", "every_unit"))
+    traced, exact = sum(bool(t.get("traced")) for t in theirs), sum(t.get("gradients") == [] == t.get("loss") for t in theirs)
+    missed = missed_limits(found)
+    return "\n\n".join(
+        [
+            f"Of {len(ours)} models raypar captures {sum('layers' in one for one in ours)}; {in_stages} are `torch.equal` to "
+            f"the plain module in {STAGES} stages, {cut_everywhere} cut before every unit. torch.distributed.pipelining traces "
+            f"{traced} of {len(theirs)}; {exact} run, with equal loss and gradients.",
+            table(HEADER, rows_of(results)),
+            NOTES.strip().replace("\n", " "),
+            *errors_text(results),
+            *list_text(found),
+            *large_text(found),
+            "Missed: " + "; ".join(missed) + "." if missed else "No limit is missed.",
+        ]
+    )
+
+
+def errors_text(results: dict[str, dict[str, Any]]) -> list[str]:
+    """The first lines of all errors."""
+    kinds = ("error", "shards_error")
+    found = [
+        [name, f"{side}, {SHARDS} shards" if kind == "shards_error" else side, str(sides[side][kind]).replace("|", "\\|")]
         for name, sides in results.items()
         for side in SIDES
-        if "error" in sides.get(side, {})
+        for kind in kinds
+        if kind in sides.get(side, {})
     ]
-    if errors:
-        parts += ["## Errors", table(["model", "by", "first line"], errors)]
-    if "list" in found:
-        cost = found["list"]
-        parts += [
-            "## Beside the list of layers",
-            f"A step of the quickstart in one worker, whose model is one module that is captured, takes {cost['median']:+.2%} processor time beside "
-            f"the same model as a list (95 % interval {cost['lower']:+.2%} to {cost['upper']:+.2%}, {cost['pairs']} pairs); "
-            f"limit {STEP_COST:.0%}.",
-        ]
-    if "large" in found:
-        cells = [
-            [one["setting"], str(one["code"]), f"{one['seconds']:.1f}", f"{one['cpu_s']:.1f}", f"{one['peak_bytes'] / 1e6:.0f}"]
-            for one in found["large"]
-        ]
-        parts += [
-            "## A Llama of 7 G parameters, planned without its weights",
-            table(["raypar plan --no-profile --set", "exit code", "seconds", "processor seconds", "peak MB"], cells),
-            f"Limits: {PLAN_S:.0f} s, {PLAN_BYTES / 1e6:.0f} MB.",
-        ]
-    missed = missed_limits(found)
-    parts.append("Missed: " + "; ".join(missed) + "." if missed else "No limit is missed.")
-    return "\n\n".join(parts)
+    return ["## Errors", table(["model", "by", "first line"], found)] if found else []
+
+
+def list_text(found: dict[str, Any]) -> list[str]:
+    """The cost of a step beside a list of layers."""
+    if "list" not in found:
+        return []
+    cost = found["list"]
+    return [
+        "## Beside the list of layers",
+        "A step of the quickstart in one worker, whose model is one module that is captured, takes "
+        f"{cost['median']:+.2%} processor time beside the same model as a list (95 % interval {cost['lower']:+.2%} to "
+        f"{cost['upper']:+.2%}, {cost['pairs']} pairs); limit {STEP_COST:.0%}.",
+    ]
+
+
+def large_text(found: dict[str, Any]) -> list[str]:
+    """Plans of a large model."""
+    if "large" not in found:
+        return []
+    cells = [
+        [one["setting"], str(one["code"]), f"{one['seconds']:.1f}", f"{one['cpu_s']:.1f}", f"{one['peak_bytes'] / 1e6:.0f}"]
+        for one in found["large"]
+    ]
+    return [
+        "## A Llama of 7 G parameters, planned without its weights",
+        table(["raypar plan --no-profile --set", "exit code", "seconds", "processor seconds", "peak MB"], cells),
+        f"Limits: {PLAN_S:.0f} s, {PLAN_BYTES / 1e6:.0f} MB.",
+    ]
 
 
 def main() -> None:

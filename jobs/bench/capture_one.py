@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import statistics
 import sys
 import time
@@ -17,6 +18,7 @@ import torch
 from helpers.captured_stages import Captured, capture, differences, make_stages, run_plain, run_stages
 from helpers.model_zoo import ZOO, make_zoo_model
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import raypar
 from raypar.config import load_job
@@ -63,7 +65,7 @@ def pairs_of(one: Callable[[], object], other: Callable[[], object]) -> list[tup
 
 
 class Rows:
-    """The batch of a model of the zoo, sample by sample; `nothing` is what a loss of the output alone is given as target."""
+    """The batch of a model of the zoo in float64, sample by sample; `nothing` is the target of a loss of the output alone."""
 
     def __init__(self, name: str) -> None:
         self.batch = ZOO[name].batch()
@@ -72,7 +74,8 @@ class Rows:
         return len(next(iter(self.batch.values())))
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {key: value[index] for key, value in self.batch.items()} | {"nothing": torch.zeros(())}
+        fields = {key: value.double() if value.is_floating_point() else value for key, value in self.batch.items()}
+        return {key: value[index] for key, value in fields.items()} | {"nothing": torch.zeros(())}
 
 
 def loss_of_output(output: Any, target: Tensor, name: str) -> Tensor:
@@ -119,7 +122,7 @@ def cost_of_step(name: str, captured: Captured, plain: nn.Module) -> dict[str, f
         sum(each.float().pow(2).mean() for each in outputs if each.requires_grad).backward()  # type: ignore[union-attr]
 
     def theirs() -> None:
-        outputs = [t for t in torch.utils._pytree.tree_leaves(plain(**batch)) if isinstance(t, Tensor) and t.requires_grad]
+        outputs = [t for t in tree_leaves(plain(**batch)) if isinstance(t, Tensor) and t.requires_grad]
         sum(each.float().pow(2).mean() for each in outputs).backward()  # type: ignore[union-attr]
 
     model.loss(plain(**batch))
@@ -153,9 +156,15 @@ def losses_of(name: str, shards: int) -> list[float]:
     """The losses of two steps in one stage."""
     rows = len(Rows(name))
     spec = raypar.Trainer(
-        model=(make_zoo_model, {"name": name}), loss=(loss_of_output, {"name": name}), steps=2, batch_size=rows, microbatches=1,
-        data={"function": Rows, "args": {"name": name}, "target": "nothing"}, optimizer=("torch.optim:SGD", {"lr": 0.01}), dtype="float64",
-    ).spec  # fmt: skip
+        model=(make_zoo_model, {"name": name}),
+        loss=(loss_of_output, {"name": name}),
+        data={"function": Rows, "args": {"name": name}, "target": "nothing"},
+        steps=2,
+        batch_size=rows,
+        microbatches=1,
+        optimizer=("torch.optim:SGD", {"lr": 0.01}),
+        dtype="float64",
+    ).spec
     graph = make_layer_graph(spec)
     run = OneProcessRun(spec, ParallelPlan.mesh(layers=len(graph.layers), tp=shards), "1f1b", graph=graph)
     found = []
@@ -197,14 +206,17 @@ def measure_pipelining(name: str) -> None:
 def compare_pipe(loss: Callable[[Any], Tensor], plain: nn.Module, pipe: Any, batch: dict[str, Tensor]) -> None:
     """Say whether loss and gradients are the plain module's; those of copies in several stages are added."""
     del pipe.split_gm.forward  # raises; `pipe(...)` would cut the graph between stages, which a schedule connects by hand
-    wanted, found = loss(plain(**batch)), loss(pipe.split_gm(**batch))
+    output = plain(**batch)
+    leaves, structure = tree_flatten(output)
+    made = tree_flatten(pipe.split_gm(**batch))[0]  # a tuple in the place of a ModelOutput
+    wanted, found = loss(output), loss(tree_unflatten(made, structure) if len(made) == len(leaves) else tuple(made))
     say(loss=[] if torch.equal(wanted, found) else ["loss"])
     wanted.backward()
     found.backward()
     theirs: dict[str, Tensor] = {}
     for name, parameter in pipe.split_gm.named_parameters():
         stage, _, path = name.partition(".")
-        path = path if stage.startswith("submod_") else name
+        path = re.sub(r"@\d+", "", path if stage.startswith("submod_") else name)  # `@1`: of a module's second call
         if parameter.grad is not None:
             theirs[path] = theirs[path] + parameter.grad if path in theirs else parameter.grad
     aliases = dict(plain.named_parameters(remove_duplicate=False))
