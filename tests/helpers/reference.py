@@ -77,6 +77,9 @@ def build(graph: Graph, spec: JobSpec, dtype: torch.dtype) -> dict[str, nn.Modul
         layers = [(layer.name, layer.build()) for layer in made.layers]
     elif isinstance(made, nn.Sequential):
         layers = list(made.named_children())
+    elif isinstance(made, nn.Module):  # captured: its layers, with the values that its own constructor has drawn
+        state = dict(made.named_parameters(remove_duplicate=False)) | dict(made.named_buffers(remove_duplicate=False))
+        return materialise(graph, 0, len(graph.layers), seed=spec.seed, dtype=dtype, values=state)
     else:
         layers = [item if isinstance(item, tuple) else (str(place), item) for place, item in enumerate(made)]
     shared = Counter(id(p) for _, module in layers for p in module.parameters())
@@ -137,7 +140,7 @@ def train(graph: Graph, spec: JobSpec) -> Result:
     uses: dict[str, nn.Parameter] = {}
     for layer in graph.layers:
         for path, parameter in modules[layer.name].named_parameters():
-            uses[f"{layer.name}.{path}"] = parameter
+            uses[layer.qualify(path)] = parameter
     canonical = {name: names[0] for names in graph.ties for name in names}
     owners: dict[str, list[str]] = {}
     for name in uses:
@@ -226,7 +229,7 @@ def train(graph: Graph, spec: JobSpec) -> Result:
         result.norms.append(norm)
         result.gradients.append({n: None if g is None else g.clone() for n, g in gradients.items()})
     result.parameters = {name: uses[names[0]].detach() for name, names in owners.items()}
-    result.buffers = {f"{layer}.{path}": buffer for layer, m in modules.items() for path, buffer in m.named_buffers()}
+    result.buffers = {layer.qualify(path): b for layer in graph.layers for path, b in modules[layer.name].named_buffers()}
     result.state = {name: dict(optimizer.state[p]) for name, p in trained.items()}
     return result
 

@@ -463,7 +463,7 @@ def test_the_resnet_of_the_jobs_is_that_of_one_process_with_two_stages_and_two_r
     plan = job.to_plan(10)
     assert [stage.replicas for stage in plan.stages] == [2, 2] and job.schedule_name == "1f1b"
     want = reference.train(make_layer_graph(spec), spec)
-    assert len(want.buffers) == 60 and want.buffers["block7.bn2.num_batches_tracked"] == 8
+    assert len(want.buffers) == 60 and want.buffers["blocks.7.bn2.num_batches_tracked"] == 8
     check(spec, plan, "1f1b", want)
 
 

@@ -1,0 +1,62 @@
+"""The example jobs with unmodified modules: their first steps are those of one worker, and they learn."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.model_zoo import import_transformers
+
+from raypar.config import load_job
+from raypar.plan import ParallelPlan
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph
+
+JOBS = Path(__file__).parents[2] / "jobs"
+UNMODIFIED = ("resnet_digits", "unet_shapes", "lstm", "gpt2", "llama", "vit_digits", "t5_reversal")
+STAGES = {"unet_shapes": 3, "t5_reversal": 3}
+"""Stages of the jobs that have another number than 2."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformers():
+    """The package, which is imported before the jobs ask for it."""
+    import_transformers()
+
+
+def spec_of(name: str, **changed: object) -> JobSpec:
+    """The job as its file says, without validation."""
+    return replace(load_job(str(JOBS / f"{name}.yaml")).to_spec(), validation=None, **changed)
+
+
+def losses(run: OneProcessRun, steps: int) -> list[float]:
+    """The losses of the first steps."""
+    found = []
+    for step in range(steps):
+        run.step(step)
+        found.append(run.cores[0].step_commit.outcome.loss)
+    return found
+
+
+@pytest.mark.parametrize("name", UNMODIFIED)
+def test_the_first_steps_of_the_job_are_those_of_one_worker(name: str):
+    spec, job = spec_of(name, batch_size=8), load_job(str(JOBS / f"{name}.yaml"))
+    graph = make_layer_graph(spec)
+    plan = job.to_plan(len(graph.layers))
+    assert len(plan.stages) == STAGES.get(name, 2)
+    one = OneProcessRun(spec, ParallelPlan.mesh(layers=len(graph.layers)), "1f1b", graph=graph)
+    many = OneProcessRun(spec, plan, job.schedule_name, graph=graph)
+    assert losses(many, 2) == losses(one, 2)
+    for found, wanted in ((many.parameters(), one.parameters()), (many.buffers(), one.buffers())):
+        assert found.keys() == wanted.keys()
+        assert [n for n, copies in found.items() for each in copies if not torch.equal(each, wanted[n][0])] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", UNMODIFIED)
+def test_the_job_learns(name: str):
+    spec = spec_of(name)
+    graph = make_layer_graph(spec)
+    found = losses(OneProcessRun(spec, ParallelPlan.mesh(layers=len(graph.layers)), "1f1b", graph=graph), 30)
+    assert sum(found[-3:]) < 0.9 * sum(found[:3])
