@@ -219,6 +219,12 @@ def norms_with_running_statistics(module: nn.Module) -> Iterator[tuple[str, _Nor
             yield path, part
 
 
+def statistics_of(path: str, norm: _NormBase) -> frozenset[str]:
+    """Qualified names of the running averages of the norm at `path`, and of its count of calls."""
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    return frozenset(join_names(path, name) for name in names if norm._buffers.get(name) is not None)
+
+
 def state_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict[str, torch.Size]:
     """Name -> shape of every parameter (canonical names) and buffer of layers [first, last)."""
     return {**parameter_shapes(graph, first, last), **buffer_shapes(graph, first, last)}

@@ -108,11 +108,11 @@ class MobileNet(nn.Module):
 
 
 class Siamese(nn.Module):
-    """One encoder with norms reads two images: the norms add twice a forward; a view goes far, transposed and expanded."""
+    """One encoder reads two images; a view goes far, transposed and expanded; of what it returns some is None, some the input."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
-        self.encoder = nn.ModuleList([nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(True)), nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6))])
+        self.encoder = nn.ModuleList([nn.Sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(True)), nn.Sequential(nn.Conv2d(6, 6, 3), nn.GroupNorm(2, 6))])
         self.drop, self.heads = nn.Dropout(p), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
 
     def encode(self, x: Tensor) -> Tensor:
