@@ -73,7 +73,12 @@ def refuse_unsupported(layer: str, module: nn.Module) -> None:
     for name, tensor in named_state([(layer, module)]):
         _refuse_tensor(name, tensor)
     for path, part in module.named_modules():
-        name = join_names(layer, path)
+        name = join_names(layer, path) or "the model"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{name} is {with_article(type(part).__name__)} of torch.jit, whose parameters workers cannot put in place",
+                cure="give the module from which it was scripted or traced",
+            )
         if isinstance(part, nn.SyncBatchNorm):
             raise ModelError(
                 f"{name} is a SyncBatchNorm, which would stop inside the layer until other replicas' microbatches are there",

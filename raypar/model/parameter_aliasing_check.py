@@ -62,7 +62,7 @@ def _refuse_compiled(where: str, module: nn.Module) -> None:
     wrapper = type(module).__module__.startswith("torch._dynamo.")  # what torch.compile(module) returns
     if wrapper or module._compiled_call_impl is not None:
         raise ModelError(
-            f"{where} is a compiled module, and compiled code would keep the parameters of the model function, which workers "
+            f"{where or 'the model'} is a compiled module, and compiled code would keep the parameters of the model function, which workers "
             "do not train",
             cure="compile functions instead: put @torch.compile on the method forward of its class, or on what that calls",
         )

@@ -265,9 +265,9 @@ def _check_writes(trace: Trace, draft: _LayerDraft, live: set[TensorKey]) -> fro
                 source = next((other for other in event.inputs if trace.facts[other].storage == storage), key)
                 origins[key] = origins.get(source, source)
         written = {trace.facts[key].storage: origins.get(key, key) for key in event.written}
-        for key in event.written:
-            if key.kind == "parameter":
-                raise Refused(f"{event.label} between units writes into parameter {key.name} at {event.place}", _WRITE_CURE)
+        for origin in (origins.get(key, key) for key in event.written):  # also of what .data and detach() return
+            if origin.kind == "parameter":
+                raise Refused(f"{event.label} between units writes into parameter {origin.name} at {event.place}", _WRITE_CURE)
         for rewrite in event.rewrites:
             origin = origins.get(rewrite.before, rewrite.before)
             target = written.get(trace.facts[rewrite.before].storage)

@@ -104,8 +104,8 @@ class Recorder(TorchFunctionMode):
         """`memory_of` -> known tensors in it."""
         self._pure: set[TensorKey] = set()
         """Tensors that depend on batch fields, buffers and constants alone."""
-        self._watch = _OperationWatch()
-        """Notices random operations and shapes that depend on values."""
+        self._watch = _OperationWatch({memory_of(p): name for name, p in model.named_parameters()})
+        """Notices random operations, shapes that depend on values, and writes into parameters."""
         self._unit_calls = 0
         """Number of unit calls so far."""
         self._calls: Counter[tuple[int, str]] = Counter()
@@ -412,10 +412,14 @@ class Recorder(TorchFunctionMode):
 
 @without_dynamo
 class _OperationWatch(TorchDispatchMode):
-    """Notices, while entered, operations that draw random numbers, and those whose shape depends on values."""
+    """Notices, while entered, operations that draw random numbers, and those whose shape depends on values.
 
-    def __init__(self) -> None:
+    Refuses those that write into parameters."""
+
+    def __init__(self, parameters: Mapping[int, str]) -> None:
         super().__init__()
+        self.parameters = parameters
+        """`memory_of` -> name of each parameter."""
         self.reset()
 
     def reset(self) -> None:
@@ -428,7 +432,23 @@ class _OperationWatch(TorchDispatchMode):
     ) -> Any:
         self.drew_random_numbers |= torch.Tag.nondeterministic_seeded in func.tags
         self.gave_dynamic_shape |= has_dynamic_shape(func, args)
+        if func._schema.is_mutable:
+            self._refuse_parameter_writes(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+    def _refuse_parameter_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises `Refused` if an operation writes into a parameter."""
+        for place, argument in enumerate(func._schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            name = self.parameters.get(memory_of(value)) if is_written and isinstance(value, Tensor) else None
+            if name is not None:
+                raise Refused(
+                    f"the forward writes into parameter {name} at {users_place()}: each microbatch would change it, on its own "
+                    "replica only",
+                    "use the operation that returns a new tensor (weight * mask), or change parameters in the optimizer",
+                )
 
 
 @contextlib.contextmanager

@@ -219,7 +219,7 @@ class TraceCache:
     def _refuse_changed_state(self, before: _StateBefore, trace: Trace) -> None:
         """Raises `ModelError` for what a forward changes, and a replay would not change or not see."""
         self._refuse_changed_attributes(before.attributes)
-        self._refuse_replaced_buffers(before.attributes)
+        self._refuse_replaced_parts(before.attributes)
         written = before.written_buffers()
         for guard in trace.guards:
             for name in sorted(buffers_read_by(trace, guard.event) & written):
@@ -229,9 +229,20 @@ class TraceCache:
                     cure="decide without Python (torch.where), or inside of a module, and make that a unit (model.units)",
                 )
 
-    def _refuse_replaced_buffers(self, attributes: _Attributes) -> None:
-        """Raises `ModelError` if code between units has assigned a new tensor to a buffer: a replay would not."""
+    def _refuse_replaced_parts(self, attributes: _Attributes) -> None:
+        """Raises `ModelError` if the forward has replaced parameters or modules, or code between units buffers: a replay would
+        not."""
         formers = {id(value): content for _, _, dicts in attributes for value, content in dicts}
+        for name, module in self.model.named_modules():
+            for kind, parts in (("parameter", module._parameters), ("module", module._modules)):
+                former_parts = formers.get(id(parts), parts)
+                changed = [key for key in {**former_parts, **parts} if former_parts.get(key) is not parts.get(key)]
+                if changed:
+                    raise ModelError(
+                        f"the forward of {type(self.model).__name__} replaces {kind} {changed[0]!r} of "
+                        f"{name or 'the model'} ({type(module).__name__}), and workers run a record of it, which does not",
+                        cure="do it in the model function, before it returns the model",
+                    )
         for name, module, _ in self._glue_modules(attributes):
             for key, former in formers[id(module._buffers)].items():
                 now = module._buffers.get(key)
