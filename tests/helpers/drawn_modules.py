@@ -97,7 +97,7 @@ class Drawn(nn.Module):
             recent = values[-3:] if late else values
             a, b = recent[int(first * len(recent))], values[int(second * len(values))]
             values += self.run_unit(self.units[given[0]], a, b, late) if kind == "unit" else [self.glue(kind, a, b, keep)]
-        last, before = values[-1], values[len(values) // 2]
+        last, before = values[-1] * self.scale, values[len(values) // 2]
         if self.form == 0:
             return last
         return (last, [before, None]) if self.form == 1 else {"last": last, "before": before, "x": x, "again": last}

@@ -291,8 +291,10 @@ class TraceCache:
         autocast = torch.autocast(
             "cpu", self.autocast_dtype or torch.bfloat16, enabled=self.autocast_dtype is not None, cache_enabled=False
         )
+        # A batch of a new form may come inside of a layer that is recomputed, which keeps what autograd saves: not what a trace saves.
+        own_hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
         try:
-            with preserve_random_state(), meta_operations_without_dynamo(), torch.enable_grad(), autocast:
+            with preserve_random_state(), meta_operations_without_dynamo(), torch.enable_grad(), autocast, own_hooks:
                 yield before
         finally:
             _restore_attributes(before.attributes)
@@ -301,6 +303,10 @@ class TraceCache:
 
 _Attributes = list[tuple[nn.Module, dict[str, Any], list[tuple[dict[Any, Any], dict[Any, Any]]]]]
 """(module, its attributes, its dicts (buffers, hooks, its own) with copies of them) of every module of a model."""
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _StateBefore:
