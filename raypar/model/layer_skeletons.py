@@ -73,7 +73,12 @@ def refuse_unsupported(layer: str, module: nn.Module) -> None:
     for name, tensor in named_state([(layer, module)]):
         _refuse_tensor(name, tensor)
     for path, part in module.named_modules():
-        name = join_names(layer, path)
+        name = join_names(layer, path) or "the model"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{name} is {with_article(type(part).__name__)} of torch.jit, whose parameters workers cannot put in place",
+                cure="give the module from which it was scripted or traced",
+            )
         if isinstance(part, nn.SyncBatchNorm):
             raise ModelError(
                 f"{name} is a SyncBatchNorm, which would stop inside the layer until other replicas' microbatches are there",
@@ -217,6 +222,12 @@ def norms_with_running_statistics(module: nn.Module) -> Iterator[tuple[str, _Nor
     for path, part in module.named_modules():
         if isinstance(part, _NormBase) and part.track_running_stats and part.training and part.running_mean is not None:
             yield path, part
+
+
+def statistics_of(path: str, norm: _NormBase) -> frozenset[str]:
+    """Qualified names of the running averages of the norm at `path`, and of its count of calls."""
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    return frozenset(join_names(path, name) for name in names if norm._buffers.get(name) is not None)
 
 
 def state_shapes(graph: Graph, first: int = 0, last: int | None = None) -> dict[str, torch.Size]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.graph import join_names
+from raypar.model.graph import join_names
 from raypar.model.layer_skeletons import norms_with_running_statistics
 
 Replaced = Literal["nothing", "parameters", "all"]
@@ -61,7 +62,7 @@ def _refuse_compiled(where: str, module: nn.Module) -> None:
     wrapper = type(module).__module__.startswith("torch._dynamo.")  # what torch.compile(module) returns
     if wrapper or module._compiled_call_impl is not None:
         raise ModelError(
-            f"{where} is a compiled module, and compiled code would keep the parameters of the model function, which workers "
+            f"{where or 'the model'} is a compiled module, and compiled code would keep the parameters of the model function, which workers "
             "do not train",
             cure="compile functions instead: put @torch.compile on the method forward of its class, or on what that calls",
         )
@@ -200,7 +201,7 @@ def refuse_shared_statistics(layer: str, module: nn.Module, seen: MutableMapping
     `seen`: name -> running mean in the layers before; this one's are added.
     """
     for path, norm in norms_with_running_statistics(module):
-        name = f"{layer}.{path}" if path else layer
+        name = join_names(layer, path)
         shared = [other for other, reference in seen.items() if reference() is norm.running_mean]
         if shared:
             raise ModelError(

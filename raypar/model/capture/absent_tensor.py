@@ -76,7 +76,12 @@ class AbsentTensor(Tensor):
 
 
 _READ_VALUES = frozenset(
-    (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default)
+    (
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.equal.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten._pack_padded_sequence.default,
+    )
 )
 
 

@@ -87,15 +87,7 @@ class CutTrace:
     @cached_property
     def guard_events(self) -> tuple[tuple[int, Event], ...]:
         """(index, event) of the events that must run to know what the guards ask."""
-        makers = _makers(self.trace)
-        todo, chosen = [guard.event for guard in self.trace.guards], set[int]()
-        while todo:
-            index = todo.pop()
-            if index not in chosen:
-                chosen.add(index)
-                event = self.trace.events[index]
-                needed = (*event.inputs, *(rewrite.before for rewrite in event.rewrites))
-                todo += [makers[key] for key in needed if key in makers]
+        chosen = _events_behind(self.trace, [guard.event for guard in self.trace.guards])
         return tuple((index, self.trace.events[index]) for index in sorted(chosen))
 
     @cached_property
@@ -104,6 +96,26 @@ class CutTrace:
         return {
             name: self.trace.facts[key].requires_grad for layer in self.layers for name, key in (*layer.reads, *layer.outputs)
         }
+
+
+def _events_behind(trace: Trace, last: Collection[int]) -> set[int]:
+    """Indices of events, and of all those on which they depend."""
+    makers = _makers(trace)
+    todo, chosen = list(last), set[int]()
+    while todo:
+        index = todo.pop()
+        if index not in chosen:
+            chosen.add(index)
+            event = trace.events[index]
+            needed = (*event.inputs, *(rewrite.before for rewrite in event.rewrites))
+            todo += [makers[key] for key in needed if key in makers]
+    return chosen
+
+
+def buffers_read_by(trace: Trace, event: int) -> set[str]:
+    """Names of the buffers on which an event depends."""
+    behind = _events_behind(trace, [event])
+    return {key.name for index in behind for key in trace.events[index].inputs if key.kind == "buffer"}
 
 
 @dataclass
@@ -132,6 +144,7 @@ def cut_into_layers(trace: Trace, parameters_of_unit: Mapping[str, Collection[st
     for index, draft in enumerate(drafts):
         wanted = list(trace.output_keys) if index == len(drafts) - 1 else []
         _complete(trace, draft, wanted, live, makers, layer_of_event)
+    _refuse_late_views(trace, {key for draft in drafts for key in draft.incoming})
     value_names, outputs = _name_values(trace, drafts, names)
     shared = _shared_parameters(trace, drafts, parameters_of_unit)
     layers = []
@@ -315,9 +328,9 @@ def _check_writes(trace: Trace, draft: _LayerDraft, live: set[TensorKey]) -> fro
                 source = next((other for other in event.inputs if trace.facts[other].storage == storage), key)
                 origins[key] = origins.get(source, source)
         written = {trace.facts[key].storage: origins.get(key, key) for key in event.written}
-        for key in event.written:
-            if key.kind == "parameter":
-                raise Refused(f"{event.label} between units writes into parameter {key.name} at {event.place}", _WRITE_CURE)
+        for origin in (origins.get(key, key) for key in event.written):  # also of what .data and detach() return
+            if origin.kind == "parameter":
+                raise Refused(f"{event.label} between units writes into parameter {origin.name} at {event.place}", _WRITE_CURE)
         for rewrite in event.rewrites:
             origin = origins.get(rewrite.before, rewrite.before)
             target = written.get(trace.facts[rewrite.before].storage)
@@ -331,6 +344,24 @@ def _check_writes(trace: Trace, draft: _LayerDraft, live: set[TensorKey]) -> fro
             origins[rewrite.after] = origin
         copied |= {origin for origin in written.values() if _is_from_outside(origin, draft)}
     return frozenset(copied)
+
+
+def _refuse_late_views(trace: Trace, crossing: Collection[TensorKey]) -> None:
+    """Raises `Refused` for a view that was taken before its tensor was written, if other layers read both: autograd puts such a
+    view into its graph when it is first read, and the gradients of both are added in an order that no layer alone gives."""
+    for event in trace.events:
+        for rewrite in event.rewrites:
+            fact = trace.facts[rewrite.after]
+            if rewrite.before in event.written or rewrite.after not in crossing or not fact.requires_grad:
+                continue
+            for other in crossing:
+                about = trace.facts[other]
+                if other != rewrite.after and about.storage == fact.storage and about.requires_grad:
+                    raise Refused(
+                        f"{event.label} at {event.place} writes into memory of which a view {list(fact.shape)} was taken before; "
+                        f"later layers read the view and what was written, {list(about.shape)}",
+                        "take the view after the write; or use the operation that returns a new tensor",
+                    )
 
 
 _WRITE_CURE = "use the operation that returns a new tensor; or make the module around both a unit (model.units)"

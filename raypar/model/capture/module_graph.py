@@ -20,7 +20,7 @@ from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.capture.units import find_units, units_by_pattern
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values_protocol import InitialValues
-from raypar.model.layer_skeletons import SkeletonCopier, make_skeletons
+from raypar.model.layer_skeletons import SkeletonCopier, make_skeletons, norms_with_running_statistics, statistics_of
 from raypar.model.parameter_aliasing_check import refuse_parameter_aliasing
 from raypar.plan.stage_connections import LATER_USE
 
@@ -151,6 +151,7 @@ def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], li
     """(the layers of a traced model, its tied parameters). Modules are copies of the skeleton's."""
     declared = cache.declared
     shells = [_make_shell(cache, index, skeleton) for index in range(len(declared.layers))]
+    _refuse_distant_statistics(declared, shells, skeleton)
     _add_unused(shells, declared, skeleton)
     taken: set[str] = set()
     uses: dict[int, list[str]] = {}
@@ -241,6 +242,34 @@ def _put(shell: nn.Module, path: str, skeleton: nn.Module) -> None:
         here.register_parameter(last, there._parameters[last])
     else:
         here.register_buffer(last, there._buffers[last], persistent=last not in there._non_persistent_buffers_set)
+
+
+def _refuse_distant_statistics(declared: CutTrace, shells: Sequence[nn.Module], skeleton: nn.Module) -> None:
+    """Raises `ModelError` for running statistics that several layers change, or that code between units reads: at a step's end
+    each layer changes its own by its own calls."""
+    for path, norm in norms_with_running_statistics(skeleton):
+        statistics = {id(buffer) for buffer in norm._buffers.values()}
+        homes = [
+            program.name
+            for program, shell in zip(declared.layers, shells, strict=True)
+            if any(id(buffer) in statistics for buffer in shell.buffers())
+        ]
+        what = f"{path} ({type(norm).__name__}) has running statistics, and "
+        for program in declared.layers:
+            for event in program.events:
+                read = [key.name for key in event.inputs if key.kind == "buffer" and key.name in statistics_of(path, norm)]
+                if read:
+                    raise ModelError(
+                        f"{what}{event.label}() between units reads {read[0]} at {event.place}, where the calls of this step "
+                        "have not been added yet",
+                        cure="give the norm track_running_stats=False, or compute it of the values themselves",
+                    )
+        if len(homes) > 1:
+            raise ModelError(
+                f"{what}several layers call it: {', '.join(homes)}; each would add its own calls only",
+                cure="make a norm for each call, which may share weight and bias; or use GroupNorm, or "
+                "track_running_stats=False; or make a module around all calls, and that a unit (model.units)",
+            )
 
 
 def _add_unused(shells: Sequence[nn.Module], declared: CutTrace, skeleton: nn.Module) -> None:

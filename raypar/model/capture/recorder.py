@@ -7,6 +7,7 @@ may look at it: each look is a guard. Python code that looks at anything else is
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 import threading
 from collections import Counter
@@ -44,6 +45,8 @@ _GIVE_ANSWERS = frozenset(
      "equal", "allclose", "is_nonzero")
 )  # fmt: skip
 """Functions that tell Python code values."""
+_NUMBERS = (bool, int, float, complex, str, bytes, torch.dtype)
+"""Types of arguments that are compared by value."""
 _CHANGE_GRADIENT_STATE = frozenset(("__setitem__", "requires_grad_", "detach_"))
 """Functions that change their first argument, whatever its version says."""
 _NEVER_REPLAYED = {
@@ -52,6 +55,7 @@ _NEVER_REPLAYED = {
     "retain_grad": "retain_grad() of a tensor",
     "backward": "a backward pass",
     "__set__": "an assignment to an attribute of a tensor (.data, .grad)",
+    "__reduce_ex__": "pickling or copy.copy() of a tensor (torch.save)",
     "set_": "a change of a tensor's memory",
     "resize_": "a change of a tensor's memory",
 }
@@ -83,6 +87,11 @@ class Recorder(TorchFunctionMode):
         """Qualified name -> unit."""
         self.paths = {id(module): name for name, module in model.named_modules()}
         """`id` of a module -> its qualified name."""
+        self.story: list[tuple[Any, ...]] = []
+        """(call, place, what its arguments are) of every event that is not pure: equal for two traces of one batch, unless the forward
+        depends on something that it has left behind."""
+        self._uninitialised: set[int] = set()
+        """`memory_of` of tensors whose values nothing has set (torch.empty)."""
         self._inside_event = 0
         """Above 0 while an event runs: what it calls is part of it."""
         self._thread = threading.get_ident()
@@ -95,8 +104,8 @@ class Recorder(TorchFunctionMode):
         """`memory_of` -> known tensors in it."""
         self._pure: set[TensorKey] = set()
         """Tensors that depend on batch fields, buffers and constants alone."""
-        self._watch = _OperationWatch()
-        """Notices random operations and shapes that depend on values."""
+        self._watch = _OperationWatch({memory_of(p): name for name, p in model.named_parameters()})
+        """Notices random operations, shapes that depend on values, and writes into parameters."""
         self._unit_calls = 0
         """Number of unit calls so far."""
         self._calls: Counter[tuple[int, str]] = Counter()
@@ -105,6 +114,8 @@ class Recorder(TorchFunctionMode):
         """Number of values and constants so far."""
         self._random_state = _python_random_state()
         """Python's and numpy's generators when code between units began to run."""
+        self._torch_random_state = torch.random.get_rng_state()
+        """PyTorch's generator after the last event."""
         self._ambient_autocast = _autocast_state()
         """Autocast as it is around the model."""
         for name, parameter in model.named_parameters():
@@ -198,16 +209,18 @@ class Recorder(TorchFunctionMode):
     def record(self, call: Callable[..., Any] | str, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Run one event, whose result `run()` gives; returns that."""
         self._inside_event += 1
+        self._refuse_own_seeds()
         try:
             return self._record(call, args, kwargs, run)
         finally:
+            self._torch_random_state = torch.random.get_rng_state()
             self._inside_event -= 1
 
     def _record(self, call: Callable[..., Any] | str, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         flat, structure = tree_flatten((args, kwargs))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         name = call if isinstance(call, str) else getattr(call, "__name__", str(call))
-        asks = not isinstance(call, str) and name in _GIVE_ANSWERS
+        asks = not isinstance(call, str) and (name in _GIVE_ANSWERS or (name == "__format__" and args[1:] not in ((), ("",))))
         if tensors and not isinstance(call, str) and name in _NEVER_REPLAYED and not _sets_plain_attribute(call):
             raise Refused(
                 f"{_NEVER_REPLAYED[name]} between units, at {users_place()}, would be left out by workers",
@@ -228,10 +241,24 @@ class Recorder(TorchFunctionMode):
             return out  # a shape, a dtype: a property of tensors, not of their values
         if leaves is None:
             leaves = tuple(self._leaf(value) for value in flat)
+        described = tuple(self._describe(value, leaf) for value, leaf in zip(flat, leaves, strict=True))
         self._add_event(call, leaves, structure, out, results, written)
+        if not self.events[-1].is_pure:
+            self.story.append((name, self.events[-1].place, described))
+        elif "empty" in name:
+            self._uninitialised |= {memory_of(value) for value in results if isinstance(value, Tensor)}
         if asks or (self._watch.gave_dynamic_shape and self.events[-1].is_pure):
             self.guards.append(Guard(len(self.events) - 1, comparable(out)))
         return out
+
+    def _describe(self, value: Any, leaf: Any) -> Any:
+        """An argument in the story: its value, if it depends on the batch, buffers and constants alone."""
+        if not isinstance(leaf, TensorKey):
+            return value if isinstance(value, _NUMBERS) else type(value)
+        if leaf not in self._pure or isinstance(value, AbsentTensor) or memory_of(value) in self._uninitialised:
+            return tuple(value.shape), value.dtype
+        bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return tuple(value.shape), value.dtype, hashlib.blake2b(bits).digest()
 
     def _separate_results(self, name: str, tensors: Sequence[Tensor], out: Any) -> Any:
         """The result; in evaluation mode with views in the place of arguments that are not returned in training (dropout)."""
@@ -337,6 +364,16 @@ class Recorder(TorchFunctionMode):
                 "set what does so to 0 (layerdrop), or draw with torch",
             )
 
+    def _refuse_own_seeds(self) -> None:
+        """Raises `Refused` if code between units has set PyTorch's generator: a replay would not."""
+        if not torch.equal(torch.random.get_rng_state(), self._torch_random_state):
+            raise Refused(
+                f"the forward seeds PyTorch's generator between units, before {users_place()} (torch.manual_seed, "
+                "set_rng_state), and workers would not",
+                "leave it out: raypar seeds every layer of every microbatch; or do it inside of a module, and make that a unit "
+                "(model.units)",
+            )
+
     def note_inner_call(self, module: nn.Module) -> None:
         """Raises `InnerModuleUsed` for a module inside of a unit that code between units calls."""
         path = self.paths.get(id(module))
@@ -360,16 +397,29 @@ class Recorder(TorchFunctionMode):
         self._refuse_python_random()
         leaves, structure = tree_flatten(out)
         kept = tuple(self._leaf(value) for value in leaves)
-        passed = frozenset(self.passed_through)
-        return Trace(tuple(self.events), tuple(self.guards), kept, structure, self.constants, self.facts, passed)
+        described = tuple(self._describe(value, leaf) for value, leaf in zip(leaves, kept, strict=True))
+        return Trace(
+            events=tuple(self.events),
+            guards=tuple(self.guards),
+            output_leaves=kept,
+            output_structure=structure,
+            constants=self.constants,
+            facts=self.facts,
+            passed_through=frozenset(self.passed_through),
+            story=(*self.story, ("return", "its end", described)),
+        )
 
 
 @without_dynamo
 class _OperationWatch(TorchDispatchMode):
-    """Notices, while entered, operations that draw random numbers, and those whose shape depends on values."""
+    """Notices, while entered, operations that draw random numbers, and those whose shape depends on values.
 
-    def __init__(self) -> None:
+    Refuses those that write into parameters."""
+
+    def __init__(self, parameters: Mapping[int, str]) -> None:
         super().__init__()
+        self.parameters = parameters
+        """`memory_of` -> name of each parameter."""
         self.reset()
 
     def reset(self) -> None:
@@ -382,7 +432,23 @@ class _OperationWatch(TorchDispatchMode):
     ) -> Any:
         self.drew_random_numbers |= torch.Tag.nondeterministic_seeded in func.tags
         self.gave_dynamic_shape |= has_dynamic_shape(func, args)
+        if func._schema.is_mutable:
+            self._refuse_parameter_writes(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+    def _refuse_parameter_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises `Refused` if an operation writes into a parameter."""
+        for place, argument in enumerate(func._schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            name = self.parameters.get(memory_of(value)) if is_written and isinstance(value, Tensor) else None
+            if name is not None:
+                raise Refused(
+                    f"the forward writes into parameter {name} at {users_place()}: each microbatch would change it, on its own "
+                    "replica only",
+                    "use the operation that returns a new tensor (weight * mask), or change parameters in the optimizer",
+                )
 
 
 @contextlib.contextmanager

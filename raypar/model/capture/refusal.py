@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
 from types import FrameType
 
@@ -12,6 +13,8 @@ from raypar.errors import ModelError
 
 _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen", "<string>")
 """Beginnings of the file names of PyTorch's and raypar's own code."""
+_PYTHONS = sysconfig.get_path("stdlib")
+"""Beginning of the file names of Python's own library, in which packages may be installed too."""
 
 
 class Refused(BaseException):
@@ -33,10 +36,11 @@ class InnerModuleUsed(BaseException):
 
 
 def users_place() -> str:
-    """File and line of the innermost frame that is neither PyTorch's nor raypar's."""
+    """File and line of the innermost frame that is neither PyTorch's nor raypar's nor Python's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_USERS):
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_USERS) and (not file.startswith(_PYTHONS) or "site-packages" in file):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown place"

@@ -145,6 +145,8 @@ class Trace:
     """What is known of each tensor."""
     passed_through: frozenset[EventId]
     """Calls that returned one of their arguments."""
+    story: tuple[tuple[Any, ...], ...]
+    """(call, place, what its arguments are) of the events that are not pure, and of the end: equal for two traces of one batch."""
 
     @property
     def output_keys(self) -> tuple[TensorKey, ...]:

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from raypar.errors import ModelError, RayparError
 from raypar.model.capture.absent_tensor import AbsentTensor
 from raypar.model.capture.forward_inputs import ForwardInputs
-from raypar.model.capture.layer_programs import CutTrace, LayerProgram, cut_into_layers
+from raypar.model.capture.layer_programs import CutTrace, LayerProgram, buffers_read_by, cut_into_layers
 from raypar.model.capture.recorder import record_forward
 from raypar.model.capture.refusal import InnerModuleUsed, Refused
 from raypar.model.capture.replay import Values, run_event
-from raypar.model.capture.trace import TensorKey, comparable
+from raypar.model.capture.trace import TensorKey, Trace, comparable
 from raypar.model.capture.units import refine_units
+from raypar.model.layer_skeletons import norms_with_running_statistics, statistics_of
 from raypar.model.random_state import preserve_random_state
 from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
@@ -150,18 +151,16 @@ class TraceCache:
 
     def _trace(self, fields: Mapping[str, Tensor], *, training: bool) -> CutTrace:
         """A new trace. The units become finer until no code outside of them uses what is inside."""
-        with self._undisturbed(training=training):
+        given = {name: fields[name].cpu() for name in self.inputs.fields}
+        with self._undisturbed(training=training) as before:
             for _ in range(MOST_REFINEMENTS):
                 try:
-                    declared = self._declared
-                    trace = record_forward(
-                        self.model,
-                        self.units,
-                        {name: fields[name].cpu() for name in self.inputs.fields},
-                        lambda given: self.inputs.call(self.model, given),
-                        like=None if declared is None or training else declared.trace,
-                    )
-                    return cut_into_layers(trace, self._parameters_of_units())
+                    trace = self._record(given, training=training)
+                    self._refuse_changed_state(before, trace)
+                    made = cut_into_layers(trace, self._parameters_of_units())
+                    if self._declared is None:
+                        self._refuse_memory(before, trace, given)
+                    return made
                 except InnerModuleUsed as found:
                     self._refine(found.path)
                 except Refused as error:
@@ -177,13 +176,88 @@ class TraceCache:
             cure="name the units (model.units), or return a raypar.Graph",
         )
 
-    def _refuse_changed_attributes(self, attributes: _Attributes) -> None:
-        """Raises `ModelError` if code between units has set an attribute to another number or text: a replay would not."""
+    def _record(self, given: Mapping[str, Tensor], *, training: bool) -> Trace:
+        """The trace of one call of the forward."""
+        return record_forward(
+            self.model,
+            self.units,
+            given,
+            lambda fields: self.inputs.call(self.model, fields),
+            like=None if self._declared is None or training else self._declared.trace,
+        )
+
+    def _refuse_memory(self, before: _StateBefore, trace: Trace, given: Mapping[str, Tensor]) -> None:
+        """Raises `ModelError` if a second call on the same batch does something else: the forward depends on what the first one
+        has left in attributes, lists, dicts or global variables."""
+        before.restore_buffers()
+        what = "ends after fewer calls"
+        try:
+            again = self._record(given, training=True)
+        except Refused as error:
+            what = f"uses something that the capture has not seen ({error.error.what})"
+        else:
+            if again.story == trace.story:
+                return
+            new = next((new for new, old in zip(again.story, trace.story, strict=False) if new != old), None)
+            if new is not None:
+                what = f"calls {new[0]} at {new[1]} with other arguments, or instead of another call"
+        raise ModelError(
+            f"the forward of {type(self.model).__name__} does not do the same when it is called again on the same batch: it "
+            f"{what}; so it depends on what a call leaves in attributes or global variables, which workers do not",
+            cure="keep what a forward leaves for the next one in a buffer (model.buffers), or in a module that is a unit "
+            "(model.units)",
+        )
+
+    def _glue_modules(self, attributes: _Attributes) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+        """(name, module, its former attributes) of the modules that are in no unit."""
         names = {id(module): name for name, module in self.model.named_modules()}
         for module, former, _ in attributes:
             name = names[id(module)]
-            if any(name == unit or name.startswith(unit + ".") for unit in self.units):
-                continue
+            if not any(name == unit or name.startswith(unit + ".") for unit in self.units):
+                yield name, module, former
+
+    def _refuse_changed_state(self, before: _StateBefore, trace: Trace) -> None:
+        """Raises `ModelError` for what a forward changes, and a replay would not change or not see."""
+        self._refuse_changed_attributes(before.attributes)
+        self._refuse_replaced_parts(before.attributes)
+        written = before.written_buffers()
+        for guard in trace.guards:
+            for name in sorted(buffers_read_by(trace, guard.event) & written):
+                raise ModelError(
+                    f"the forward decides by the values of its buffer {name!r} at {trace.events[guard.event].place}, and "
+                    "changes that buffer: workers run a record, in which the decision stays as it was",
+                    cure="decide without Python (torch.where), or inside of a module, and make that a unit (model.units)",
+                )
+
+    def _refuse_replaced_parts(self, attributes: _Attributes) -> None:
+        """Raises `ModelError` if the forward has replaced parameters or modules, or code between units buffers: a replay would
+        not."""
+        formers = {id(value): content for _, _, dicts in attributes for value, content in dicts}
+        for name, module in self.model.named_modules():
+            for kind, parts in (("parameter", module._parameters), ("module", module._modules)):
+                former_parts = formers.get(id(parts), parts)
+                changed = [key for key in {**former_parts, **parts} if former_parts.get(key) is not parts.get(key)]
+                if changed:
+                    raise ModelError(
+                        f"the forward of {type(self.model).__name__} replaces {kind} {changed[0]!r} of "
+                        f"{name or 'the model'} ({type(module).__name__}), and workers run a record of it, which does not",
+                        cure="do it in the model function, before it returns the model",
+                    )
+        for name, module, _ in self._glue_modules(attributes):
+            for key, former in formers[id(module._buffers)].items():
+                now = module._buffers.get(key)
+                is_cache = key in module._non_persistent_buffers_set and not isinstance(now, AbsentTensor)
+                if now is not former and not is_cache:
+                    raise ModelError(
+                        f"the forward of {name or type(module).__name__} assigns a new tensor to its buffer {key!r} between "
+                        "units, which workers would not",
+                        cure=f"write into it, with the model.buffers that you want: self.{key}.copy_(...); or do it in a module "
+                        "that is a unit (model.units)",
+                    )
+
+    def _refuse_changed_attributes(self, attributes: _Attributes) -> None:
+        """Raises `ModelError` if code between units has set an attribute to another number or text: a replay would not."""
+        for _, module, former in self._glue_modules(attributes):
             for key, value in vars(module).items():
                 if isinstance(value, (int, float, str)) and key in former and value != former[key]:
                     raise ModelError(
@@ -215,28 +289,54 @@ class TraceCache:
         self.units = refine_units(self.model, self.units, path)
 
     @contextlib.contextmanager
-    def _undisturbed(self, *, training: bool) -> Iterator[None]:
-        """The state in which a forward is traced; what it changes is put back: generators, buffers."""
-        kept = [(buffer, buffer._version, buffer.clone()) for buffer in self.model.buffers()]
+    def _undisturbed(self, *, training: bool) -> Iterator[_StateBefore]:
+        """The state in which a forward is traced; what it changes is put back: generators, buffers. Yields what was before."""
         self.model.train(training)
-        attributes = _attributes_of(self.model)
+        before = _StateBefore(self.model)
         autocast = torch.autocast(
             "cpu", self.autocast_dtype or torch.bfloat16, enabled=self.autocast_dtype is not None, cache_enabled=False
         )
+        # A batch of a new form may come inside of a layer that is recomputed, which keeps what autograd saves: not what a trace saves.
+        own_hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
         try:
-            with preserve_random_state(), meta_operations_without_dynamo(), torch.enable_grad(), autocast:
-                yield
-                self._refuse_changed_attributes(attributes)
+            with preserve_random_state(), meta_operations_without_dynamo(), torch.enable_grad(), autocast, own_hooks:
+                yield before
         finally:
-            _restore_attributes(attributes)
-            with torch.no_grad():
-                for buffer, version, value in kept:
-                    if buffer._version != version:
-                        buffer.copy_(value)
+            _restore_attributes(before.attributes)
+            before.restore_buffers()
 
 
 _Attributes = list[tuple[nn.Module, dict[str, Any], list[tuple[dict[Any, Any], dict[Any, Any]]]]]
 """(module, its attributes, its dicts (buffers, hooks, its own) with copies of them) of every module of a model."""
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _StateBefore:
+    """What a model had before it was traced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        """The model."""
+        self.attributes = _attributes_of(model)
+        """The attributes of its modules."""
+        self._buffers = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()]
+        """(name, buffer, its version, its value)."""
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """Put the former values into the buffers."""
+        for _, buffer, version, value in self._buffers:
+            if buffer._version != version:
+                buffer.copy_(value)
+
+    def written_buffers(self) -> frozenset[str]:
+        """Names of the buffers into which the forward writes: those that it has written, and those of its running norms."""
+        written = {name for name, buffer, version, _ in self._buffers if buffer._version != version}
+        norms = norms_with_running_statistics(self.model)
+        return frozenset(written.union(*(statistics_of(path, norm) for path, norm in norms)))
 
 
 def _attributes_of(model: nn.Module) -> _Attributes:

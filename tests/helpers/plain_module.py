@@ -1,0 +1,181 @@
+"""One plain process that trains the user's own module by the numerics contract: its forward as it is, under plain autograd.
+
+Norms with running statistics simply run. Of the captured graph only the names are used: which modules are units, in which order
+layers come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from helpers.reference import OtherBuffers, Result, computing_in, lying_as_new, samples, seed_of, tree
+from torch import Tensor, nn
+
+from raypar.model.graph import Graph
+from raypar.worker.job_spec import JobSpec, loss_target_name
+
+
+class _LayersOf:
+    """Follows a module's forward: as a layer begins, it seeds (rule 3), and gives all modules the layer's own leaves (rule 6)."""
+
+    def __init__(self, model: nn.Module, graph: Graph, spec: JobSpec) -> None:
+        self.model, self.spec = model, spec
+        self.order = [layer.name for layer in graph.layers]
+        cache = graph.layers[0].build.skeleton.cache  # type: ignore[attr-defined]
+        self.places = [(m, k, p) for m in model.modules() for k, p in m._parameters.items() if p is not None]
+        self.leaves: dict[tuple[int, str], nn.Parameter] = {}
+        self.hooks = []
+        for name in cache.units:
+            unit = model.get_submodule(name)
+            before = unit.register_forward_pre_hook(lambda module, args, name=name: self.enter(name), prepend=True)
+            after = unit.register_forward_hook(lambda *args: self.leave(), always_call=True)
+            self.hooks += [before, after]
+
+    @contextlib.contextmanager
+    def microbatch(self, step: int, microbatch: int) -> Iterator[None]:
+        """Context of one forward."""
+        self.step, self.number, self.depth = step, microbatch, 0
+        self.calls: Counter[str] = Counter()
+        self.started: list[str] = []
+        self.begin(self.order[0])
+        yield
+        assert self.started in (self.order, []), (self.started, self.order)
+
+    def enter(self, unit: str) -> None:
+        self.depth += 1
+        if self.depth > 1:
+            return  # a unit that another one calls is part of that
+        self.calls[unit] += 1
+        name = unit if self.calls[unit] == 1 else f"{unit}#{self.calls[unit]}"
+        self.started.append(name)
+        if len(self.started) > 1:
+            self.begin(name)  # what comes before the first unit has begun its layer already
+        else:
+            self.seed(name)
+
+    def leave(self) -> None:
+        self.depth -= 1
+
+    def seed(self, layer: str) -> None:
+        here = seed_of(self.spec.seed, "forward", self.step, self.number, layer)
+        torch.manual_seed(here)
+        random.seed(here % 2**32)
+        numpy.random.seed(here % 2**32)
+
+    def begin(self, layer: str) -> None:
+        for module, key, parameter in self.places:
+            place = (id(parameter), layer)
+            if place not in self.leaves:
+                self.leaves[place] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+            setattr(module, key, self.leaves[place])
+        self.seed(layer)
+
+    def take_gradients(self) -> dict[tuple[int, str], Tensor | None]:
+        found = {place: leaf.grad for place, leaf in self.leaves.items()}
+        for leaf in self.leaves.values():
+            leaf.grad = None
+        return found
+
+    def end(self) -> None:
+        for module, key, parameter in self.places:
+            setattr(module, key, parameter)
+        for hook in self.hooks:
+            hook.remove()
+
+
+def make_model(spec: JobSpec) -> nn.Module:
+    """Rule 2: the user's module with its initial values."""
+    for seed in (random.seed, torch.manual_seed):
+        seed(spec.seed)
+    numpy.random.seed(spec.seed % 2**32)
+    model: nn.Module = spec.model.call()
+    return model.to(getattr(torch, spec.dtype)).train()
+
+
+def train(graph: Graph, spec: JobSpec) -> tuple[Result, nn.Module]:
+    """(what the run must have, the trained module)."""
+    torch.set_num_threads(spec.threads)
+    model = make_model(spec)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    names: dict[int, str] = {}
+    for layer in graph.layers:
+        for _, name in layer.own_names or ():
+            if name in named:
+                names.setdefault(id(named[name]), name)
+    by_name = {name: named[name] for name in names.values()}
+    trained = {name: parameter for name, parameter in by_name.items() if parameter.requires_grad}
+    assert {id(p) for p in trained.values()} == {id(p) for p in model.parameters() if p.requires_grad}
+    optimizer = spec.optimizer.optimizer.resolve()(trained.values(), **spec.optimizer.optimizer.args)
+    data, blocks = spec.data.dataset.call(), spec.batching.blocks
+    inputs = graph.layers[0].build.skeleton.cache.inputs  # type: ignore[attr-defined]
+    follow, others, result = _LayersOf(model, graph, spec), OtherBuffers({"": model}, spec.buffers), Result()
+    for step in range(spec.steps):
+        others.begin_step()
+        sums: list[dict[Any, Tensor | None] | None] = []
+        losses: list[tuple[float, float]] = []
+        for block in range(blocks):
+            members = range(block * spec.microbatches // blocks, (block + 1) * spec.microbatches // blocks)
+            for number in members:
+                first, last = (step * spec.batch_size + i * spec.batch_size // spec.microbatches for i in (number, number + 1))
+                fields = samples(data, spec, first, last)
+                others.begin_microbatch()
+                total, count = _loss(model, follow, inputs, spec, fields, step, number)
+                others.end_microbatch()
+                total.backward()
+                losses.append((float(total.detach()), count))
+            sums.append(follow.take_gradients() if len(members) else None)
+        gradients = {name: _add_uses(parameter, follow.order, sums) for name, parameter in trained.items()}
+        _apply(spec, trained, gradients, sum(count for _, count in losses), result)
+        optimizer.step()
+        others.end_step()
+        result.losses.append(sum(total for total, _ in losses) / sum(count for _, count in losses))
+        result.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in trained.items()})
+    follow.end()
+    result.parameters = {name: parameter.detach() for name, parameter in by_name.items()}
+    result.buffers = dict(model.named_buffers(remove_duplicate=False))
+    return result, model
+
+
+def _loss(
+    model: nn.Module, follow: _LayersOf, inputs: Any, spec: JobSpec, fields: Mapping[str, Tensor], step: int, number: int
+) -> tuple[Tensor, float]:
+    """(sum to differentiate, number of samples) of one microbatch."""
+    target = fields[loss_target_name(spec)]
+    given = {name: value.clone() for name, value in fields.items()}
+    with follow.microbatch(step, number), computing_in(spec):
+        output = model(*(given[name] for name in inputs.by_place), **{name: given[name] for name in inputs.by_name})
+    if spec.loss.is_loss_of_model:
+        found = output["loss"] if isinstance(output, Mapping) else output.loss
+    else:
+        with computing_in(spec):
+            found = spec.loss.partial()(output, target)
+    return (found.float() if found.dtype == torch.bfloat16 else found) * float(len(target)), float(len(target))
+
+
+def _add_uses(parameter: Tensor, order: list[str], sums: list[dict[Any, Tensor | None] | None]) -> Tensor | None:
+    """Rule 6: the tree over blocks of each layer's use, then the uses, last to first."""
+    total = None
+    for layer in reversed(order):
+        use = tree([None if block is None else block.get((id(parameter), layer)) for block in sums])
+        if use is not None:
+            total = use if total is None else total + use
+    return total
+
+
+def _apply(spec: JobSpec, trained: Mapping[str, Tensor], gradients: Mapping[str, Any], count: float, result: Result) -> None:
+    """Rule 7: the norm, and the scaled gradients."""
+    squares = 0.0
+    for gradient in gradients.values():
+        if gradient is not None:
+            squares += sum(float(torch.dot(p, p)) for p in lying_as_new(gradient).flatten().split(32768))
+    norm = squares**0.5 / count
+    factor = 1 / count if spec.clip_norm is None else min(1.0, spec.clip_norm / (norm + 1e-6)) / count
+    for name, parameter in trained.items():
+        parameter.grad = None if gradients[name] is None else gradients[name].mul_(factor)
+    result.norms.append(norm)
