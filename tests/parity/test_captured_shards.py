@@ -1,11 +1,9 @@
-"""Unmodified models of libraries on two shards: the plain module's gradients, and the same bits however stages and replicas lie."""
+"""Unmodified models of libraries on two shards: the plain module's gradients, and the same bits in every layout."""
 
 import pytest
 import torch
 from helpers.captured_shards import errors_on_shards, run_step, share_of_largest_shard, zoo_graph, zoo_job
-from helpers.model_zoo import ZOO
 
-from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.worker.run_in_one_process import OneProcessRun
 
