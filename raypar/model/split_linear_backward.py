@@ -1,11 +1,12 @@
-"""Splits the backward pass of Linear layers into input and weight gradients, for zero-bubble schedules.
+"""Splits the backward pass of linear layers into input and weight gradients, for zero-bubble schedules.
 
 See arXiv:2401.10241, section 2.
 
 The calls are those of PyTorch's own backward of `F.linear`, with the same shapes and strides: kernels are chosen by these, and
 another kernel may give other bits. PyTorch's calls are in aten/src/ATen/native (`linear` in Linear.cpp, `_matmul_impl` in
 LinearAlgebra.cpp) and in torch/csrc/autograd/FunctionsManual.cpp (`mm_mat1_grad`, `mm_mat2_grad`);
-`tests/parity/test_kernel_calls.py` compares them.
+`tests/parity/test_kernel_calls.py` compares them. A layer whose weight is transposed makes the calls of
+`torch.addmm`, which are the same but for the weight's strides.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.model.transposed_linear import is_linear, is_transposed_linear
+
 
 class LinearLike(Protocol):
-    """An `nn.Linear`, or one shard of it."""
+    """A linear layer, or one shard of it."""
 
     weight: Tensor
     bias: Tensor | None
@@ -49,6 +52,16 @@ def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias).data
 
 
+def transposed_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y [..., out] of x [..., in] and a weight [in, out], by the calls of Conv1D, for the forward of an autograd function.
+
+    `.data`: see `linear_forward`.
+    """
+    rows = as_matrix(x)
+    made = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    return made.view(*x.shape[:-1], weight.shape[1]).data
+
+
 def input_gradient(rows: Tensor, weight: Tensor, flat: Tensor) -> Tensor:
     """Gradient of x: grad W [rows, in], of grad [rows, out]. It is column-major in memory if x (`flat`) is."""
     if flat.stride() == (1, flat.shape[0]):
@@ -61,6 +74,11 @@ def weight_gradient(rows: Tensor, flat: Tensor, weight: Tensor) -> Tensor:
     if is_row_major(weight):
         return rows.t().mm(flat)
     return flat.t().mm(rows).t()
+
+
+def transposed_weight_gradient(rows: Tensor, flat: Tensor, weight: Tensor) -> Tensor:
+    """x^T grad [in, out] of grad [rows, out] and x [rows, in]; `weight` [in, out] is asked for its strides."""
+    return weight_gradient(rows, flat, weight.t()).t()
 
 
 def is_row_major(weight: Tensor) -> bool:
@@ -97,14 +115,17 @@ class DeferredWeightGradient:
     bias_operand: Tensor
     compute_weight: Callable[[Tensor, Tensor], Tensor] | None = None
     """Computes the weight's gradient from grad and x; None: `weight_gradient` does."""
+    transposed: bool = False
+    """Whether the weight is [in, out]."""
     cast_token: object = None
     """Under `torch.autocast`: equal (one object) for calls whose gradients are added before they are cast back."""
 
     def weight_gradient(self) -> Tensor:
-        """Gradient of `linear.weight` [out, in]."""
+        """Gradient of `linear.weight`."""
         if self.compute_weight is not None:
             return self.compute_weight(self.gradient, self.x)
-        return weight_gradient(self.gradient, self.x, self.linear.weight)
+        compute = transposed_weight_gradient if self.transposed else weight_gradient
+        return compute(self.gradient, self.x, self.linear.weight)
 
     def bias_gradient(self) -> Tensor:
         """Gradient of `linear.bias` [out], in memory of its own."""
@@ -186,12 +207,12 @@ _innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: nn.Linear, stash: Stash) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearLike, stash: Stash) -> Tensor:
         # As F.linear: a weight that no input gradient needs is not kept. Under autocast it would be a cast of its own.
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        ctx.linear, ctx.stash = linear, stash
+        ctx.linear, ctx.stash, ctx.transposed = linear, stash, is_transposed_linear(linear)
         ctx.set_materialize_grads(False)
-        return linear_forward(x, weight, bias)
+        return transposed_linear_forward(x, weight, bias) if ctx.transposed else linear_forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -200,32 +221,30 @@ class _SplitLinear(torch.autograd.Function):
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
         rows, flat = as_matrix(gradient), as_matrix(x)
-        summed = bias_gradient_operand(gradient, rows, x)
+        summed = rows if ctx.transposed else bias_gradient_operand(gradient, rows, x)
         own: tuple[Tensor | None, ...] = (None, None)
+        put_off = DeferredWeightGradient(ctx.linear, rows, flat.detach(), summed, transposed=ctx.transposed)
         if will_accumulate_weight_gradient(ctx):
-            ctx.stash.append(DeferredWeightGradient(ctx.linear, rows, flat.detach(), summed))
+            ctx.stash.append(put_off)
         else:
-            own = (
-                weight_gradient(rows, flat, ctx.linear.weight),  # which is asked for its strides
-                bias_gradient(summed) if ctx.needs_input_grad[2] else None,
-            )
+            own = (put_off.weight_gradient(), bias_gradient(summed) if ctx.needs_input_grad[2] else None)
         if not ctx.needs_input_grad[0]:
             return None, *own, None, None
-        dx = input_gradient(rows, weight, flat)
+        dx = input_gradient(rows, weight.t() if ctx.transposed else weight, flat)
         return dx if x.dim() == 2 else dx.reshape(x.shape), *own, None, None
 
 
 def find_deferrable_modules(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
     """The parts of a layer that are of this kind and whose weight gradients can be put off.
 
-    Left alone: those with a forward of their own (of the class, or of this one object), weights that are computed
+    `nn.Linear` stands for transposed linear layers, too. Left alone: those with a forward of their own (of the class, or of this one object), weights that are computed
     (parametrizations, weight norm) or frozen, and parameters that several modules of the layer share.
     """
     owners = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
     for part in module.modules():
-        if not isinstance(part, kind):
+        if kind is nn.Linear and (not is_linear(part) or "forward" in vars(part)):
             continue
-        if kind is nn.Linear and (type(part).forward is not nn.Linear.forward or "forward" in vars(part)):
+        if kind is not nn.Linear and not isinstance(part, kind):
             continue
         own = [p for p in part._parameters.values() if p is not None]
         if part._parameters.get("weight") is not None and all(p.requires_grad and owners[id(p)] == 1 for p in own):
@@ -239,18 +258,18 @@ def defer_weight_gradients(module: nn.Module, stash: Callable[[], Stash]) -> lis
     """
     chosen: list[nn.Module] = []
     for part in find_deferrable_modules(module, nn.Linear):
-        assert isinstance(part, nn.Linear)
-        part.forward = _forward(part, stash)  # type: ignore[method-assign]
+        part.forward = _forward(part, stash)
         chosen.append(part)
     return chosen
 
 
-def _forward(linear: nn.Linear, stash: Callable[[], Stash]) -> Callable[[Tensor], Tensor]:
+def _forward(linear: Any, stash: Callable[[], Stash]) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         # Weight gradients are autograd's own for a part of a value (`tensor_parallel.sharded_value.ShardedValue`), which is no
         # tensor, and inside of `torch.func.vmap` and its like, which take no autograd function such as this one.
         if not torch.is_grad_enabled() or not isinstance(x, Tensor) or _innermost_transform() is not None:
-            return F.linear(x, linear.weight, linear.bias)
+            plain: Tensor = type(linear).forward(linear, x)
+            return plain
         operands: tuple[Any, ...] = (x, linear.weight, linear.bias)
         kept, cast = stash(), autocast_cast_token(x.device)
         if cast is not None:

@@ -19,6 +19,12 @@ def owner_of(parameter: str) -> str:
     return name.rpartition(".")[0] + later + layer
 
 
+def parameter_of(owner: str, key: str) -> str:
+    """Qualified name of a module's parameter `key`: the inverse of `owner_of`."""
+    name, later, layer = owner.partition(LATER_USE)
+    return (f"{name}.{key}" if name else key) + later + layer
+
+
 @dataclass(frozen=True, slots=True)
 class StageEdge:
     """All values that one stage produces and another uses: one message a microbatch, straight to the consumer."""

@@ -18,9 +18,24 @@ from raypar.model.tensor_parallel.styles.qkv_interleaved import QkvInterleavedSt
 from raypar.model.tensor_parallel.styles.row import RowStyle
 from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_embedding, is_plain_linear
 from raypar.model.tensor_parallel.styles.vocabulary import VocabularyStyle
+from raypar.model.transposed_linear import linear_features
 
 _COLUMNS = {"up", "up_proj", "gate", "gate_proj", "fc1", "c_fc", "w1", "w3", "lin1", "linear1", "dense_h_to_4h", "fc_in"}
-_ROWS = {"down", "down_proj", "fc2", "w2", "lin2", "linear2", "dense_4h_to_h", "fc_out", "c_proj"}
+_COLUMNS |= {"wi", "wi_0", "wi_1", "ffn", "intermediate.dense"}
+_ROWS = {
+    "down",
+    "down_proj",
+    "fc2",
+    "w2",
+    "lin2",
+    "linear2",
+    "dense_4h_to_h",
+    "fc_out",
+    "c_proj",
+    "wo",
+    "ffn_output",
+    "output.dense",
+}
 _FUSED: dict[str, type[HeadStyle]] = {
     "qkv": QkvStyle,
     "qkv_proj": QkvStyle,
@@ -28,10 +43,20 @@ _FUSED: dict[str, type[HeadStyle]] = {
     "c_attn": QkvStyle,
     "query_key_value": QkvInterleavedStyle,
 }
-_SEPARATE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("q", "k", "v"))
-_OUTPUTS = ("o_proj", "out_proj", "project", "proj", "wo", "c_proj", "out", "o", "dense")
+_SEPARATE = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("wq", "wk", "wv"),
+    ("q", "k", "v"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("self.query", "self.key", "self.value"),
+    ("attention.query", "attention.key", "attention.value"),
+)
+_OUTPUTS = ("o_proj", "out_proj", "project", "proj", "wo", "c_proj", "out", "o", "dense", "out_lin", "output.dense")
+_NESTED = ("self", "attention", "intermediate", "output")
+"""Modules of one layer each, or of three, in which BERT and its like have what belongs together: `output.dense`."""
 _TOKENS = {"token", "tokens", "tok_embeddings", "wte", "embed_tokens", "word_embeddings", "token_embedding", "tok_emb"}
-_LOGITS = {"logits", "lm_head", "output", "unembed", "embed_out", "head"}
+_LOGITS = {"logits", "lm_head", "output", "unembed", "embed_out", "head", "decoder", "proj_out"}
 
 
 def infer_styles(graph: Graph) -> dict[str, ShardingStyle]:
@@ -45,7 +70,7 @@ def infer_styles(graph: Graph) -> dict[str, ShardingStyle]:
     for layer in graph.layers:
         root = shared_skeleton(layer)
         for path, parent in root.named_modules():
-            children = dict(parent.named_children())
+            children = _children(parent)
             steps = path.split(".") if path else []
             around = [parent, *(root.get_submodule(".".join(steps[:i])) for i in reversed(range(len(steps))))]
             if type(parent).__module__.startswith("torch.nn.") and not isinstance(parent, (nn.Sequential, nn.ModuleDict)):
@@ -61,14 +86,24 @@ def infer_styles(graph: Graph) -> dict[str, ShardingStyle]:
     layer = graph.layers[-1]
     for path, module in shared_skeleton(layer).named_modules():
         name = layer.qualify(path)
-        if name.rpartition(".")[2] in _LOGITS and is_plain_linear(module) and module.out_features in vocabularies:
+        if name.rpartition(".")[2] in _LOGITS and is_plain_linear(module) and linear_features(module)[1] in vocabularies:
             found[name] = VocabularyStyle()
+    return found
+
+
+def _children(parent: nn.Module) -> dict[str, nn.Module]:
+    """The modules in a module by name, and those in the ones among them that `_NESTED` names."""
+    found = dict(parent.named_children())
+    for name in _NESTED:
+        if name in found:
+            found |= {f"{name}.{own}": child for own, child in found[name].named_children()}
     return found
 
 
 def _attention_styles(children: Mapping[str, nn.Module], around: Sequence[nn.Module]) -> dict[str, ShardingStyle]:
     """Styles of the layers of one attention module; empty unless it has them all. `around`: the modules it is in."""
-    heads, kv_heads = find_head_counts(around)
+    inside = [child for name, child in children.items() if name in _NESTED]  # of which one may say how many heads it has
+    heads, kv_heads = find_head_counts([around[0], *inside, *around[1:]])
     if not heads:
         return {}
     found: dict[str, ShardingStyle] = {}
@@ -77,15 +112,15 @@ def _attention_styles(children: Mapping[str, nn.Module], around: Sequence[nn.Mod
         if style is QkvInterleavedStyle and kv_heads != heads:
             continue
         child = children.get(name)
-        if isinstance(child, nn.Linear) and is_plain_linear(child) and child.out_features % (heads + 2 * kv_heads) == 0:
+        if child is not None and is_plain_linear(child) and linear_features(child)[1] % (heads + 2 * kv_heads) == 0:
             found = {name: style(heads, kv_heads)}
-            features = child.out_features // (heads + 2 * kv_heads) * heads
+            features = linear_features(child)[1] // (heads + 2 * kv_heads) * heads
             break
     for names in _SEPARATE:
-        linears = [child for child in map(children.get, names) if isinstance(child, nn.Linear) and is_plain_linear(child)]
+        linears = [child for child in map(children.get, names) if child is not None and is_plain_linear(child)]
         if found or len(linears) < 3:
             continue
-        sizes = [linear.out_features for linear in linears]
+        sizes = [linear_features(linear)[1] for linear in linears]
         if sizes[0] % heads or sizes[1] % kv_heads or sizes[2] % kv_heads:
             continue
         features = sizes[0]
@@ -95,24 +130,24 @@ def _attention_styles(children: Mapping[str, nn.Module], around: Sequence[nn.Mod
         return {}
     for name in _OUTPUTS:
         child = children.get(name)
-        if name not in found and isinstance(child, nn.Linear) and is_plain_linear(child) and child.in_features == features:
+        if name not in found and child is not None and is_plain_linear(child) and linear_features(child)[0] == features:
             return {**found, name: HeadsRowStyle(heads, kv_heads)}
     return {}
 
 
 def _mlp_styles(children: Mapping[str, nn.Module]) -> dict[str, ShardingStyle]:
     """Styles of column layers and the one row layer that reads their features; empty unless both are there."""
-    linears = {name: child for name, child in children.items() if isinstance(child, nn.Linear) and is_plain_linear(child)}
-    columns = {name: child for name, child in linears.items() if name in _COLUMNS}
-    rows = {name: child for name, child in linears.items() if name in _ROWS}
+    linears = {name: linear_features(child) for name, child in children.items() if is_plain_linear(child)}
+    columns = {name: features for name, features in linears.items() if name in _COLUMNS}
+    rows = {name: features for name, features in linears.items() if name in _ROWS}
     if len(rows) != 1:
         return {}
     (row,) = rows
     if not columns:
         fused = linears.get("gate_up_proj")
-        if fused is not None and fused.out_features == 2 * rows[row].in_features:
+        if fused is not None and fused[1] == 2 * rows[row][0]:
             return {"gate_up_proj": ColumnStyle(2), row: RowStyle()}
         return {}
-    if any(child.out_features != rows[row].in_features for child in columns.values()):
+    if any(made != rows[row][0] for _, made in columns.values()):
         return {}
     return {**{name: ColumnStyle() for name in columns}, row: RowStyle()}

@@ -12,15 +12,16 @@ from typing import Any
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.graph import Graph, join_names
+from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import make_model_outline, parameter_shapes, shared_skeleton
 from raypar.model.tensor_parallel.infer_styles import infer_styles
+from raypar.model.tensor_parallel.library_plan import library_styles
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
 from raypar.model.tensor_parallel.styles.whole import WholeStyle
 from raypar.plan import ModelOutline
 from raypar.plan.shard_ranges import TensorCut
-from raypar.plan.stage_connections import owner_of
+from raypar.plan.stage_connections import LATER_USE, owner_of, parameter_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
 
@@ -45,9 +46,8 @@ def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, inf
     modules = {name: (module, parents) for name, module, parents in _modules_with_parameters(graph)}
     given = _styles_by_pattern(modules, styles)
     chosen = dict(given)
-    if infer:
-        inferred = {intern(name): style for name, style in infer_styles(graph).items() if name not in given}
-        chosen |= _without_unequal_ties(graph, inferred, given)
+    if infer and shards > 1:
+        chosen |= _without_unequal_ties(graph, _styles_of_model(graph, modules, given), given)
     found: dict[str, ShardingStyle] = {}
     cuts: dict[str, TensorCut] = {}
     once: dict[Any, Any] = {}  # equal answers, and names, are one object: the layout of a deep model is sent to every worker
@@ -58,7 +58,7 @@ def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, inf
         slices = style.slices(name, module, shards)
         if slices:
             found[name] = style
-            cuts |= {intern(f"{name}.{key}"): once.setdefault(cut, cut) for key, cut in slices.items()}
+            cuts |= {intern(parameter_of(name, key)): once.setdefault(cut, cut) for key, cut in slices.items()}
     _check_ties(graph, found, cuts)
     costs = {name: style.cost(name, modules[name][0], shards) for name, style in found.items()}
     return TensorParallelLayout(
@@ -111,10 +111,7 @@ def _styles_by_pattern(modules: Mapping[str, tuple[nn.Module, Any]], styles: Map
         hits = [
             name
             for name, (module, _) in modules.items()
-            if fnmatch.fnmatchcase(name, pattern)
-            or any(
-                fnmatch.fnmatchcase(join_names(name, key), pattern) for key, p in module._parameters.items() if p is not None
-            )
+            if any(fnmatch.fnmatchcase(each, pattern) for each in _names_in_patterns(name, module))
         ]
         if not hits:
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.3) or list(modules)[:3]
@@ -125,6 +122,27 @@ def _styles_by_pattern(modules: Mapping[str, tuple[nn.Module, Any]], styles: Map
         for name in hits:
             found.setdefault(name, style)
     return found
+
+
+def _styles_of_model(
+    graph: Graph, modules: Mapping[str, tuple[nn.Module, Any]], given: Mapping[str, ShardingStyle]
+) -> dict[str, ShardingStyle]:
+    """The styles that nobody has given: those of the model's own plan, and, where that says nothing, the inferred ones."""
+    planned = library_styles(graph, {name: module for name, (module, _) in modules.items()}, given)
+    places = {name.rpartition(".")[0] for name, style in planned.items() if not isinstance(style, WholeStyle)}
+    found = {
+        intern(name): style
+        for name, style in infer_styles(graph).items()
+        if name not in given and name.rpartition(".")[0] not in places
+    }
+    return found | planned
+
+
+def _names_in_patterns(name: str, module: nn.Module) -> Iterator[str]:
+    """The names by which patterns find a module: its own, those of its parameters, and, of a later use, those of the first."""
+    for each in (name, name.partition(LATER_USE)[0]):
+        yield each
+        yield from (parameter_of(each, key) for key, parameter in module._parameters.items() if parameter is not None)
 
 
 def _without_unequal_ties(

@@ -23,7 +23,6 @@ from raypar.model.split_linear_backward import (
     bias_gradient,
     cast_for_autocast,
     find_deferrable_modules,
-    input_gradient,
     is_autocast_enabled,
     will_accumulate_weight_gradient,
 )
@@ -33,18 +32,22 @@ from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout, sequence_part_layout
 from raypar.model.tensor_parallel.sharded_module_base import ShardedModule
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, take_part
+from raypar.model.transposed_linear import is_transposed_linear, linear_features
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
 
 class ShardedLinear(ShardedModule):
-    """Base of the column and row layers of one shard. `linear`: its parameters are this shard's slices."""
+    """Base of the column and row layers of one shard. `linear`: a linear layer, whose parameters are this shard's slices."""
 
-    def __init__(self, linear: nn.Linear, name: str, group: ShardGroup) -> None:
+    def __init__(self, linear: nn.Module, name: str, group: ShardGroup) -> None:
         super().__init__(name, group)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features, self.out_features = linear_features(linear)
         """Of the unsharded layer."""
-        self.weight: Tensor = linear.weight
-        """This shard's slice [out here, in here]."""
+        self.transposed = is_transposed_linear(linear)
+        """Whether the weight is [in, out]."""
+        self.weight: Tensor
+        """This shard's slice [out here, in here]; [in here, out here] if `transposed`."""
+        self.register_parameter("weight", linear._parameters["weight"])
         self.bias: Tensor | None
         self.register_parameter("bias", linear._parameters["bias"])
         self.stash: Callable[[], Stash] | None = None
@@ -62,12 +65,30 @@ class ShardedLinear(ShardedModule):
         """Keep the memory of the last step's gradient, which is no longer needed, for the next gradient."""
         self._gradient_memory.keep(self.weight)
 
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b, for the forward of an autograd function."""
+        compute = split_linear_backward.transposed_linear_forward if self.transposed else split_linear_backward.linear_forward
+        return compute(x, weight, bias)
+
+    def input_gradient(self, rows: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+        """Gradient of x [..., in], of grad [rows, out]."""
+        found = split_linear_backward.input_gradient(rows, weight.t() if self.transposed else weight, as_matrix(x))
+        return found.reshape(x.shape)
+
+    def bias_operand(self, gradient: Tensor, rows: Tensor, x: Tensor) -> Tensor:
+        """The gradient that the bias's gradient sums, where the product has added the bias."""
+        return rows if self.transposed else split_linear_backward.bias_gradient_operand(gradient, rows, x)
+
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
         """grad^T x [out, in] of grad [rows, out] and x [rows, in], in the memory of the last step's gradient where possible.
 
-        Same call and bits as `split_linear_backward.weight_gradient`.
+        Same call and bits as `split_linear_backward.weight_gradient`; x^T grad [in, out] if `transposed`.
         """
         memory = self._gradient_memory.take(gradient, x)
+        if self.transposed:
+            if memory is None or split_linear_backward.is_row_major(self.weight.t()) or not self.weight.is_contiguous():
+                return split_linear_backward.transposed_weight_gradient(gradient, x, self.weight)
+            return torch.mm(x.t(), gradient, out=memory).data
         if memory is None or not split_linear_backward.is_row_major(self.weight):
             return split_linear_backward.weight_gradient(gradient, x, self.weight)
         # `.data` has a version count of its own, which this first writing does not raise.
@@ -93,7 +114,7 @@ class ColumnLinear(ShardedLinear):
 
     def __init__(
         self,
-        linear: nn.Linear,
+        linear: nn.Module,
         name: str,
         group: ShardGroup,
         held: IndexRanges,
@@ -135,7 +156,7 @@ class RowLinear(ShardedLinear):
     shard's part of dim 1.
     """
 
-    def __init__(self, linear: nn.Linear, name: str, group: ShardGroup, held: IndexRanges) -> None:
+    def __init__(self, linear: nn.Module, name: str, group: ShardGroup, held: IndexRanges) -> None:
         super().__init__(linear, name, group)
         self.held = held
         """The input features that this shard reads."""
@@ -192,7 +213,7 @@ def _weight_gradients(
     They are the second and third argument of the autograd function. `added_apart`: the bias was added to the layer's output,
     not by the matrix product.
     """
-    summed = gradient if added_apart else split_linear_backward.bias_gradient_operand(gradient, rows, x)
+    summed = gradient if added_apart else layer.bias_operand(gradient, rows, x)
     flat = as_matrix(x)
     if stash is not None and ctx.needs_input_grad[1] and will_accumulate_weight_gradient(ctx):
         stash.append(DeferredWeightGradient(layer, rows, flat.detach(), summed, layer.weight_gradient))
@@ -218,7 +239,7 @@ class _Column(torch.autograd.Function):
         if seq is not None:
             x = group.gather_and_concat(x, 1, even_ranges_by_shard(seq, group.size), "the sequence's parts")
         ctx.save_for_backward(x, weight)
-        return split_linear_backward.linear_forward(x, weight, bias)
+        return layer.product(x, weight, bias)
 
     @staticmethod
     @autograd_collectives.first_derivative_only
@@ -230,7 +251,7 @@ class _Column(torch.autograd.Function):
         rows = as_matrix(gradient)
         pending: _Pending | None = None
         if ctx.needs_input_grad[0]:
-            pending = _Pending(ctx.group, input_gradient(rows, weight, as_matrix(x)).reshape(x.shape), ctx.seq)
+            pending = _Pending(ctx.group, ctx.layer.input_gradient(rows, weight, x), ctx.seq)
         own = _weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash)
         return (None if pending is None else pending.take(), *own, None, None, None, None)
 
@@ -342,7 +363,7 @@ class _Reader(torch.autograd.Function):
         ctx.layer, ctx.stash, ctx.left = layer, stash, left
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        return split_linear_backward.linear_forward(x, weight, bias)
+        return layer.product(x, weight, bias)
 
     @staticmethod
     @autograd_collectives.first_derivative_only
@@ -352,15 +373,13 @@ class _Reader(torch.autograd.Function):
             return (None,) * 6
         x, weight = ctx.saved_tensors
         rows, flat = as_matrix(gradient), as_matrix(x)
-        dx = input_gradient(rows, weight, flat).reshape(x.shape)
+        dx = ctx.layer.input_gradient(rows, weight, x)
         if ctx.left is None:
             return (dx, *_weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash), None, None, None)
         ctx.left[:] = [rows, flat]
         # What `_Late` gets is only a sign that it may begin.
         sign = rows.new_zeros(()).expand(weight.shape)
-        bias = (
-            bias_gradient(split_linear_backward.bias_gradient_operand(gradient, rows, x)) if ctx.needs_input_grad[2] else None
-        )
+        bias = bias_gradient(ctx.layer.bias_operand(gradient, rows, x)) if ctx.needs_input_grad[2] else None
         return dx, sign, bias, None, None, None
 
 
@@ -390,7 +409,7 @@ class _Row(torch.autograd.Function):
         ctx.group, ctx.layer, ctx.stash, ctx.seq = group, layer, stash, x.shape[1] if group.sequence_parallel else None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        made = split_linear_backward.linear_forward(x, weight, None)
+        made = layer.product(x, weight, None)
         what = "the sum of a layer's outputs"
         made = group.reduce_scatter(made, 1, what) if group.sequence_parallel else group.all_reduce(made, what)
         return made if bias is None else made.add_(bias)
@@ -407,5 +426,5 @@ class _Row(torch.autograd.Function):
                 gradient, 1, even_ranges_by_shard(ctx.seq, ctx.group.size), "the parts of a gradient"
             )
         rows = as_matrix(gradient)
-        dx = input_gradient(rows, weight, as_matrix(x)).reshape(x.shape) if ctx.needs_input_grad[0] else None
+        dx = ctx.layer.input_gradient(rows, weight, x) if ctx.needs_input_grad[0] else None
         return (dx, *_weight_gradients(ctx, gradient, rows, x, ctx.layer, ctx.stash, added_apart=True), None, None, None)

@@ -15,8 +15,10 @@ from raypar.model.tensor_parallel.styles.style import (
     LinearStyle,
     cut_linear_by_output,
     features_per_part,
+    indices_on_shard,
     share_evenly,
 )
+from raypar.model.transposed_linear import linear_features
 from raypar.plan.shard_ranges import TensorCut, repeat_ranges
 from raypar.plan.tensor_parallel_layout import LayerCollectives, TensorParallelLayout
 
@@ -49,15 +51,13 @@ class ColumnStyle(LinearStyle):
 
     def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
-        assert isinstance(module, nn.Linear)
-        part = features_per_part(name, self, module.out_features, self.parts, "output")
+        part = features_per_part(name, self, linear_features(module)[1], self.parts, "output")
         even = share_evenly(name, "output features", part, shards)
         return cut_linear_by_output(module, tuple(repeat_ranges(ranges, part, self.parts) for ranges in even))
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
-        assert isinstance(module, nn.Linear)
-        held = layout.cuts[f"{name}.weight"].indices_by_shard[group.shard]
+        held = indices_on_shard(name, layout, group)
         return ColumnLinear(module, name, group, held, axis="features", shares_input=name in layout.shared_inputs)
 
     def collectives(self, module: nn.Module) -> LayerCollectives:

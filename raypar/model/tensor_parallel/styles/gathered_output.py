@@ -10,7 +10,14 @@ from torch import nn
 
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear
-from raypar.model.tensor_parallel.styles.style import COLUMN_COLLECTIVES, LinearStyle, cut_linear_by_output, share_evenly
+from raypar.model.tensor_parallel.styles.style import (
+    COLUMN_COLLECTIVES,
+    LinearStyle,
+    cut_linear_by_output,
+    indices_on_shard,
+    share_evenly,
+)
+from raypar.model.transposed_linear import linear_features
 from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.tensor_parallel_layout import LayerCollective, LayerCollectives, TensorParallelLayout
 
@@ -25,13 +32,11 @@ class GatheredStyle(LinearStyle):
 
     def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
-        assert isinstance(module, nn.Linear)
-        return cut_linear_by_output(module, share_evenly(name, "output features", module.out_features, shards))
+        return cut_linear_by_output(module, share_evenly(name, "output features", linear_features(module)[1], shards))
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
-        assert isinstance(module, nn.Linear)
-        held = layout.cuts[f"{name}.weight"].indices_by_shard[group.shard]
+        held = indices_on_shard(name, layout, group)
         shares = name in layout.shared_inputs
         return ColumnLinear(module, name, group, held, axis="features", shares_input=shares, gather_output=True)
 

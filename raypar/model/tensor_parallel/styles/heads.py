@@ -10,6 +10,7 @@ from torch import nn
 
 from raypar.model.tensor_parallel.styles.heads_base import HeadColumnStyle
 from raypar.model.tensor_parallel.styles.style import cut_linear_by_output, features_per_part
+from raypar.model.transposed_linear import linear_features
 from raypar.plan.shard_ranges import TensorCut, scale_ranges
 
 
@@ -23,7 +24,6 @@ class HeadsStyle(HeadColumnStyle):
 
     def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
-        assert isinstance(module, nn.Linear)
         queries = self.query_heads(name, shards)
-        unit = features_per_part(name, self, module.out_features, self.heads, "output")
+        unit = features_per_part(name, self, linear_features(module)[1], self.heads, "output")
         return cut_linear_by_output(module, tuple(scale_ranges(ranges, unit) for ranges in queries))

@@ -11,7 +11,13 @@ from torch import nn
 from raypar.errors import PlanError
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear
-from raypar.model.tensor_parallel.styles.style import COLUMN_COLLECTIVES, LinearStyle, ShardingStyle, share_evenly
+from raypar.model.tensor_parallel.styles.style import (
+    COLUMN_COLLECTIVES,
+    LinearStyle,
+    ShardingStyle,
+    indices_on_shard,
+    share_evenly,
+)
 from raypar.plan.shard_ranges import IndexRanges, merge_ranges
 from raypar.plan.tensor_parallel_layout import LayerCollectives, TensorParallelLayout
 
@@ -82,8 +88,7 @@ class HeadColumnStyle(HeadStyle):
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
-        assert isinstance(module, nn.Linear)
-        held = layout.cuts[f"{name}.weight"].indices_by_shard[group.shard]
+        held = indices_on_shard(name, layout, group)
         return ColumnLinear(module, name, group, held, axis="heads", shares_input=name in layout.shared_inputs)
 
     def collectives(self, module: nn.Module) -> LayerCollectives:

@@ -11,7 +11,8 @@ from torch import nn
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import RowLinear
 from raypar.model.tensor_parallel.styles.heads_base import HeadStyle
-from raypar.model.tensor_parallel.styles.style import ROW_COLLECTIVES, features_per_part
+from raypar.model.tensor_parallel.styles.style import ROW_COLLECTIVES, cut_linear_by_input, features_per_part, indices_on_shard
+from raypar.model.transposed_linear import linear_features
 from raypar.plan.shard_ranges import TensorCut, scale_ranges
 from raypar.plan.tensor_parallel_layout import LayerCollectives, TensorParallelLayout
 
@@ -25,15 +26,13 @@ class HeadsRowStyle(HeadStyle):
 
     def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
-        assert isinstance(module, nn.Linear)
-        unit = features_per_part(name, self, module.in_features, self.heads, "input")
+        unit = features_per_part(name, self, linear_features(module)[0], self.heads, "input")
         held = tuple(scale_ranges(ranges, unit) for ranges in self.query_heads(name, shards))
-        return {"weight": TensorCut(1, module.in_features, held)}
+        return cut_linear_by_input(module, held)
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
-        assert isinstance(module, nn.Linear)
-        return RowLinear(module, name, group, layout.cuts[f"{name}.weight"].indices_by_shard[group.shard])
+        return RowLinear(module, name, group, indices_on_shard(name, layout, group))
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from raypar.model.tensor_parallel.styles.heads_base import HeadColumnStyle
 from raypar.model.tensor_parallel.styles.style import cut_linear_by_output, features_per_part
+from raypar.model.transposed_linear import linear_features
 from raypar.plan.shard_ranges import TensorCut, merge_ranges, scale_ranges, shift_ranges
 
 
@@ -22,10 +23,9 @@ class QkvStyle(HeadColumnStyle):
 
     def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
-        assert isinstance(module, nn.Linear)
         queries, keys = self.query_heads(name, shards), self.key_heads(name, shards)
         q, kv = self.heads, self.kv_heads
-        unit = features_per_part(name, self, module.out_features, q + 2 * kv, "output")
+        unit = features_per_part(name, self, linear_features(module)[1], q + 2 * kv, "output")
         held = tuple(
             merge_ranges(scale_ranges((*mine, *shift_ranges(own, q), *shift_ranges(own, q + kv)), unit))
             for mine, own in zip(queries, keys, strict=True)

@@ -10,7 +10,14 @@ from torch import nn
 
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import RowLinear
-from raypar.model.tensor_parallel.styles.style import ROW_COLLECTIVES, LinearStyle, share_evenly
+from raypar.model.tensor_parallel.styles.style import (
+    ROW_COLLECTIVES,
+    LinearStyle,
+    cut_linear_by_input,
+    indices_on_shard,
+    share_evenly,
+)
+from raypar.model.transposed_linear import linear_features
 from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.tensor_parallel_layout import LayerCollectives, TensorParallelLayout
 
@@ -24,13 +31,11 @@ class RowStyle(LinearStyle):
 
     def slices(self, name: str, module: nn.Module, shards: int) -> Mapping[str, TensorCut]:
         """See `ShardingStyle`."""
-        assert isinstance(module, nn.Linear)
-        return {"weight": TensorCut(1, module.in_features, share_evenly(name, "input features", module.in_features, shards))}
+        return cut_linear_by_input(module, share_evenly(name, "input features", linear_features(module)[0], shards))
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
-        assert isinstance(module, nn.Linear)
-        return RowLinear(module, name, group, layout.cuts[f"{name}.weight"].indices_by_shard[group.shard])
+        return RowLinear(module, name, group, indices_on_shard(name, layout, group))
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""

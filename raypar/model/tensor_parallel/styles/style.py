@@ -12,7 +12,9 @@ from torch import nn
 
 from raypar.errors import PlanError
 from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.transposed_linear import is_linear, is_transposed_linear, linear_features
 from raypar.plan.shard_ranges import IndexRanges, TensorCut, even_ranges_by_shard
+from raypar.plan.stage_connections import parameter_of
 from raypar.plan.tensor_parallel_layout import (
     LayerCollective,
     LayerCollectives,
@@ -93,7 +95,7 @@ class ShardingStyle(ABC):
 
 
 class LinearStyle(ShardingStyle):
-    """A style of `nn.Linear` layers alone."""
+    """A style of linear layers alone: `nn.Linear`, and those whose weight is transposed."""
 
     __slots__ = ()
 
@@ -117,8 +119,8 @@ ROW_COLLECTIVES = LayerCollectives(
 
 
 def is_plain_linear(module: object) -> bool:
-    """Whether it is an `nn.Linear` that a sharded layer can stand in for."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and _is_replaceable(module)
+    """Whether it is a linear layer, transposed or not, that a sharded layer can stand in for."""
+    return isinstance(module, nn.Module) and is_linear(module) and _is_replaceable(module)
 
 
 def is_plain_embedding(module: object) -> bool:
@@ -134,12 +136,12 @@ def _is_replaceable(module: nn.Module) -> bool:
 
 def style_misfit_error(style: ShardingStyle, name: str, module: nn.Module) -> PlanError:
     """The error for a module of another class than the style is for, or one that does more than its class."""
-    known = isinstance(module, (nn.Linear, nn.Embedding))
+    known = isinstance(module, (nn.Linear, nn.Embedding)) or is_transposed_linear(module)
     return PlanError(
         f"the style {style} does not fit {name}, a {type(module).__name__}"
         + " with a forward of its own, hooks or a computed weight" * known,
         cure="vocabulary is for nn.Embedding and nn.Linear, whole for any layer, all others for nn.Linear "
-        "(subclasses that keep its forward)",
+        "and Conv1D of transformers (subclasses that keep its forward)",
     )
 
 
@@ -163,7 +165,19 @@ def features_per_part(name: str, style: ShardingStyle, features: int, parts: int
     return features // parts
 
 
-def cut_linear_by_output(module: nn.Linear, held: tuple[IndexRanges, ...]) -> dict[str, TensorCut]:
-    """Slices of a linear layer of which shard t makes the output features `held[t]`: rows of the weight, and the bias."""
-    cut = TensorCut(0, module.out_features, held)
-    return {key: cut for key, parameter in module._parameters.items() if parameter is not None}
+def cut_linear_by_output(module: nn.Module, held: tuple[IndexRanges, ...]) -> dict[str, TensorCut]:
+    """Slices of a linear layer of which shard t makes the output features `held[t]`: of the weight and the bias."""
+    features = linear_features(module)[1]
+    cut = TensorCut(0, features, held)
+    cuts = {key: cut for key, parameter in module._parameters.items() if parameter is not None}
+    return cuts | {"weight": TensorCut(1, features, held)} if is_transposed_linear(module) else cuts
+
+
+def cut_linear_by_input(module: nn.Module, held: tuple[IndexRanges, ...]) -> dict[str, TensorCut]:
+    """Slices of a linear layer of which shard t reads the input features `held[t]`; the bias is whole."""
+    return {"weight": TensorCut(0 if is_transposed_linear(module) else 1, linear_features(module)[0], held)}
+
+
+def indices_on_shard(name: str, layout: TensorParallelLayout, group: ShardGroup) -> IndexRanges:
+    """The indices of the cut dim of a layer's weight that this shard has; `name`: of the layer."""
+    return layout.cuts[parameter_of(name, "weight")].indices_by_shard[group.shard]

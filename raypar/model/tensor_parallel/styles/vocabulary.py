@@ -20,11 +20,13 @@ from raypar.model.tensor_parallel.styles.style import (
     ROW_COLLECTIVES,
     ShardingStyle,
     cut_linear_by_output,
+    indices_on_shard,
     is_plain_embedding,
     is_plain_linear,
     share_evenly,
     style_misfit_error,
 )
+from raypar.model.transposed_linear import linear_features
 from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.tensor_parallel_layout import LayerCollectives, ShardWorkShare, TensorParallelLayout
 
@@ -51,15 +53,13 @@ class VocabularyStyle(ShardingStyle):
         if isinstance(module, nn.Embedding):
             ids = module.num_embeddings
             return {"weight": TensorCut(0, ids, share_evenly(name, "rows of vocabulary", ids, shards))}
-        assert isinstance(module, nn.Linear)
-        return cut_linear_by_output(module, share_evenly(name, "output features", module.out_features, shards))
+        return cut_linear_by_output(module, share_evenly(name, "output features", linear_features(module)[1], shards))
 
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
-        held = layout.cuts[f"{name}.weight"].indices_by_shard[group.shard]
+        held = indices_on_shard(name, layout, group)
         if isinstance(module, nn.Embedding):
             return VocabularyEmbedding(module, name, group, held)
-        assert isinstance(module, nn.Linear)
         return ColumnLinear(module, name, group, held, axis="vocabulary")
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
