@@ -169,9 +169,11 @@ def missed_limits(found: dict[str, Any]) -> list[str]:
             missed.append(f"{name} is captured in {ours['capture_s']:.2f} s (limit {CAPTURE_S:g})")
     if (cost := found.get("list")) and cost["lower"] > STEP_COST:
         missed.append(f"a step costs {cost['median']:+.2%} beside the list of layers (limit {STEP_COST:.0%})")
-    for large in found.get("large", ()):
-        if large["code"] or large["seconds"] > PLAN_S or large["peak_bytes"] > PLAN_BYTES:
-            missed.append(f"raypar plan, {large['setting']}: {large['seconds']:.1f} s, {large['peak_bytes'] / 1e6:.0f} MB")
+    missed += [
+        f"raypar plan, {large['setting']}: {large['seconds']:.1f} s, {large['peak_bytes'] / 1e6:.0f} MB"
+        for large in found.get("large", ())
+        if large["code"] or large["seconds"] > PLAN_S or large["peak_bytes"] > PLAN_BYTES
+    ]
     return missed
 
 
