@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.graph import join_names
-from raypar.model.graph import join_names
 from raypar.model.layer_skeletons import norms_with_running_statistics
 
 Replaced = Literal["nothing", "parameters", "all"]
@@ -62,8 +61,8 @@ def _refuse_compiled(where: str, module: nn.Module) -> None:
     wrapper = type(module).__module__.startswith("torch._dynamo.")  # what torch.compile(module) returns
     if wrapper or module._compiled_call_impl is not None:
         raise ModelError(
-            f"{where or 'the model'} is a compiled module, and compiled code would keep the parameters of the model function, which workers "
-            "do not train",
+            f"{where or 'the model'} is a compiled module, and compiled code would keep the parameters of the model "
+            "function, which workers do not train",
             cure="compile functions instead: put @torch.compile on the method forward of its class, or on what that calls",
         )
 

@@ -59,7 +59,9 @@ def make_model(name: str, p: float) -> nn.Module:
 
 
 @functools.cache
-def job_of(model: str, microbatches: int = 3, p: float = 0.1, blocks: int = 0, compute: Any = None, steps: int = STEPS) -> JobSpec:
+def job_of(
+    model: str, microbatches: int = 3, p: float = 0.1, blocks: int = 0, compute: Any = None, steps: int = STEPS
+) -> JobSpec:
     """AdamW steps with clipping on a ragged batch: 2 samples in the first microbatches, 3 in others."""
     return JobSpec(
         name=model,

@@ -80,7 +80,9 @@ class Drawn(nn.Module):
         self.units = nn.ModuleList(kind(WIDTH, WIDTH) if kind is nn.Linear else kind() for kind in kinds)
         self.scale = nn.Parameter(torch.randn(WIDTH))
         self.register_buffer("shift", torch.randn(WIDTH))
-        linears = [m.linear if isinstance(m, (Named, Normed)) else m for m in self.units if isinstance(m, (nn.Linear, Named, Normed))]
+        linears = [
+            m.linear if isinstance(m, (Named, Normed)) else m for m in self.units if isinstance(m, (nn.Linear, Named, Normed))
+        ]
         if len(linears) > 1 and dice.random() < 0.5:
             linears[-1].weight = linears[0].weight
         steps: list[tuple[Any, ...]] = [("unit", index) for index in range(len(kinds))]

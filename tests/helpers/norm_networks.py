@@ -83,8 +83,12 @@ class InvertedResidual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.expand = nn.Sequential(nn.Conv2d(width, 16, 1, bias=False), nn.BatchNorm2d(16, eps=1e-3, momentum=0.01), nn.Hardswish(inplace=True))
-        self.depth = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16), nn.Hardswish(True))
+        self.expand = nn.Sequential(
+            nn.Conv2d(width, 16, 1, bias=False), nn.BatchNorm2d(16, eps=1e-3, momentum=0.01), nn.Hardswish(inplace=True)
+        )
+        self.depth = nn.Sequential(
+            nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16), nn.Hardswish(True)
+        )
         self.squeeze, self.excite = nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1)
         self.project = nn.Sequential(nn.Conv2d(16, width, 1, bias=False), nn.BatchNorm2d(width))
 
@@ -100,7 +104,9 @@ class MobileNet(nn.Module):
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
         self.features = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), *(InvertedResidual(8) for _ in range(4)))
-        self.classifier = nn.Sequential(nn.Linear(8, 16), nn.Hardswish(inplace=True), nn.Dropout(p, inplace=True), nn.Linear(16, 7))
+        self.classifier = nn.Sequential(
+            nn.Linear(8, 16), nn.Hardswish(inplace=True), nn.Dropout(p, inplace=True), nn.Linear(16, 7)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.features(x.contiguous(memory_format=torch.channels_last))
@@ -108,11 +114,16 @@ class MobileNet(nn.Module):
 
 
 class Siamese(nn.Module):
-    """One encoder reads two images; a view goes far, transposed and expanded; of what it returns some is None, some the input."""
+    """One encoder reads two images; a view goes far, transposed and expanded; it returns None and its input too."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
-        self.encoder = nn.ModuleList([nn.Sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(True)), nn.Sequential(nn.Conv2d(6, 6, 3), nn.GroupNorm(2, 6))])
+        self.encoder = nn.ModuleList(
+            [
+                nn.Sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(True)),
+                nn.Sequential(nn.Conv2d(6, 6, 3), nn.GroupNorm(2, 6)),
+            ]
+        )
         self.drop, self.heads = nn.Dropout(p), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
 
     def encode(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from raypar.worker.job_spec import JobSpec, loss_target_name
 
 
 class _LayersOf:
-    """Follows a module's forward: as a layer begins, it seeds (rule 3), and gives all modules the layer's own leaves (rule 6)."""
+    """Follows a module's forward: as a layer begins, it seeds (rule 3), and gives modules the layer's leaves (rule 6)."""
 
     def __init__(self, model: nn.Module, graph: Graph, spec: JobSpec) -> None:
         self.model, self.spec = model, spec

@@ -1,5 +1,6 @@
 """What cannot be captured is refused before anything starts: by name, with the file and line of the user's code, and a cure."""
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from helpers.model_zoo import ZOO, ids, import_transformers, sum_of_squares, tok
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
+from raypar.model.layer_skeletons import refuse_unsupported
 
 
 def blocks(count: int = 3) -> nn.ModuleList:
@@ -274,3 +276,190 @@ class Counts(Base):
 def test_a_forward_that_counts_its_calls_is_refused():
     with pytest.raises(ModelError, match="the forward of Counts changes its attribute 'calls' from 0 to 3"):
         capture(Counts(), X)
+
+
+# -- what a forward leaves behind --------------------------------------------------------------------------------------------
+
+
+class LeavesTensor(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        former = getattr(self, "former", None)
+        self.former = x.detach()
+        return x if former is None else x + former
+
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return x.tanh()
+
+
+class CountsInDict(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {"calls": 0}
+
+    def between(self, x: Tensor, index: int) -> Tensor:
+        self.seen["calls"] += 1
+        return x * self.seen["calls"]
+
+
+SEEN = []
+
+
+class CountsInGlobal(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        SEEN.append(index)
+        return x * len(SEEN)
+
+
+class WithBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+
+
+class ReplacesBuffer(WithBuffer):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        self.average = 0.9 * self.average + x.detach().mean(0)
+        return x
+
+
+class DecidesByWrittenBuffer(WithBuffer):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        self.average.add_(1)
+        return x * 2 if self.average[0] > 5 else x
+
+
+class WithNorm(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+
+class NormOfSeveralLayers(WithNorm):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return self.norm(x)
+
+
+class ReadsAverages(WithNorm):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return self.norm(x) + self.norm.running_mean if index == 2 else x
+
+
+class DecidesByCount(WithNorm):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return self.norm(x) * (2 if self.norm.num_batches_tracked > 5 else 1) if index == 2 else x
+
+
+class Seeds(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        torch.manual_seed(3)
+        return x + torch.randn(4)
+
+
+class ViewBeforeWrite(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        half = x[:, :2]
+        x.relu_()
+        return self.blocks[2]((self.blocks[1](x) + nn.functional.pad(half, (0, 2))) * x)
+
+
+class WritesData(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        self.blocks[0].weight.data.mul_(0.9)
+        return x
+
+
+class WritesOwnWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+class UnitWritesData(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = WritesOwnWeight(4, 4)
+
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return x
+
+
+class TiesLate(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        self.blocks[1].weight = self.blocks[0].weight
+        return x
+
+
+class Pickles(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        return copy.copy(x)
+
+
+class Formats(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        assert f"{x.mean():.3f}"
+        return x
+
+
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, 4)
+        self.rnns = nn.ModuleList(nn.LSTM(4, 4, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.first(x[..., None]), torch.tensor([4, 3, 2]), batch_first=True)
+        for rnn in self.rnns:
+            packed, _ = rnn(packed)
+        return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]
+
+
+@pytest.mark.parametrize(
+    "make, what, cure",
+    [
+        (LeavesTensor, "does not do the same when it is called again", "buffer"),
+        (CountsInDict, "does not do the same when it is called again", "buffer"),
+        (CountsInGlobal, "does not do the same when it is called again", "buffer"),
+        (ReplacesBuffer, "assigns a new tensor to its buffer 'average'", "copy_"),
+        (DecidesByWrittenBuffer, "decides by the values of its buffer 'average'", "torch.where"),
+        (NormOfSeveralLayers, "several layers call it: norm, norm#2, norm#3", "a norm for each call"),
+        (ReadsAverages, "between units reads norm.running_mean", "track_running_stats=False"),
+        (DecidesByCount, "decides by the values of its buffer 'norm.num_batches_tracked'", "torch.where"),
+        (Seeds, "seeds PyTorch's generator between units", "raypar seeds every layer"),
+        (ViewBeforeWrite, "of which a view [3, 2] was taken before", "take the view after the write"),
+        (WritesData, "writes into parameter blocks.0.weight", "the optimizer"),
+        (UnitWritesData, "writes into parameter blocks.1.weight", "the optimizer"),
+        (TiesLate, "replaces parameter 'weight' of blocks.1", "in the model function"),
+        (Pickles, "pickling or copy.copy() of a tensor", "inside a module"),
+        (Formats, "__format__() of a tensor", "decide inside of a module"),
+        (Packs, "_pack_padded_sequence", "inside a module"),
+    ],
+)
+def test_what_a_record_would_not_repeat_is_refused(make: Any, what: str, cure: str):
+    with pytest.raises(ModelError) as found:
+        capture(make(), X)
+    assert what in found.value.what and cure in found.value.cure
+
+
+class CachesMask(Base):
+    def between(self, x: Tensor, index: int) -> Tensor:
+        if not hasattr(self, "mask"):
+            self.mask = torch.arange(4.0)
+        return x * self.mask
+
+
+def test_a_table_that_a_forward_keeps_for_the_next_one_is_captured():
+    model = CachesMask()
+    stages = make_stages(captured := capture(model, X), model, [1])
+    assert torch.equal(run_stages(captured, stages, X, sum_of_squares, seeded=False)[0], sum_of_squares(model(**X)))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_scripted_module_is_refused(inside: bool):
+    model = CachesMask()
+    if inside:
+        model.blocks[1] = torch.jit.script(model.blocks[1])
+    made = model if inside else torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(ModelError, match=r"is a RecursiveScriptModule of torch\.jit"):
+        refuse_unsupported("", made)

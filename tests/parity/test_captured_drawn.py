@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 from helpers import drawn_modules
 from helpers.captured_jobs import check_run, graph_of
 

@@ -358,8 +358,8 @@ def _refuse_late_views(trace: Trace, crossing: Collection[TensorKey]) -> None:
                 about = trace.facts[other]
                 if other != rewrite.after and about.storage == fact.storage and about.requires_grad:
                     raise Refused(
-                        f"{event.label} at {event.place} writes into memory of which a view {list(fact.shape)} was taken before; "
-                        f"later layers read the view and what was written, {list(about.shape)}",
+                        f"{event.label} at {event.place} writes into memory of which a view {list(fact.shape)} was taken "
+                        f"before; later layers read the view and what was written, {list(about.shape)}",
                         "take the view after the write; or use the operation that returns a new tensor",
                     )
 

@@ -88,8 +88,8 @@ class Recorder(TorchFunctionMode):
         self.paths = {id(module): name for name, module in model.named_modules()}
         """`id` of a module -> its qualified name."""
         self.story: list[tuple[Any, ...]] = []
-        """(call, place, what its arguments are) of every event that is not pure: equal for two traces of one batch, unless the forward
-        depends on something that it has left behind."""
+        """(call, place, what its arguments are) of every event that is not pure: equal for two traces of one batch, unless the
+        forward depends on something that it has left behind."""
         self._uninitialised: set[int] = set()
         """`memory_of` of tensors whose values nothing has set (torch.empty)."""
         self._inside_event = 0
@@ -435,7 +435,6 @@ class _OperationWatch(TorchDispatchMode):
         if func._schema.is_mutable:
             self._refuse_parameter_writes(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
 
     def _refuse_parameter_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises `Refused` if an operation writes into a parameter."""

@@ -146,7 +146,7 @@ class Trace:
     passed_through: frozenset[EventId]
     """Calls that returned one of their arguments."""
     story: tuple[tuple[Any, ...], ...]
-    """(call, place, what its arguments are) of the events that are not pure, and of the end: equal for two traces of one batch."""
+    """(call, place, what its arguments are) of the events that are not pure, and of the end."""
 
     @property
     def output_keys(self) -> tuple[TensorKey, ...]:

@@ -251,7 +251,7 @@ class TraceCache:
                     raise ModelError(
                         f"the forward of {name or type(module).__name__} assigns a new tensor to its buffer {key!r} between "
                         "units, which workers would not",
-                        cure=f"write into it, with the model.buffers that you want: self.{key}.copy_(...); or do it in a module "
+                        cure=f"write into it, with a setting of model.buffers: self.{key}.copy_(...); or do it in a module "
                         "that is a unit (model.units)",
                     )
 
@@ -296,7 +296,7 @@ class TraceCache:
         autocast = torch.autocast(
             "cpu", self.autocast_dtype or torch.bfloat16, enabled=self.autocast_dtype is not None, cache_enabled=False
         )
-        # A batch of a new form may come inside of a layer that is recomputed, which keeps what autograd saves: not what a trace saves.
+        # A batch of a new form may come inside of a recomputed layer, which keeps what autograd saves: not what a trace saves.
         own_hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
         try:
             with preserve_random_state(), meta_operations_without_dynamo(), torch.enable_grad(), autocast, own_hooks:
