@@ -21,8 +21,6 @@ CUT = (
 """Models whose attention and MLP can be cut."""
 FEW = ("gpt2", "bert", "t5")
 """Models of the default suite."""
-
-
 FLOAT32_SUMS = {"gemma3": "*_norm.weight"}
 """Model -> parameters whose gradients its own code sums over heads in float32, whatever its dtype: Gemma 3's norms of heads."""
 
@@ -133,11 +131,11 @@ def test_the_plan_that_a_model_brings_along_chooses_styles():
     [
         (
             {"blocks.*.a": "moe_tp_experts"},
-            r"gives blocks\.0\.a, a Linear, the style moe_tp_experts, which raypar does not have",
+            r"gives blocks\.0\.a, a Linear, the style moe_tp_experts, which raypar does not",
         ),
         (
             {"blocks.*.norm": "colwise"},
-            r"\(colwise\) cannot be kept: the style column does not fit blocks\.0\.norm, a LayerNorm",
+            r"\(colwise\) cannot be kept: the style column does not fit blocks\.0\.norm, a Layer",
         ),
     ],
 )
