@@ -237,8 +237,9 @@ class _SplitLinear(torch.autograd.Function):
 def find_deferrable_modules(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
     """The parts of a layer that are of this kind and whose weight gradients can be put off.
 
-    `nn.Linear` stands for transposed linear layers, too. Left alone: those with a forward of their own (of the class, or of this one object), weights that are computed
-    (parametrizations, weight norm) or frozen, and parameters that several modules of the layer share.
+    `nn.Linear` stands for transposed linear layers, too. Left alone: those with a forward of their own (of the class, or of
+    this one object), weights that are computed (parametrizations, weight norm) or frozen, and parameters that several modules
+    of the layer share.
     """
     owners = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
     for part in module.modules():

@@ -123,6 +123,26 @@ def test_a_split_linear_makes_autograds_calls(inputs, weights, gradients):
             assert a.stride() == b.stride() and torch.equal(a, b), case
 
 
+@pytest.mark.parametrize("leading", [(1,), (7,), (1, 1), (1, 5), (5, 1), (4, 17)], ids=str)
+def test_a_split_transposed_linear_makes_autograds_calls(leading):
+    torch.set_num_threads(1)
+    conv = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    for (fan_in, fan_out), trained in product(SIZES, [True, False]):
+        linear = conv(fan_out, fan_in).double()
+        x, gradient = whole(*leading, fan_in), whole(*leading, fan_out)
+
+        def of_plain(linear: nn.Module = linear, x: Tensor = x, gradient: Tensor = gradient, trained: bool = trained):
+            start, of_input = torch.zeros((), requires_grad=True), []
+            made = type(linear).forward(linear, Ends.apply(x, start, of_input) if trained else x)
+            leaves = [*linear.parameters(), *([start] if trained else [])]
+            return [made, *torch.autograd.grad(made, leaves, gradient, allow_unused=True)[: len(leaves) - trained], *of_input]
+
+        want, plain = calls_of(of_plain)
+        got, split = calls_of(of_split, linear, x, gradient, trained)
+        assert got == want, f"{fan_in} -> {fan_out}: {list((got - want).elements())} not {list((want - got).elements())}"
+        assert all(a.stride() == b.stride() and torch.equal(a, b) for a, b in zip(split, plain, strict=True))
+
+
 @pytest.mark.parametrize("inputs, gradients", [(whole, whole), (by_column, whole), (sliced, whole), (whole, expanded)])
 def test_a_split_linear_makes_autograds_calls_in_bfloat16_too(inputs, gradients):
     """Casts aside, which autograd asks for with more words."""

@@ -22,20 +22,8 @@ from raypar.model.transposed_linear import linear_features
 
 _COLUMNS = {"up", "up_proj", "gate", "gate_proj", "fc1", "c_fc", "w1", "w3", "lin1", "linear1", "dense_h_to_4h", "fc_in"}
 _COLUMNS |= {"wi", "wi_0", "wi_1", "ffn", "intermediate.dense"}
-_ROWS = {
-    "down",
-    "down_proj",
-    "fc2",
-    "w2",
-    "lin2",
-    "linear2",
-    "dense_4h_to_h",
-    "fc_out",
-    "c_proj",
-    "wo",
-    "ffn_output",
-    "output.dense",
-}
+_ROWS = {"down", "down_proj", "fc2", "w2", "lin2", "linear2", "dense_4h_to_h", "fc_out", "c_proj"}
+_ROWS |= {"wo", "ffn_output", "output.dense"}
 _FUSED: dict[str, type[HeadStyle]] = {
     "qkv": QkvStyle,
     "qkv_proj": QkvStyle,

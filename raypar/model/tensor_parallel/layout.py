@@ -44,10 +44,12 @@ def compute_shard_layout(
 
 def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, infer: bool) -> TensorParallelLayout:
     modules = {name: (module, parents) for name, module, parents in _modules_with_parameters(graph)}
+    first_names = _first_names(graph)
     given = _styles_by_pattern(modules, styles)
     chosen = dict(given)
-    if infer and shards > 1:
-        chosen |= _without_unequal_ties(graph, _styles_of_model(graph, modules, given), given)
+    if infer:
+        planned = library_styles(graph, {name: module for name, (module, _) in modules.items()}, given) if shards > 1 else {}
+        chosen |= _without_unequal_ties(graph, _styles_of_model(graph, planned, given), given)
     found: dict[str, ShardingStyle] = {}
     cuts: dict[str, TensorCut] = {}
     once: dict[Any, Any] = {}  # equal answers, and names, are one object: the layout of a deep model is sent to every worker
@@ -58,7 +60,10 @@ def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, inf
         slices = style.slices(name, module, shards)
         if slices:
             found[name] = style
-            cuts |= {intern(parameter_of(name, key)): once.setdefault(cut, cut) for key, cut in slices.items()}
+            for key, cut in slices.items():
+                parameter = intern(parameter_of(name, key))
+                cuts[parameter] = once.setdefault(cut, cut)
+                cuts[intern(first_names.get(parameter, parameter))] = cuts[parameter]
     _check_ties(graph, found, cuts)
     costs = {name: style.cost(name, modules[name][0], shards) for name, style in found.items()}
     return TensorParallelLayout(
@@ -124,18 +129,31 @@ def _styles_by_pattern(modules: Mapping[str, tuple[nn.Module, Any]], styles: Map
     return found
 
 
+def _first_names(graph: Graph) -> dict[str, str]:
+    """Name of a parameter -> the name by which its layer knows it, where they differ: several modules of the layer have it."""
+    found: dict[str, str] = {}
+    for layer in graph.layers:
+        root = shared_skeleton(layer)
+        first = {id(parameter): layer.qualify(path) for path, parameter in root.named_parameters()}
+        for path, module in root.named_modules():
+            for key, parameter in module._parameters.items():
+                name = parameter_of(layer.qualify(path), key)
+                if parameter is not None and first[id(parameter)] != name:
+                    found[name] = first[id(parameter)]
+    return found
+
+
 def _styles_of_model(
-    graph: Graph, modules: Mapping[str, tuple[nn.Module, Any]], given: Mapping[str, ShardingStyle]
+    graph: Graph, planned: Mapping[str, ShardingStyle], given: Mapping[str, ShardingStyle]
 ) -> dict[str, ShardingStyle]:
     """The styles that nobody has given: those of the model's own plan, and, where that says nothing, the inferred ones."""
-    planned = library_styles(graph, {name: module for name, (module, _) in modules.items()}, given)
     places = {name.rpartition(".")[0] for name, style in planned.items() if not isinstance(style, WholeStyle)}
     found = {
         intern(name): style
         for name, style in infer_styles(graph).items()
         if name not in given and name.rpartition(".")[0] not in places
     }
-    return found | planned
+    return found | dict(planned)
 
 
 def _names_in_patterns(name: str, module: nn.Module) -> Iterator[str]:

@@ -87,8 +87,8 @@ def _style_of(name: str, word: str, module: nn.Module) -> ShardingStyle:
     pattern = ".".join("*" if step.isdigit() else step for step in name.partition(LATER_USE)[0].split("."))
     if style is None:
         raise PlanError(
-            f"the model's own tensor-parallel plan gives {name}, a {type(module).__name__}, the style {word}, which raypar does "
-            "not have",
+            f"the model's own tensor-parallel plan gives {name}, a {type(module).__name__}, the style {word}, which raypar "
+            "does not have",
             cure=f"say how it is cut, or that every shard has all of it: plan.styles: {{'{pattern}': whole}}",
         )
     try:

@@ -58,7 +58,7 @@ def check_shards_on_meta(
             )
             place = "the model"
             try:
-                with ParameterMisuseDetector(modules, layout, group) as access:
+                with ParameterMisuseDetector(graph, modules, layout, group) as access:
                     for layer in graph.layers:
                         access.layer, place = layer.name, f"layer {layer.name!r}"
                         made = modules[layer.name](*(values[name] for name in layer.inputs))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from raypar.errors import ModelError
+from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.sharded_module_base import ShardedModule
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, flatten_arguments
@@ -29,7 +30,7 @@ _COMPUTED = {"T", "mT", "H", "mH", "data", "real", "imag"}
 class ParameterMisuseDetector(TorchFunctionMode):
     """While it is entered, watches what is computed with the parameters of `modules` (layer name -> this shard's module)."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], layout: TensorParallelLayout, group: ShardGroup) -> None:
+    def __init__(self, graph: Graph, modules: Mapping[str, nn.Module], layout: TensorParallelLayout, group: ShardGroup) -> None:
         super().__init__()
         self.layer = ""
         """The layer that runs; set by the caller."""
@@ -42,13 +43,13 @@ class ParameterMisuseDetector(TorchFunctionMode):
         """The sharded layers that run, the innermost last."""
         self._whole: set[int] = set()
         """Ids of parameters that were computed with whole values."""
-        for layer, root in modules.items():
-            for path, part in root.named_modules():
+        for layer in graph.layers:
+            for path, part in modules[layer.name].named_modules():
                 sharded = isinstance(part, ShardedModule)
                 for key, parameter in part._parameters.items():
                     if parameter is None:
                         continue
-                    name = ".".join(filter(None, (layer, path, key)))
+                    name = layer.qualify(f"{path}.{key}" if path else key)
                     self._names.setdefault(id(parameter), name)
                     if sharded and name in layout.cuts:
                         self._owners.setdefault(id(parameter), []).append(part)
