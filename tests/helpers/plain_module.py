@@ -7,6 +7,7 @@ layers come.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -174,7 +175,7 @@ def _apply(spec: JobSpec, trained: Mapping[str, Tensor], gradients: Mapping[str,
     for gradient in gradients.values():
         if gradient is not None:
             squares += sum(float(torch.dot(p, p)) for p in lying_as_new(gradient).flatten().split(32768))
-    norm = squares**0.5 / count
+    norm = math.sqrt(squares) / count
     factor = 1 / count if spec.clip_norm is None else min(1.0, spec.clip_norm / (norm + 1e-6)) / count
     for name, parameter in trained.items():
         parameter.grad = None if gradients[name] is None else gradients[name].mul_(factor)
