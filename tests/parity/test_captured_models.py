@@ -373,3 +373,20 @@ def test_random_modules_are_the_plain_module(seed: int):
 def test_many_random_modules_are_the_plain_module(first: int):
     for seed in range(first, first + 25):
         check_random(seed)
+
+
+class FirstToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids[:, 0])  # of one sample: one element, with the stride of a row
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def test_one_element_with_the_stride_of_a_row_is_captured():
+    assert len(capture(FirstToken(), {"ids": torch.arange(6).reshape(1, 6)}).layers) == 3

@@ -257,7 +257,8 @@ class Recorder(TorchFunctionMode):
             return value if isinstance(value, _NUMBERS) else type(value)
         if leaf not in self._pure or isinstance(value, AbsentTensor) or memory_of(value) in self._uninitialised:
             return tuple(value.shape), value.dtype
-        bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        # Of one element `contiguous()` keeps any stride, with which `view` does not take another dtype.
+        bits = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
         return tuple(value.shape), value.dtype, hashlib.blake2b(bits).digest()
 
     def _separate_results(self, name: str, tensors: Sequence[Tensor], out: Any) -> Any:
