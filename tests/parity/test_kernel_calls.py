@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.kernel_calls import calls_of, elsewhere, products_in
+from helpers.model_zoo import import_transformers
 from helpers.on_shards import on_shards
 from torch import Tensor, nn
 
@@ -126,7 +127,7 @@ def test_a_split_linear_makes_autograds_calls(inputs, weights, gradients):
 @pytest.mark.parametrize("leading", [(1,), (7,), (1, 1), (1, 5), (5, 1), (4, 17)], ids=str)
 def test_a_split_transposed_linear_makes_autograds_calls(leading):
     torch.set_num_threads(1)
-    conv = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    conv = import_transformers().pytorch_utils.Conv1D
     for (fan_in, fan_out), trained in product(SIZES, [True, False]):
         linear = conv(fan_out, fan_in).double()
         x, gradient = whole(*leading, fan_in), whole(*leading, fan_out)
