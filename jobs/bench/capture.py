@@ -260,6 +260,8 @@ def main() -> None:
             found["models"].setdefault(name, {}).update(sides)
         found |= {key: read[key] for key in ("list", "large") if key in read}
     names = given.models if given.models is not None else [] if given.read else list(ZOO)
+    if unknown := [name for name in names if name not in ZOO]:
+        parser.error(f"no model {unknown[0]!r}: choose of {', '.join(ZOO)}")
     for name in names:
         for side in SIDES if given.only is None else (given.only,):
             found["models"][name][side] = measure(name, side)
