@@ -24,7 +24,7 @@ from raypar.comm.nccl.endpoint import NcclEndpoint
 from raypar.comm.transport import run_routine
 from raypar.errors import RayparError
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.plan.adopt_plan_command import AdoptPlanCommand
+from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.schedule import registry
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.process.gpu_setup import configure_torch

@@ -14,7 +14,7 @@ from models import CLIP_NORM, OPTIMIZER, SEED, Workload
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.plan import MicrobatchRouting, ParallelPlan
-from raypar.plan.adopt_plan_command import AdoptPlanCommand
+from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.schedule import registry
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 from raypar.worker.process.malloc_and_gc import freeze_existing_objects, keep_freed_memory, return_unused_memory

@@ -29,11 +29,11 @@ from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.hello_and_failure_messages import pickle_error_for_client
-from raypar.actors.journal import Journal, MembershipRecord
 from raypar.actors.members_file import MembersFileText
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_request import RunRequest
+from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_reports import Report, StepReports
 from raypar.actors.wait_reporter import WaitReporter

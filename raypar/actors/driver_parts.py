@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.event_feed import EventFeed
-from raypar.actors.journal import Journal
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_request import RunRequest
+from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_reports import StepReports
 from raypar.actors.worker_calls import WorkerCalls

@@ -12,7 +12,7 @@ from typing import Any
 from raypar.actors import membership_event_text
 from raypar.actors.driver_parts import DriverParts
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
-from raypar.actors.journal import MembershipRecord
+from raypar.actors.run_state_in_ray_kv import MembershipRecord
 from raypar.actors.worker_pool import remove_leftover_placement_groups
 from raypar.elastic import events as on
 from raypar.elastic.buddies import assign_buddies
@@ -20,7 +20,7 @@ from raypar.elastic.digest_check import InitialDigestCheck
 from raypar.elastic.plural_wording import count_of, format_worker_numbers
 from raypar.elastic.seating import spread_replicas_over_nodes
 from raypar.errors import ClusterError
-from raypar.plan.adopt_plan_command import AdoptPlanCommand
+from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.ownership import same_state_keys
 
 

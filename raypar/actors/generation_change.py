@@ -9,14 +9,14 @@ from typing import Any
 
 from raypar.actors import membership_event_text
 from raypar.actors.driver_parts import DriverParts
-from raypar.actors.journal import MembershipRecord
+from raypar.actors.run_state_in_ray_kv import MembershipRecord
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.digest_check import InitialDigestCheck
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
-from raypar.plan.adopt_plan_command import AdoptPlanCommand
+from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.ownership import same_state_keys
 
 

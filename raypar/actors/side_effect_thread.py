@@ -10,8 +10,8 @@ from typing import Any
 
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.event_feed import EventFeed
-from raypar.actors.journal import DriverReplaced
 from raypar.actors.run_recorder import RunRecorder
+from raypar.actors.run_state_in_ray_kv import DriverReplaced
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import UserCodeError

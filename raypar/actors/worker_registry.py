@@ -15,9 +15,9 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 
 from raypar.actors.cluster_info import list_dead_nodes, list_draining_nodes
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
-from raypar.actors.journal import Journal
 from raypar.actors.liveness_connection import LivenessConnections
 from raypar.actors.node_loss import NodeLossTracker
+from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic import events as on
 from raypar.elastic.cpu_wait_deadline_extension import CpuWaitDeadlineExtension

@@ -30,11 +30,11 @@ from raypar.elastic.events import (
     ValidationEmitted,
     WorkerStatusReported,
 )
-from raypar.elastic.failing_rules import fail_run
 from raypar.elastic.failure_budget import end_run_on_repeated_out_of_memory, mark_worker_lost, record_death
 from raypar.elastic.phases import Phase
 from raypar.elastic.plan_rules import end_run_between_generations, find_plan, tell_what_is_awaited
 from raypar.elastic.plural_wording import format_worker_numbers
+from raypar.elastic.run_failure_rules import fail_run
 from raypar.elastic.run_state import RunState
 from raypar.elastic.shard_count_history import ShardCountHistory
 from raypar.elastic.step_flow import record_emitted_step

@@ -25,12 +25,12 @@ from raypar.elastic.events import (
     ValidationReported,
     WorkersReady,
 )
-from raypar.elastic.failing_rules import end_run_once_cause_is_known, fail_run
 from raypar.elastic.growth_rules import ask_for_larger_plan
 from raypar.elastic.inelastic_silent_worker_rules import check_silent_worker_wait
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.recovery_rules import recover_from_failure
+from raypar.elastic.run_failure_rules import end_run_once_cause_is_known, fail_run
 from raypar.elastic.run_state import RunState
 from raypar.elastic.step_flow import (
     begin_checkpoint,

@@ -18,7 +18,7 @@ from raypar.comm.worker_endpoint import WorkerEndpoint
 from raypar.errors import ClusterError, ConfigError
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
-from raypar.plan.adopt_plan_command import AdoptPlanCommand
+from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.worker.job_spec import JobSpec, Precision
 from raypar.worker.process.gpu_setup import GPU_WORKER_ENVIRONMENT, configure_torch

@@ -18,7 +18,7 @@ from torch import Tensor
 from raypar.comm.transport import Routine, RoutineWait, Transport
 from raypar.errors import RayparError
 from raypar.model.layer_skeletons import state_shapes
-from raypar.plan.adopt_plan_command import AdoptPlanCommand
+from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.global_loss_and_norm import VoteResult
 from raypar.plan.pieces import Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import TensorCut

@@ -18,7 +18,7 @@ from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import MicrobatchRouting, ParallelPlan, TiedParameter
 from raypar.plan.addition_tree import covering_nodes
-from raypar.plan.adopt_plan_command import AdoptPlanCommand
+from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Communication
 from raypar.worker.job_spec import JobSpec

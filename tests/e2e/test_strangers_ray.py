@@ -13,8 +13,8 @@ import pytest
 import ray
 from helpers.trainee import Trainee, kill
 
-from raypar.actors.journal import Journal
 from raypar.actors.ray_connection import connect_ray
+from raypar.actors.run_state_in_ray_kv import Journal
 
 MAGIC = 0x72617970
 

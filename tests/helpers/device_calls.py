@@ -18,7 +18,7 @@ from helpers.shard_grid import Cell, different, graph
 from helpers.shard_grid import run as run_cell
 
 from raypar.plan import ParallelPlan
-from raypar.plan.adopt_plan_command import AdoptPlanCommand
+from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.pieces import PieceMove
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.job_spec import OptimizerSpec, Ref, ValidationSpec, contract_of_job

@@ -17,20 +17,35 @@ import numpy
 import torch
 from helpers.reference import OtherBuffers, Result, computing_in, lying_as_new, samples, seed_of, tree
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from raypar.model.graph import Graph
 from raypar.worker.job_spec import JobSpec, loss_target_name
 
+Use = tuple[str, str, int]
+"""Parameter, layer, and which use there: 0 for that of the layer's unit, or for all of them."""
 
-class _LayersOf:
-    """Follows a module's forward: as a layer begins, it seeds (rule 3), and gives modules the layer's leaves (rule 6)."""
+
+class _LayersOf(TorchFunctionMode):
+    """Follows a module's forward: as a layer begins, it seeds (rule 3), and gives modules the layer's leaves (rule 6).
+
+    A parameter that several layers use, and one of them several times, has a leaf for each use of code between units there: see
+    `count_uses`.
+    """
 
     def __init__(self, model: nn.Module, graph: Graph, spec: JobSpec) -> None:
+        super().__init__()
         self.model, self.spec = model, spec
         self.order = [layer.name for layer in graph.layers]
         cache = graph.layers[0].build.skeleton.cache  # type: ignore[attr-defined]
         self.places = [(m, k, p) for m in model.modules() for k, p in m._parameters.items() if p is not None]
-        self.leaves: dict[tuple[int, str], nn.Parameter] = {}
+        self.leaves: dict[Use, nn.Parameter] = {}
+        self.name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        """`id` of a parameter, and of each of its leaves -> its name."""
+        self.uses: dict[str, list[Use]] = {}
+        """Parameter -> its uses, in the order of the forward."""
+        self.counting = False
         self.hooks = []
         for name in cache.units:
             unit = model.get_submodule(name)
@@ -44,9 +59,54 @@ class _LayersOf:
         self.step, self.number, self.depth = step, microbatch, 0
         self.calls: Counter[str] = Counter()
         self.started: list[str] = []
+        self.numbers: Counter[tuple[str, str]] = Counter()
         self.begin(self.order[0])
-        yield
+        with self:
+            yield
         assert self.started in (self.order, []), (self.started, self.order)
+
+    @contextlib.contextmanager
+    def count_uses(self) -> Iterator[None]:
+        """Context of a forward that counts the uses of all parameters."""
+        self.counting = True
+        with self.microbatch(0, 0):
+            yield
+        self.counting = False
+        for uses in self.uses.values():
+            layers = Counter(layer for _, layer, _ in uses)
+            if len(layers) == 1 or len(uses) == len(layers):  # one leaf a layer
+                uses[:] = [(name, layer, 0) for name, layer in dict.fromkeys(use[:2] for use in uses)]
+            else:
+                uses[:] = [(name, layer, number if layers[layer] > 1 else 0) for name, layer, number in uses]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.depth or not any(id(value) in self.name_of for value in tree_leaves((args, kwargs))):
+            return func(*args, **(kwargs or {}))
+        layer, found = self.layer, list[Use]()
+
+        def leaf_of_use(value: Any) -> Any:
+            name = self.name_of.get(id(value))
+            if name is None:
+                return value
+            number = 1 + self.numbers[name, layer] + sum(use[0] == name for use in found)
+            found.append((name, layer, number))
+            return value if self.counting or found[-1] not in self.uses[name] else self.leaf(found[-1], value)
+
+        args, kwargs = tree_map(leaf_of_use, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if any(isinstance(value, Tensor) for value in tree_leaves(out)):  # not a shape, a dtype
+            self.numbers.update(use[:2] for use in found)
+            if self.counting:
+                for use in reversed(found):  # autograd adds the gradients of one operation's arguments first to last
+                    self.uses.setdefault(use[0], []).append(use)
+        return out
+
+    def leaf(self, use: Use, parameter: Tensor) -> nn.Parameter:
+        """The leaf of a use."""
+        if use not in self.leaves:
+            self.leaves[use] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+            self.name_of[id(self.leaves[use])] = use[0]
+        return self.leaves[use]
 
     def enter(self, unit: str) -> None:
         self.depth += 1
@@ -59,6 +119,9 @@ class _LayersOf:
             self.begin(name)  # what comes before the first unit has begun its layer already
         else:
             self.seed(name)
+        if self.counting:
+            for parameter in dict.fromkeys(self.name_of[id(p)] for p in self.model.get_submodule(unit).parameters()):
+                self.uses.setdefault(parameter, []).append((parameter, self.layer, 0))
 
     def leave(self) -> None:
         self.depth -= 1
@@ -70,15 +133,13 @@ class _LayersOf:
         numpy.random.seed(here % 2**32)
 
     def begin(self, layer: str) -> None:
+        self.layer = layer
         for module, key, parameter in self.places:
-            place = (id(parameter), layer)
-            if place not in self.leaves:
-                self.leaves[place] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
-            setattr(module, key, self.leaves[place])
+            setattr(module, key, self.leaf((self.name_of[id(parameter)], layer, 0), parameter))
         self.seed(layer)
 
-    def take_gradients(self) -> dict[tuple[int, str], Tensor | None]:
-        found = {place: leaf.grad for place, leaf in self.leaves.items()}
+    def take_gradients(self) -> dict[Use, Tensor | None]:
+        found = {use: leaf.grad for use, leaf in self.leaves.items()}
         for leaf in self.leaves.values():
             leaf.grad = None
         return found
@@ -99,8 +160,12 @@ def make_model(spec: JobSpec) -> nn.Module:
     return model.to(getattr(torch, spec.dtype)).train()
 
 
-def train(graph: Graph, spec: JobSpec) -> tuple[Result, nn.Module]:
-    """(what the run must have, the trained module)."""
+def train(graph: Graph, spec: JobSpec, *, leaves: bool = True) -> tuple[Result, nn.Module]:
+    """(what the run must have, the trained module).
+
+    `leaves=False`: gradients as autograd adds them, which is the same for a step of one microbatch.
+    """
+    assert leaves or spec.microbatches == 1
     torch.set_num_threads(spec.threads)
     model = make_model(spec)
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -116,9 +181,15 @@ def train(graph: Graph, spec: JobSpec) -> tuple[Result, nn.Module]:
     data, blocks = spec.data.dataset.call(), spec.batching.blocks
     inputs = graph.layers[0].build.skeleton.cache.inputs  # type: ignore[attr-defined]
     follow, others, result = _LayersOf(model, graph, spec), OtherBuffers({"": model}, spec.buffers), Result()
+    if not leaves:
+        follow.places, follow.name_of = [], {}
+    follow.uses = _count_uses(graph, spec, inputs, samples(data, spec, 0, spec.batch_size // spec.microbatches))
+    plain_names = {id(parameter): name for name, parameter in model.named_parameters()}
     for step in range(spec.steps):
+        for parameter in trained.values():
+            parameter.grad = None
         others.begin_step()
-        sums: list[dict[Any, Tensor | None] | None] = []
+        sums: list[dict[Use, Tensor | None] | None] = []
         losses: list[tuple[float, float]] = []
         for block in range(blocks):
             members = range(block * spec.microbatches // blocks, (block + 1) * spec.microbatches // blocks)
@@ -131,7 +202,9 @@ def train(graph: Graph, spec: JobSpec) -> tuple[Result, nn.Module]:
                 total.backward()
                 losses.append((float(total.detach()), count))
             sums.append(follow.take_gradients() if len(members) else None)
-        gradients = {name: _add_uses(parameter, follow.order, sums) for name, parameter in trained.items()}
+        gradients = {
+            n: _add_uses(follow.uses.get(plain_names[id(p)], []), sums) if leaves else p.grad for n, p in trained.items()
+        }
         _apply(spec, trained, gradients, sum(count for _, count in losses), result)
         optimizer.step()
         others.end_step()
@@ -143,14 +216,26 @@ def train(graph: Graph, spec: JobSpec) -> tuple[Result, nn.Module]:
     return result, model
 
 
+def _count_uses(graph: Graph, spec: JobSpec, inputs: Any, fields: Mapping[str, Tensor]) -> dict[str, list[Use]]:
+    """Parameter -> its uses in the forward of another copy of the module."""
+    follow = _LayersOf(model := make_model(spec), graph, spec)
+    with follow.count_uses(), computing_in(spec):
+        _call(model, inputs, fields)
+    return follow.uses
+
+
+def _call(model: nn.Module, inputs: Any, fields: Mapping[str, Tensor]) -> Any:
+    given = {name: value.clone() for name, value in fields.items()}
+    return model(*(given[name] for name in inputs.by_place), **{name: given[name] for name in inputs.by_name})
+
+
 def _loss(
     model: nn.Module, follow: _LayersOf, inputs: Any, spec: JobSpec, fields: Mapping[str, Tensor], step: int, number: int
 ) -> tuple[Tensor, float]:
     """(sum to differentiate, number of samples) of one microbatch."""
     target = fields[loss_target_name(spec)]
-    given = {name: value.clone() for name, value in fields.items()}
     with follow.microbatch(step, number), computing_in(spec):
-        output = model(*(given[name] for name in inputs.by_place), **{name: given[name] for name in inputs.by_name})
+        output = _call(model, inputs, fields)
     if spec.loss.is_loss_of_model:
         found = output["loss"] if isinstance(output, Mapping) else output.loss
     else:
@@ -159,13 +244,13 @@ def _loss(
     return (found.float() if found.dtype == torch.bfloat16 else found) * float(len(target)), float(len(target))
 
 
-def _add_uses(parameter: Tensor, order: list[str], sums: list[dict[Any, Tensor | None] | None]) -> Tensor | None:
-    """Rule 6: the tree over blocks of each layer's use, then the uses, last to first."""
+def _add_uses(uses: list[Use], sums: list[dict[Use, Tensor | None] | None]) -> Tensor | None:
+    """Rule 6: the tree over blocks of each use, then the uses, last to first."""
     total = None
-    for layer in reversed(order):
-        use = tree([None if block is None else block.get((id(parameter), layer)) for block in sums])
-        if use is not None:
-            total = use if total is None else total + use
+    for use in reversed(uses):
+        gradient = tree([None if block is None else block.get(use) for block in sums])
+        if gradient is not None:
+            total = gradient if total is None else total + gradient
     return total
 
 

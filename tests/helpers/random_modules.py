@@ -27,6 +27,23 @@ class WritesItsInput(nn.Module):
         return x.mul_(0.5)
 
 
+class Rows:
+    """29 samples of two fields and a target."""
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {name: torch.randn(WIDTH, generator=generator) for name in ("x", "other", "y")}
+
+
+def loss(output: dict[str, Any], target: Tensor) -> Tensor:
+    """Reads every value that the module returns."""
+    read = [output["last"], *output["chosen"]]
+    return torch.stack([(value - target).square().mean() for value in read]).sum()
+
+
 class RandomModule(nn.Module):
     """Units, parameters and buffers, and a list of operations on values [batch, WIDTH] that `seed` decides."""
 

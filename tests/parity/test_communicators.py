@@ -15,7 +15,7 @@ from raypar.comm.communicator_key import COLLECTIVES, FAST_REDUCTION_CHANNELS, S
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
-from raypar.plan.adopt_plan_command import AdoptPlanCommand
+from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.pieces import Piece, PieceMove
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout as StyledLayout
 from raypar.schedule import registry

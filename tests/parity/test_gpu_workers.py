@@ -23,7 +23,7 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import make_model_outline
 from raypar.model.tensor_parallel.layout import make_model_outline_with_layouts
 from raypar.plan import MicrobatchRouting, ModelOutline, ParallelPlan
-from raypar.plan.adopt_plan_command import AdoptPlanCommand
+from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import plan_moves
 from raypar.schedule import registry

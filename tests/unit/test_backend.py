@@ -15,7 +15,7 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.comm.worker_endpoint import WorkerEndpoint
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ClusterError, ConfigError
-from raypar.plan.adopt_plan_command import AdoptPlanCommand
+from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.worker.backend import BACKENDS, make_backend
 from raypar.worker.job_spec import JobSpec, Precision
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from raypar.actors import journal as store
 from raypar.actors import jsonl_file
-from raypar.actors.journal import KEPT_STEPS, Journal
+from raypar.actors import run_state_in_ray_kv as store
 from raypar.actors.jsonl_file import BLOCK_LINES, MIRRORED_LINES, JsonlFile
 from raypar.actors.run_recorder import RunRecorder, format_step_ranges
+from raypar.actors.run_state_in_ray_kv import KEPT_STEPS, Journal
 from raypar.actors.step_reports import StepReports
 from raypar.console.event_printer import EventPrinter
 from raypar.elastic.actions import Teardown

@@ -14,7 +14,7 @@ from raypar.errors import ModelError
 from raypar.model.capture.absent_tensor import absent_like
 from raypar.model.capture.captured_layer import CapturedLayer
 from raypar.model.capture.forward_inputs import ForwardInputs, choose_forward_inputs
-from raypar.model.capture.layer_programs import USES, CutTrace, used_parameter
+from raypar.model.capture.layer_programs import USES, CutTrace, LayerProgram, used_parameter
 from raypar.model.capture.trace import TensorKey
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.capture.units import find_units, units_by_pattern
@@ -159,7 +159,7 @@ def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], li
     for index, (program, shell) in enumerate(zip(declared.layers, shells, strict=True)):
         names: dict[str, str] = {}
         here: set[str] = set()
-        for path, parameter in shell.named_parameters():
+        for path, parameter in _in_order_of_use(program, shell):
             name, number = used_parameter(path) or (path, "")
             whole = parameter if not number else skeleton.get_parameter(name)
             later = f"{name}{LATER_USE}{program.name}" + (f"{USES}{number}" if number else "")
@@ -182,6 +182,20 @@ def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], li
             )
         )
     return layers, [tuple(names) for names in uses.values() if len(names) > 1]
+
+
+def _in_order_of_use(program: LayerProgram, shell: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(path, parameter) of all parameters of a layer.
+
+    The uses of one parameter come in such an order that adding their gradients from last to first is what autograd does.
+    """
+    places: dict[str, tuple[int, int]] = {}
+    for index, event in enumerate(program.events):
+        for number, leaf in enumerate(event.inputs):
+            # Autograd adds the gradients of one operation's arguments first to last.
+            places[leaf.name] = (index, -number)
+    unit = next((index for index, event in enumerate(program.events) if event.is_unit), 0)
+    return sorted(shell.named_parameters(), key=lambda named: places[named[0]] if used_parameter(named[0]) else (unit, 0))
 
 
 def find_aliases(
