@@ -21,7 +21,7 @@ from raypar.errors import (
     error_message,
     with_article,
 )
-from raypar.model.capture.module_graph import captured_outputs_on_meta
+from raypar.model.capture.module_graph import buffers_written_in_capture, captured_outputs_on_meta
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import (
     build_on_meta,
@@ -40,7 +40,7 @@ from raypar.worker.job_spec import JobSpec, Ref, loss_target_name
 from raypar.worker.measure_profile import read_microbatches
 from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, make_dataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
-from raypar.worker.stage.layer_call import refuse_input_writes
+from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
 from raypar.worker.stage.loss_function import make_loss_function
 from raypar.worker.stage.stage_coordinate import cure_for_single_values
 from raypar.worker.step.optimizer import check_optimizer_groups, check_optimizer_is_elementwise
@@ -78,6 +78,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
         graph = make_layer_graph(spec, guard.watching)
     check_optimizer_groups(spec.optimizer, parameter_shapes(graph))
     check_running_statistics(spec, graph)
+    _check_written_buffers(spec, graph)
     with guard.watching("the job's data"):
         samples = len(make_dataset(spec.data))
     if spec.steps < 1:
@@ -104,6 +105,17 @@ def check_running_statistics(spec: JobSpec, graph: Graph) -> None:
                 "raypar does not know to the bit",
                 cure="set device: cpu, or use GroupNorm, or track_running_stats=False",
             )
+
+
+def _check_written_buffers(spec: JobSpec, graph: Graph) -> None:
+    """Raise `ModelError` for a captured model whose forward writes a buffer, if the job does not say what becomes of it."""
+    written = sorted(buffers_written_in_capture(graph)) if spec.buffers == "refuse" else []
+    if written:
+        more = f" (and {len(written) - 1} more)" if len(written) > 1 else ""
+        raise ModelError(
+            f"the model's forward writes its buffer {written[0]!r}{more}: replicas would no longer be equal",
+            cure=cure_of_buffer_writes(training=True),
+        )
 
 
 def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan) -> None:

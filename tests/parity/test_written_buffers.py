@@ -126,6 +126,33 @@ def test_other_buffers_are_refused_by_default_and_the_cure_is_the_policy(layer, 
     assert "model.buffers: last, or sum" in error.value.cure
 
 
+class Captured(nn.Module):
+    """Two blocks; one of them, or the code between them, keeps an average."""
+
+    def __init__(self, writes: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(75, 12), norm_models.Counters(12) if writes == "a unit" else nn.Linear(12, 12)])
+        self.head, self.writes = nn.Linear(12, 3), writes
+        self.register_buffer("average", torch.zeros(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.blocks[0](x.flatten(1))
+        if self.writes == "code between units":
+            with torch.no_grad():
+                self.average.lerp_(hidden.mean(0), 0.1)
+        return self.head(self.blocks[1](hidden) + self.average)
+
+
+@pytest.mark.parametrize("writes, buffer", [("a unit", "blocks.1.average"), ("code between units", "average")])
+def test_a_captured_model_that_writes_buffers_is_refused_before_it_starts(writes, buffer):
+    spec = replace(ugly_models.job("counters"), model=Ref(Captured, {"writes": writes}))
+    with pytest.raises(ModelError, match=f"the model's forward writes its buffer '{buffer}'") as error:
+        preflight(spec)
+    assert "model.buffers: last, or sum" in error.value.cure
+    preflight(replace(spec, buffers="last"))
+    preflight(replace(spec, model=Ref(Captured, {"writes": ""})))
+
+
 # -- other plans, checkpoints, validation ------------------------------------------------------------------------------------
 
 

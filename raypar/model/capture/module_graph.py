@@ -96,6 +96,13 @@ def captured_outputs_on_meta(graph: Graph) -> dict[str, Tensor] | None:
     return {value: torch.empty(fact.shape, dtype=fact.dtype, device="meta") for value, fact in facts}
 
 
+def buffers_written_in_capture(graph: Graph) -> frozenset[str]:
+    """Names of the buffers that a captured model's forward writes in training, apart from running statistics and caches; empty
+    for other models."""
+    shell = graph.layers[-1].build.skeleton if isinstance(graph.layers[-1].build, SkeletonCopier) else None
+    return shell.cache.written_buffers if isinstance(shell, CapturedLayer) else frozenset()
+
+
 class _OutputBuilder:
     """Makes what the model returned of the tensors in it."""
 

@@ -23,6 +23,7 @@ from raypar.model.capture.refusal import InnerModuleUsed, Refused
 from raypar.model.capture.replay import Values, run_event
 from raypar.model.capture.trace import TensorKey, Trace, comparable
 from raypar.model.capture.units import refine_units
+from raypar.model.graph import join_names
 from raypar.model.layer_skeletons import norms_with_running_statistics, statistics_of
 from raypar.model.random_state import preserve_random_state
 from raypar.model.without_dynamo import meta_operations_without_dynamo
@@ -75,6 +76,8 @@ class TraceCache:
         """How batch fields reach the forward."""
         self.autocast_dtype = autocast_dtype
         """The dtype of the autocast in which the job runs its layers; None: there is none."""
+        self.written_buffers: frozenset[str] = frozenset()
+        """Buffers that the first trace's forward has written or replaced, apart from running statistics and caches."""
         self._declared: CutTrace | None = None
         """The first trace, to which all others must fit."""
         self._traces: OrderedDict[Signature, list[CutTrace]] = OrderedDict()
@@ -159,6 +162,7 @@ class TraceCache:
                     self._refuse_changed_state(before, trace)
                     made = cut_into_layers(trace, self._parameters_of_units())
                     if self._declared is None:
+                        self.written_buffers = (before.written_buffers() | before.replaced_buffers()) - before.statistics
                         self._refuse_memory(before, trace, given)
                     return made
                 except InnerModuleUsed as found:
@@ -220,7 +224,7 @@ class TraceCache:
         """Raises `ModelError` for what a forward changes, and a replay would not change or not see."""
         self._refuse_changed_attributes(before.attributes)
         self._refuse_replaced_parts(before.attributes)
-        written = before.written_buffers()
+        written = before.written_buffers() | before.statistics
         for guard in trace.guards:
             for name in sorted(buffers_read_by(trace, guard.event) & written):
                 raise ModelError(
@@ -324,6 +328,9 @@ class _StateBefore:
         """The attributes of its modules."""
         self._buffers = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()]
         """(name, buffer, its version, its value)."""
+        norms = norms_with_running_statistics(model)
+        self.statistics = frozenset[str]().union(*(statistics_of(path, norm) for path, norm in norms))
+        """Names of the buffers that norms have as their running statistics."""
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
@@ -333,10 +340,16 @@ class _StateBefore:
                 buffer.copy_(value)
 
     def written_buffers(self) -> frozenset[str]:
-        """Names of the buffers into which the forward writes: those that it has written, and those of its running norms."""
-        written = {name for name, buffer, version, _ in self._buffers if buffer._version != version}
-        norms = norms_with_running_statistics(self.model)
-        return frozenset(written.union(*(statistics_of(path, norm) for path, norm in norms)))
+        """Names of the buffers into which the forward has written."""
+        return frozenset(name for name, buffer, version, _ in self._buffers if buffer._version != version)
+
+    def replaced_buffers(self) -> frozenset[str]:
+        """Names of the buffers in whose place the forward has put other tensors; caches (persistent=False) apart."""
+        caches = {
+            join_names(path, key) for path, module in self.model.named_modules() for key in module._non_persistent_buffers_set
+        }
+        now = dict(self.model.named_buffers())
+        return frozenset(name for name, buffer, *_ in self._buffers if now.get(name) is not buffer and name not in caches)
 
 
 def _attributes_of(model: nn.Module) -> _Attributes:

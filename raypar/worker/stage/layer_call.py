@@ -231,8 +231,15 @@ def _written_buffer(layer: Layer, buffer: LayerBuffer, *, training: bool) -> Use
     """The error for a buffer that forward has written into."""
     return UserCodeError(
         f"layer {layer.name!r} writes into its buffer {buffer.path!r} in forward: replicas would no longer be equal",
-        cure=f"compute it from the inputs, {_policy_cure(training)}or, if the buffer is only a cache, register it with "
-        "persistent=False, and assign a new tensor to it instead of writing into the old one",
+        cure=cure_of_buffer_writes(training=training),
+    )
+
+
+def cure_of_buffer_writes(*, training: bool) -> str:
+    """The cure for a forward that writes into a buffer."""
+    return (
+        f"compute it from the inputs, {_policy_cure(training)}or, if the buffer is only a cache, register it with "
+        "persistent=False, and assign a new tensor to it instead of writing into the old one"
     )
 
 
