@@ -179,6 +179,13 @@ def _note_of_loads(nbytes: int) -> tuple[str, ...]:
     )
 
 
+_FOREIGN_TORCHVISION_CURE = (
+    "the installed torchvision was built for another PyTorch than the installed one (PyPI's, say, which is for CUDA, beside a "
+    "PyTorch for CPUs): install both from one index, or uninstall torchvision if the model does not need it"
+)
+"""For `operator torchvision::nms does not exist`, the cause of which `transformers` hides behind the name of the model."""
+
+
 def _call_model(spec: JobSpec) -> Any:
     """What the user's model function returns. Raises `UserCodeError` if it raises, `ModelError` if it returns None."""
     try:
@@ -187,9 +194,12 @@ def _call_model(spec: JobSpec) -> Any:
         raise
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)
+        frames = traceback.format_exc()
         raise UserCodeError(
-            f"the model function {spec.model.label} raised {error_text(error)}\n{traceback.format_exc()}",
-            cure="the last lines of the traceback are where it did; it is called with model.args",
+            f"the model function {spec.model.label} raised {error_text(error)}\n{frames}",
+            cure=_FOREIGN_TORCHVISION_CURE
+            if "operator torchvision::" in frames
+            else "the last lines of the traceback are where it did; it is called with model.args",
         ) from error
     if made is None:
         raise ModelError(f"the model function {spec.model.label} returned None", cure="return an nn.Module, layers or a Graph")

@@ -886,6 +886,18 @@ def test_by_name_says_that_constructors_do_not_count():
     assert values["3.down.weight"].abs().min() > 0
 
 
+def test_a_torchvision_of_another_pytorch_is_named_where_transformers_hides_it():
+    def model() -> nn.Module:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'LlamaForCausalLM'.") from error
+
+    with pytest.raises(UserCodeError) as raised:
+        make_layer_graph(replace(job("constructors"), model=Ref(model)))
+    assert "install both from one index, or uninstall torchvision" in raised.value.cure
+
+
 def test_what_the_model_function_raises_is_the_users_error():
     with pytest.raises(UserCodeError, match="ZeroDivisionError"):
         make_layer_graph(replace(job("constructors"), model=Ref(lambda: 1 / 0)))
