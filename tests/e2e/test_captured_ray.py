@@ -1,4 +1,4 @@
-"""An unmodified Llama on Ray: two stages and two replicas, also with a worker killed, end with the weights of one process."""
+"""Unmodified models on Ray: two stages and two replicas, also with a worker killed, end with the weights of one process."""
 
 import json
 import os
@@ -12,20 +12,29 @@ import torch
 import raypar
 from raypar.actors.ray_connection import connect_ray
 from raypar.plan import ParallelPlan
-from raypar.worker.checkpoint.checkpoint_files import PARAMETER, read_checkpoint_state
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER, read_checkpoint_buffers, read_checkpoint_state
 from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph
 
-pytestmark = [pytest.mark.full]  # each worker imports transformers
+pytestmark = [pytest.mark.full]  # each worker imports transformers or torchvision
 
-JOB: dict[str, Any] = {
-    "model": ("helpers.model_zoo:make_zoo_model", {"name": "llama", "p": 0.1}),
-    "loss": "model",
-    "data": {"function": "helpers.model_zoo:TokenSamples", "target": "labels"},
-    "steps": 6,
-    "batch_size": 7,
-    "microbatches": 4,
-    "plan": {"stages": 2, "replicas": 2},
-}
+MODELS = ("llama", "gpt2", "bert", "t5", "vit", "small_resnet", "unet", "lstm")
+"""Decoders, an encoder, both, a vision transformer, BatchNorm, skips over stages, and a model without lists of modules."""
+KILLED = ("llama", "t5", "small_resnet")
+
+
+def job_of(model: str) -> dict[str, Any]:
+    """A few steps of a model of the zoo on a ragged batch, with dropout where the model has it."""
+    return {
+        "model": ("helpers.captured_jobs:make_model", {"name": model, "p": 0.1}),
+        "loss": ("helpers.captured_jobs:loss_of", {"name": model}),
+        "data": {"function": "helpers.captured_jobs:BatchesOf", "args": {"name": model}, "target": "y"},
+        "optimizer": ("torch.optim:AdamW", {"lr": 1e-2}),
+        "steps": 5,
+        "batch_size": 9,
+        "microbatches": 4,
+        "plan": {"stages": 2, "replicas": 2},
+    }
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,20 +44,26 @@ def own_ray():
         yield
 
 
-def parameters_of_one_process(trainer: raypar.Trainer) -> dict[str, torch.Tensor]:
-    found = OneProcessRun(trainer.spec, ParallelPlan.mesh(layers=8), "1f1b")
-    for step in range(trainer.spec.steps):
-        found.step(step)
-    return {name: copies[0] for name, copies in found.parameters().items()}
-
-
-def test_two_stages_and_two_replicas_train_an_unmodified_llama_as_one_process(tmp_path: Path):
-    trainer = raypar.Trainer(**JOB, run_dir=tmp_path)
+def check_run(trainer: raypar.Trainer) -> raypar.Result:
+    """Train; parameters and buffers are those of one process."""
     result = trainer.fit()
     assert result.error is None
-    found, wanted = read_checkpoint_state(Path(result.checkpoint_path)), parameters_of_one_process(trainer)
+    graph = make_layer_graph(trainer.spec)
+    one = OneProcessRun(trainer.spec, ParallelPlan.mesh(layers=len(graph.layers)), "1f1b", graph=graph)
+    for step in range(trainer.spec.steps):
+        one.step(step)
+    path = Path(result.checkpoint_path)
+    parameters, buffers = read_checkpoint_state(path), read_checkpoint_buffers(path, one.buffers().keys())
+    found = {name: kept[PARAMETER] for name, kept in parameters.items()} | buffers
+    wanted = {name: copies[0] for name, copies in (one.parameters() | one.buffers()).items()}
     assert found.keys() == wanted.keys()
-    assert [name for name, value in wanted.items() if not torch.equal(found[name][PARAMETER], value)] == []
+    assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
+    return result
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_stages_and_two_replicas_train_an_unmodified_model_as_one_process(tmp_path: Path, model: str):
+    check_run(raypar.Trainer(**job_of(model), run_dir=tmp_path))
 
 
 class KillsOneWorker(raypar.Callback):
@@ -63,11 +78,8 @@ class KillsOneWorker(raypar.Callback):
             os.kill(members[0]["pid"], signal.SIGKILL)
 
 
-def test_a_killed_worker_changes_nothing_but_the_plan(tmp_path: Path):
-    job = JOB | {"steps": 12, "elastic": True}
-    trainer = raypar.Trainer(**job, run_dir=tmp_path, name="killed", callbacks=[KillsOneWorker(tmp_path / "killed")])
-    result = trainer.fit()
-    assert result.error is None
-    found, wanted = read_checkpoint_state(Path(result.checkpoint_path)), parameters_of_one_process(trainer)
-    assert [name for name, value in wanted.items() if not torch.equal(found[name][PARAMETER], value)] == []
+@pytest.mark.parametrize("model", KILLED)
+def test_a_killed_worker_changes_nothing_but_the_plan(tmp_path: Path, model: str):
+    job = job_of(model) | {"steps": 12, "elastic": True}
+    result = check_run(raypar.Trainer(**job, run_dir=tmp_path, name="killed", callbacks=[KillsOneWorker(tmp_path / "killed")]))
     assert "lost" in (Path(result.path) / "events.jsonl").read_text()

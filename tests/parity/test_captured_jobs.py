@@ -1,6 +1,7 @@
 """Jobs whose model is an unmodified module: every plan trains it as one process does, and exports what the module loads."""
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy
 import pytest
 import torch
 from helpers import checkpoint_folders
-from helpers.model_zoo import TokenSamples, make_zoo_model
+from helpers.model_zoo import TokenSamples, import_transformers, make_zoo_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -326,3 +327,12 @@ def test_microbatches_with_and_without_padding_are_told_apart_on_every_worker(na
     assert unequal(one, two) == []
     single = spec_of((make_zoo_model, {"name": name}), data=data)
     assert_equal_to(plain(single, lambda model, batch: model(**batch).loss, stacked), run(single, pp=3))
+
+
+def test_the_readmes_example_of_an_unmodified_model_is_a_job():
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (block,) = re.findall(r"```python\n(trainer = raypar\.Trainer\(\n    model=lambda: transformers.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {"raypar": raypar, "transformers": import_transformers(), "tokens": TokenSamples}
+    exec(block, names)
+    checked = preflight(names["trainer"].spec)
+    assert [layer.name for layer in checked.graph.layers if "layers" in layer.name] == [f"model.layers.{i}" for i in range(4)]
