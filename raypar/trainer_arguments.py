@@ -25,9 +25,9 @@ from raypar.config import (
     ValidationConfig,
     job_from_argument_tree,
 )
+from raypar.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, settings_from_ray_train
 from raypar.errors import ConfigError, with_article
 from raypar.plan import ParallelPlan
-from raypar.ray_train_config import RAY_TRAIN_ARGUMENTS, settings_from_ray_train
 from raypar.traceback_filter import is_raypar_file
 from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import DataSpec, OptimizerSpec, Ref, find_unstable_argument

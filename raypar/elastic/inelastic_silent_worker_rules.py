@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from raypar.elastic.actions import TellUser, WarnUser
+from raypar.elastic.end_failed_run import fail_run
 from raypar.elastic.events import CallFailed, Tick, WorkerAnswered, WorkerSilent
 from raypar.elastic.last_copy_holders import TELL_EVERY_S
 from raypar.elastic.phases import Phase
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
-from raypar.elastic.run_failure_rules import fail_run
 from raypar.elastic.run_state import RunState
 from raypar.errors import CommTimeout, WorkerLost
 

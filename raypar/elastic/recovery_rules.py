@@ -18,6 +18,7 @@ from raypar.elastic.actions import ApplyKeptGradients, FenceWorkers, KillWorker,
 from raypar.elastic.begin_recovery import begin_recovery, is_caused_by_worker_loss
 from raypar.elastic.deadlines import answer_deadline_s
 from raypar.elastic.digest_check import compare_digests_in_recovery
+from raypar.elastic.end_failed_run import fail_run
 from raypar.elastic.events import (
     CallFailed,
     CheckpointFailed,
@@ -34,7 +35,6 @@ from raypar.elastic.failure_budget import end_run_on_repeated_out_of_memory, mar
 from raypar.elastic.phases import Phase
 from raypar.elastic.plan_rules import end_run_between_generations, find_plan, tell_what_is_awaited
 from raypar.elastic.plural_wording import format_worker_numbers
-from raypar.elastic.run_failure_rules import fail_run
 from raypar.elastic.run_state import RunState
 from raypar.elastic.shard_count_history import ShardCountHistory
 from raypar.elastic.step_flow import record_emitted_step

@@ -8,6 +8,7 @@ from raypar.elastic.actions import AbortGroups, EmitStep, EmitValidation, Reques
 from raypar.elastic.begin_recovery import begin_recovery
 from raypar.elastic.deadlines import find_mute_workers, find_overdue_workers, silent_deadline_s, step_deadline_s
 from raypar.elastic.digest_check import compare_replica_digests
+from raypar.elastic.end_failed_run import end_run_once_cause_is_known, fail_run
 from raypar.elastic.events import (
     AllWorkersCopiedState,
     CallFailed,
@@ -30,7 +31,6 @@ from raypar.elastic.inelastic_silent_worker_rules import check_silent_worker_wai
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.recovery_rules import recover_from_failure
-from raypar.elastic.run_failure_rules import end_run_once_cause_is_known, fail_run
 from raypar.elastic.run_state import RunState
 from raypar.elastic.step_flow import (
     begin_checkpoint,

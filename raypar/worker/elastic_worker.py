@@ -26,8 +26,8 @@ from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.required_communicators import device_to_device_rank_pairs
 from raypar.worker.state.mirror import Mirror
 from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey, assemble_parameter, extract_elements
+from raypar.worker.step.make_optimizers_by_name import load_optimizer_state, optimizer_state
 from raypar.worker.step.message_tags import state_tag
-from raypar.worker.step.optimizer import load_optimizer_state, optimizer_state
 from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore
 
 

@@ -43,7 +43,7 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
 from raypar.worker.stage.loss_function import make_loss_function
 from raypar.worker.stage.stage_coordinate import cure_for_single_values
-from raypar.worker.step.optimizer import check_optimizer_groups, check_optimizer_is_elementwise
+from raypar.worker.step.make_optimizers_by_name import check_optimizer_groups, check_optimizer_is_elementwise
 from raypar.worker.worker_assignments import make_layer_graph
 
 

@@ -37,7 +37,7 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.loss_function import make_loss_function
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import build_stage
-from raypar.worker.step.optimizer import build_optimizer, optimizer_state
+from raypar.worker.step.make_optimizers_by_name import build_optimizer, optimizer_state
 from raypar.worker.worker_assignments import make_layer_graph
 
 REPEATS = 5

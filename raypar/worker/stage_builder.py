@@ -45,7 +45,7 @@ from raypar.worker.stage.stage import Stage, StageLayer, StageValues
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.stage_tensors import StageTensors
-from raypar.worker.step.optimizer import build_optimizer, select_owned_parameters
+from raypar.worker.step.make_optimizers_by_name import build_optimizer, select_owned_parameters
 from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit
 from raypar.worker.worker_assignments import ProgramAssignment
 

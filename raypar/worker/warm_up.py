@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch import nn
 
-from raypar.worker.step.optimizer import build_optimizer
+from raypar.worker.step.make_optimizers_by_name import build_optimizer
 from raypar.worker.worker_core import WorkerCore
 
 

@@ -24,7 +24,7 @@ from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.job_spec import OptimizerSpec, Ref, ValidationSpec, contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.step.optimizer import build_optimizer, load_optimizer_state, optimizer_state
+from raypar.worker.step.make_optimizers_by_name import build_optimizer, load_optimizer_state, optimizer_state
 from raypar.worker.worker_assignments import make_layer_graph
 
 State = dict[str, Any]

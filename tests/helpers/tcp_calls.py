@@ -14,7 +14,7 @@ from raypar.comm.nccl.endpoint import NcclEndpoint
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.worker.required_communicators import required_communicators
-from raypar.worker.step.optimizer import optimizer_state
+from raypar.worker.step.make_optimizers_by_name import optimizer_state
 from raypar.worker.worker_assignments import make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
 

@@ -19,11 +19,11 @@ from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.seeds import seed_of
 from raypar.worker.process.gpu_setup import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
-from raypar.worker.stage.autograd_tensors_of_values import own_tensor
 from raypar.worker.stage.layer_call import LayerCall, LayerFunction, PassContext, training_pass_context, validation_pass_context
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_tensors import LayerTensors, StageTensors
+from raypar.worker.stage.value_aliases_for_autograd import own_tensor
 from raypar.worker.stage_builder import build_stage
 
 SIZE = 6

@@ -15,7 +15,7 @@ from raypar.launch.chosen_plan import choose_plan
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
-from raypar.worker.step.optimizer import check_optimizer_is_elementwise
+from raypar.worker.step.make_optimizers_by_name import check_optimizer_is_elementwise
 
 ARGS = {"vocab": VOCAB, "width": WIDTH, "depth": 2, "heads": 5, "context": 8}
 
@@ -211,7 +211,7 @@ def bytes_of_tied(plan: ParallelPlan) -> tuple[list[tuple[int, int]], list[tuple
     from raypar.planner.plan_search import state_bytes
     from raypar.worker.measure_profile import profile_job
     from raypar.worker.run_in_one_process import OneProcessRun
-    from raypar.worker.step.optimizer import optimizer_state
+    from raypar.worker.step.make_optimizers_by_name import optimizer_state
 
     spec = spec_of(Ref(Tied), steps=1)
     with OneProcessRun(spec, plan, "zb-v" if len(plan.stages) > plan.positions else "1f1b") as local:

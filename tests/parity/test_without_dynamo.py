@@ -16,7 +16,7 @@ from raypar.model import without_dynamo as module
 from raypar.model.without_dynamo import meta_operations_without_dynamo, without_dynamo
 from raypar.worker.job_spec import OptimizerSpec, Ref
 from raypar.worker.stage.backward_pass import run_backward_pass
-from raypar.worker.step.optimizer import build_optimizer
+from raypar.worker.step.make_optimizers_by_name import build_optimizer
 
 TESTS = Path(__file__).parents[1]
 NAMES = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
@@ -25,7 +25,7 @@ TRAIN = """
 import sys
 import torch
 from torch import nn
-from raypar.worker.step.optimizer import build_optimizer
+from raypar.worker.step.make_optimizers_by_name import build_optimizer
 from raypar.worker.job_spec import OptimizerSpec, Ref
 
 class Own(torch.optim.AdamW):

@@ -94,7 +94,7 @@ def test_no_other_file_asks_which_kind_of_device_a_job_has():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value == "gpu"
     }
-    ways_in = {"config/job.py", "trainer.py", "ray_train_config.py"}
+    ways_in = {"config/job.py", "trainer.py", "convert_ray_train_configs.py"}
     assert names == {*ways_in, "worker/backend.py", "actors/numerics_fingerprint.py"}
 
 

@@ -38,7 +38,7 @@ MAY_IMPORT = {
 
 EDGE_FILES = (
     "aliased_setting",
-    "ray_train_config",
+    "convert_ray_train_configs",
     "run_folder",
     "callbacks",
     "launch",

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from raypar.errors import with_article
 from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, has_dynamic_shape, memory_of
+from raypar.model.capture.may_hide_tensors import may_hide_tensors
 from raypar.model.capture.refusal import InnerModuleUsed, Refused, users_place
 from raypar.model.capture.run_unit_on_random_values import run_with_random_values
-from raypar.model.capture.tensor_free_arguments import may_hide_tensors
 from raypar.model.capture.trace import (
     AutocastState,
     Event,

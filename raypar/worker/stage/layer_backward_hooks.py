@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from raypar.worker.process.torch_state_guard import TorchStateGuard
-from raypar.worker.stage.autograd_tensors_of_values import Hook, Hooks
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
+from raypar.worker.stage.value_aliases_for_autograd import Hook, Hooks
 
 
 class LayerBackwardHooks:

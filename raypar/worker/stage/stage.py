@@ -22,7 +22,6 @@ from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.plan import MicrobatchRouting
 from raypar.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
-from raypar.worker.stage.autograd_tensors_of_values import Hooks, alias_received, own_tensor, read_inputs
 from raypar.worker.stage.backward_pass import run_backward_pass
 from raypar.worker.stage.buffer_updates import BufferUpdates
 from raypar.worker.stage.deferred_weight_gradients import DeferredGradients, sum_deferred_gradients
@@ -34,6 +33,7 @@ from raypar.worker.stage.recomputation import NO_RECOMPUTATION, SavedTensors, St
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.stage_tensors import ParameterUse, StageTensors
+from raypar.worker.stage.value_aliases_for_autograd import Hooks, alias_received, own_tensor, read_inputs
 
 Batch = Mapping[str, Tensor]
 """The fields of one microbatch, collated."""

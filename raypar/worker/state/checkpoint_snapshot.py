@@ -25,7 +25,7 @@ from raypar.worker.checkpoint.checkpoint_files import (
     write_shard,
 )
 from raypar.worker.stage.stage import Stage
-from raypar.worker.step.optimizer import load_optimizer_state, optimizer_state
+from raypar.worker.step.make_optimizers_by_name import load_optimizer_state, optimizer_state
 
 WRITE_TIMEOUT_S = 600.0
 """How long the disk may take to write one worker's file."""

@@ -32,8 +32,8 @@ from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_lo
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage, fold_gradients
 from raypar.worker.step.buffer_exchange import exchange_buffer_updates
+from raypar.worker.step.make_optimizers_by_name import set_learning_rate
 from raypar.worker.step.message_tags import vote_tag
-from raypar.worker.step.optimizer import set_learning_rate
 from raypar.worker.step.tied_gradients import TiedGradientExchange
 
 
