@@ -1,6 +1,6 @@
 """scikit-learn's handwritten digits (1,797 images of 8x8) as a data set; they come with the package, nothing is downloaded.
 
-`pip install scikit-learn`. Used by `jobs/resnet_digits.yaml` and `jobs/vit_digits.yaml`. Nothing here knows raypar.
+`pip install scikit-learn`. Used by `jobs/resnet_digits.yaml` and `jobs/vit_digits.yaml`.
 """
 
 from __future__ import annotations

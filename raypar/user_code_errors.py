@@ -69,6 +69,16 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error_message(error)}"
 
 
+def cure_for_single_values(error: BaseException) -> str | None:
+    """What to do about a norm that has one value per channel in a microbatch, so no variance; None for other errors."""
+    if not (isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel")):
+        return None
+    return (
+        "a norm's statistics are those of one microbatch: give every microbatch two samples at least (batch_size >= 2 x "
+        "microbatches), or use GroupNorm or LayerNorm, whose statistics are those of one sample"
+    )
+
+
 def make_importable(folder: Path) -> None:
     """Put `folder` first on the import path: a job file's functions are imported from it. Workers inherit the path."""
     if str(folder) not in sys.path:

@@ -65,7 +65,7 @@ class TensorLayout(NamedTuple):
 
 
 def layout_of(tensor: Tensor) -> TensorLayout | None:
-    """The layout of a strided tensor; None if it is contiguous and 64-byte aligned, as new tensors are.
+    """The layout of a strided tensor; None if it is 64-byte aligned and has the strides of a new tensor.
 
     Raises `CommError` for a tensor that is not strided (a sparse one).
     """
@@ -75,11 +75,20 @@ def layout_of(tensor: Tensor) -> TensorLayout | None:
             cure="let layers return, and send back gradients of, dense tensors (sparse=False)",
         )
     place = tensor.data_ptr() % ALIGNED
-    if not place and tensor.is_contiguous():
+    if not place and tensor.is_contiguous() and (1 not in tensor.shape or tensor.stride() == _strides_of_new(tensor.shape)):
         return None
     # Of a tensor that begins in the middle of an element (memory of another library) the place is not kept.
     offset = 0 if place % tensor.itemsize else place // tensor.itemsize
     return TensorLayout(tuple(tensor.shape), tuple(tensor.stride()), offset)
+
+
+def _strides_of_new(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor. `is_contiguous` lets dims of length 1 have any, but kernels are chosen by those too."""
+    strides, inside = [], 1
+    for length in reversed(shape):
+        strides.append(inside)
+        inside *= max(length, 1)
+    return tuple(reversed(strides))
 
 
 def message_of(tensor: Tensor, layout: TensorLayout | None) -> Tensor:
@@ -87,11 +96,14 @@ def message_of(tensor: Tensor, layout: TensorLayout | None) -> Tensor:
 
     It shares the memory of `tensor` unless that has gaps, and requires a gradient if that does.
     """
-    if layout is None:
+    lies_otherwise = tensor.is_conj() or tensor.is_neg()  # still to be computed: what lies in memory are other numbers
+    if layout is None and not lies_otherwise:
         return tensor
     found = tensor.detach()
-    if found.is_conj() or found.is_neg():  # still to be computed: what lies in memory are other numbers
+    if lies_otherwise:
         found = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=found.device).copy_(found)
+    if layout is None:
+        return found.requires_grad_(tensor.requires_grad)
     found = found.as_strided(layout.sent_shape, layout.sent_strides, found.storage_offset()).contiguous()
     return found.requires_grad_(tensor.requires_grad)
 

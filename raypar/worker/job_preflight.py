@@ -21,7 +21,7 @@ from raypar.errors import (
     error_message,
     with_article,
 )
-from raypar.model.capture.module_graph import buffers_written_in_capture, captured_outputs_on_meta
+from raypar.model.capture.module_graph import buffers_written_in_capture, captured_outputs_on_meta, check_captured_evaluation
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import (
     build_on_meta,
@@ -34,7 +34,7 @@ from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan import ParallelPlan
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_single_values, error_text, reraise_ctrl_c
 from raypar.worker.check_sum_and_count import check_sum_and_count
 from raypar.worker.job_spec import JobSpec, Ref, loss_target_name
 from raypar.worker.measure_profile import read_microbatches
@@ -42,7 +42,6 @@ from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, make_dataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
 from raypar.worker.stage.loss_function import make_loss_function
-from raypar.worker.stage.stage_coordinate import cure_for_single_values
 from raypar.worker.step.make_optimizers_by_name import check_optimizer_groups, check_optimizer_is_elementwise
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -88,6 +87,8 @@ def preflight(spec: JobSpec) -> PreflightResult:
         check_layer_shapes(spec, graph, batch)
     validation = 0
     if spec.validation is not None:
+        with guard.watching("the job's layers"):
+            check_captured_evaluation(graph, batch)
         with guard.watching("the job's data"):
             size = len(make_dataset(spec.validation.data))
         validation = min(size, spec.validation.samples or size)
@@ -101,7 +102,7 @@ def check_running_statistics(spec: JobSpec, graph: Graph) -> None:
     for layer in graph.layers if spec.device != "cpu" else ():
         for path, norm in norms_with_running_statistics(shared_skeleton(layer)):
             raise ModelError(
-                f"{layer.name}.{path} is {with_article(type(norm).__name__)} with running statistics, whose update on GPUs "
+                f"{layer.qualify(path)} is {with_article(type(norm).__name__)} with running statistics, whose update on GPUs "
                 "raypar does not know to the bit",
                 cure="set device: cpu, or use GroupNorm, or track_running_stats=False",
             )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from raypar.model.capture.captured_layer import cache_of
 from raypar.model.graph import Graph
 from raypar.worker.job_spec import JobSpec, loss_target_name
 
@@ -38,7 +39,7 @@ class _LayersOf(TorchFunctionMode):
         super().__init__()
         self.model, self.spec = model, spec
         self.order = [layer.name for layer in graph.layers]
-        cache = graph.layers[0].build.skeleton.cache  # type: ignore[attr-defined]
+        cache = cache_of(graph.layers[0].build.skeleton)  # type: ignore[attr-defined]
         self.places = [(m, k, p) for m in model.modules() for k, p in m._parameters.items() if p is not None]
         self.leaves: dict[Use, nn.Parameter] = {}
         self.name_of = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -179,7 +180,7 @@ def train(graph: Graph, spec: JobSpec, *, leaves: bool = True) -> tuple[Result, 
     assert {id(p) for p in trained.values()} == {id(p) for p in model.parameters() if p.requires_grad}
     optimizer = spec.optimizer.optimizer.resolve()(trained.values(), **spec.optimizer.optimizer.args)
     data, blocks = spec.data.dataset.call(), spec.batching.blocks
-    inputs = graph.layers[0].build.skeleton.cache.inputs  # type: ignore[attr-defined]
+    inputs = cache_of(graph.layers[0].build.skeleton).inputs  # type: ignore[attr-defined]
     follow, others, result = _LayersOf(model, graph, spec), OtherBuffers({"": model}, spec.buffers), Result()
     if not leaves:
         follow.places, follow.name_of = [], {}

@@ -17,6 +17,7 @@ import raypar
 from raypar.cli import main
 from raypar.config import load_job, parse_job
 from raypar.errors import ModelError
+from raypar.model.capture.captured_layer import cache_of
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
@@ -265,7 +266,7 @@ def test_a_batch_of_another_size_is_traced_again_on_every_worker():
     spec = spec_of((make_zoo_model, {"name": "gpt2"}), batch_size=7, microbatches=3)
     one, two = run(spec), run(spec, pp=3)
     assert unequal(one, two) == []
-    cache = one.graph.layers[0].build.skeleton.cache  # type: ignore[attr-defined]
+    cache = cache_of(one.graph.layers[0].build.skeleton)  # type: ignore[attr-defined]
     assert sorted(signature[1][1][0] for signature in cache._traces) == [2, 3]
 
 

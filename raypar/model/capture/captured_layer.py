@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from raypar.model.capture.replay import CPU, run_layer
@@ -20,27 +21,29 @@ class CapturedLayer(nn.Module):
 
     def __init__(self, cache: TraceCache, index: int, fields: Sequence[str]) -> None:
         super().__init__()
-        self._captured = _CapturedLayerState(cache, index, tuple(fields))
-        """Plain data of the layer; copies of the module share it."""
-
-    @property
-    def cache(self) -> TraceCache:
-        """The traces of the whole model."""
-        return self._captured.cache
+        self._raypar_captured_layer = _CapturedLayerState(cache, index, tuple(fields))
+        """Plain data of the layer; copies of the module share it. No other attribute: the model's modules have any name."""
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The layer's outputs: a tensor, or a tuple of tensors."""
-        state = self._captured
+        state = self._raypar_captured_layer
         count = len(inputs) - len(state.fields)
         fields = dict(zip(state.fields, inputs[count:], strict=True)) if state.fields else {}
-        program, constants = state.cache.program(state.index, fields, training=self.training)
+        found = state.cache.trace_for_layer(state.index, fields, training=self.training)
+        program, constants = found.layers[state.index], found.trace.constants
         device = inputs[0].device if inputs else CPU
         values = dict(zip((*program.read_keys, *state.field_keys), inputs, strict=True))
         values.update(constants if device == CPU else {key: value.to(device) for key, value in constants.items()})
         run_layer(program, self, values, device)
-        if len(program.output_keys) == 1:
-            return values[program.output_keys[0]]
-        return tuple(values[key] for key in program.output_keys)
+        outputs = [values[key] for key in program.output_keys]
+        if found.returns_numbers and program is found.layers[-1]:
+            outputs.append(torch.tensor(state.cache.number_of_output_form(found)))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def cache_of(layer: CapturedLayer) -> TraceCache:
+    """The traces of the whole model of which a layer is."""
+    return layer._raypar_captured_layer.cache
 
 
 class _CapturedLayerState:

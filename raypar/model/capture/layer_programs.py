@@ -82,7 +82,21 @@ class CutTrace:
 
     def is_fixed(self, index: int) -> bool:
         """Whether a layer does the same for every batch, so that it need not know the batch."""
-        return self.layers[index].is_bare_call and not self.trace.guards
+        tells_numbers = self.returns_numbers and index == len(self.layers) - 1
+        return self.layers[index].is_bare_call and not self.trace.guards and not tells_numbers
+
+    @cached_property
+    def returns_numbers(self) -> bool:
+        """Whether the forward returned something beside tensors and None, which may be another for each batch.
+
+        The last layer then also writes which of `TraceCache.output_forms` it is.
+        """
+        return any(leaf is not None for leaf in self.trace.output_leaves_without_tensors)
+
+    @property
+    def form_output(self) -> str:
+        """The name of the value that says which form it is."""
+        return f"{self.layers[-1].name}.form"
 
     @cached_property
     def guard_events(self) -> tuple[tuple[int, Event], ...]:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_unflatten
 
 from raypar.errors import ModelError
 from raypar.model.capture.absent_tensor import absent_like
-from raypar.model.capture.captured_layer import CapturedLayer
+from raypar.model.capture.captured_layer import CapturedLayer, cache_of
 from raypar.model.capture.forward_inputs import ForwardInputs, choose_forward_inputs
 from raypar.model.capture.layer_programs import USES, CutTrace, LayerProgram, used_parameter
 from raypar.model.capture.trace import TensorKey
@@ -80,45 +80,66 @@ def capture_module_graph(made: nn.Module, initial: InitialValues, request: Modul
         output=cut.outputs[0] if bare else "",
         ties=tuple(ties),
         initial_values=initial,
-        outputs=() if bare else tuple(dict.fromkeys(cut.outputs)),
-        rebuild_output=None if bare else _OutputBuilder(cut),
+        outputs=() if bare else (*dict.fromkeys(cut.outputs), *((cut.form_output,) if cut.returns_numbers else ())),
+        rebuild_output=None if bare else _OutputBuilder(cache),
         aliases=find_aliases(skeleton, layers, ties),
     )
 
 
+def _cache_of(graph: Graph) -> TraceCache | None:
+    """The traces of a captured model; None for other models."""
+    shell = graph.layers[-1].build.skeleton if isinstance(graph.layers[-1].build, SkeletonCopier) else None
+    return cache_of(shell) if isinstance(shell, CapturedLayer) else None
+
+
+def check_captured_evaluation(graph: Graph, batch: Mapping[str, Tensor]) -> None:
+    """Raises `ModelError` if a captured model in evaluation calls other units than in training, or calls them otherwise."""
+    cache = _cache_of(graph)
+    if cache is not None:
+        cache.trace_of({name: batch[name] for name in cache.inputs.fields}, training=False)
+
+
 def captured_outputs_on_meta(graph: Graph) -> dict[str, Tensor] | None:
     """Value -> meta tensor of each value that the loss reads of a captured model; None for other models."""
-    shell = graph.layers[-1].build.skeleton if isinstance(graph.layers[-1].build, SkeletonCopier) else None
-    if not isinstance(shell, CapturedLayer):
+    cache = _cache_of(graph)
+    if cache is None:
         return None
-    cut = shell.cache.declared
+    cut = cache.declared
     facts = [(value, cut.trace.facts[key]) for value, key in zip(cut.outputs, cut.trace.output_keys, strict=True)]
-    return {value: torch.empty(fact.shape, dtype=fact.dtype, device="meta") for value, fact in facts}
+    made = {value: torch.empty(fact.shape, dtype=fact.dtype, device="meta") for value, fact in facts}
+    return made | ({cut.form_output: torch.empty((), dtype=torch.int64, device="meta")} if cut.returns_numbers else {})
 
 
 def buffers_written_in_capture(graph: Graph) -> frozenset[str]:
     """Names of the buffers that a captured model's forward writes in training, apart from running statistics and caches; empty
     for other models."""
-    shell = graph.layers[-1].build.skeleton if isinstance(graph.layers[-1].build, SkeletonCopier) else None
-    return shell.cache.written_buffers if isinstance(shell, CapturedLayer) else frozenset()
+    cache = _cache_of(graph)
+    return frozenset() if cache is None else cache.written_buffers
 
 
 class _OutputBuilder:
-    """Makes what the model returned of the tensors in it."""
+    """Makes what the model returned of the tensors in it and, if there is more than tensors in it, of the output's form."""
 
-    def __init__(self, cut: CutTrace) -> None:
+    def __init__(self, cache: TraceCache) -> None:
+        cut = cache.declared
+        self._cache = cache
+        """The traces, of which each says what it has returned beside tensors."""
         self._structure = cut.trace.output_structure
         """The pytree structure of what the model returned."""
+        self._returns_numbers = cut.returns_numbers
+        """Whether the last of the values is the form."""
         places = {value: place for place, value in enumerate(dict.fromkeys(cut.outputs))}
         names = iter(cut.outputs)
-        self._leaves = [
-            (True, places[next(names)]) if isinstance(leaf, TensorKey) else (False, leaf) for leaf in cut.trace.output_leaves
-        ]
-        """(True, place among the values) of each tensor, (False, value) of what is none."""
+        self._places = [places[next(names)] if isinstance(leaf, TensorKey) else None for leaf in cut.trace.output_leaves]
+        """Place among the values of each leaf that is a tensor; None for others."""
 
     def __call__(self, *values: Tensor) -> Any:
         """What the model returns, with these tensors in it."""
-        return tree_unflatten([values[leaf] if tensor else leaf for tensor, leaf in self._leaves], self._structure)
+        others = self._cache.declared.trace.output_leaves_without_tensors
+        if self._returns_numbers and not values[-1].is_meta:
+            others = self._cache.output_forms[int(values[-1])]
+        leaves = [other if place is None else values[place] for place, other in zip(self._places, others, strict=True)]
+        return tree_unflatten(leaves, self._structure)
 
 
 def _refuse_names(model: nn.Module) -> None:
@@ -151,6 +172,7 @@ def trace_module(
     _refuse_hooks_of_glue(model, found := units_by_pattern(model, units) if units else find_units(model))
     cache = TraceCache(model, found, inputs, autocast_dtype)
     cache.trace_of(batch, training=True)
+    _refuse_hooks_of_glue(model, cache.units)  # tracing may have divided some of those found
     return cache
 
 
@@ -179,12 +201,13 @@ def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], li
                 names[path] = f"{path}{LATER_USE}{program.name}"
         taken |= here
         fields = () if declared.is_fixed(index) else cache.inputs.fields
+        form = (declared.form_output,) if declared.returns_numbers and program is declared.layers[-1] else ()
         layers.append(
             Layer(
                 program.name,
                 SkeletonCopier(shell),
                 inputs=(*(name for name, _ in program.reads), *fields),
-                outputs=tuple(name for name, _ in program.outputs),
+                outputs=(*(name for name, _ in program.outputs), *form),
                 own_names=tuple(names.items()),
             )
         )

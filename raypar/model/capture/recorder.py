@@ -108,6 +108,10 @@ class Recorder(TorchFunctionMode):
         """Notices random operations, shapes that depend on values, and writes into parameters."""
         self._unit_calls = 0
         """Number of unit calls so far."""
+        self._unit_has_asked = False
+        """Whether Python code inside of the unit that runs has read values."""
+        self._set_by_units: dict[int, dict[str, str]] = {}
+        """`id` of a unit -> {attribute that its call has set to another number or text: name of the unit}."""
         self._calls: Counter[tuple[int, str]] = Counter()
         """(number of unit calls before, function) -> number of its calls."""
         self._numbers = 0
@@ -118,6 +122,8 @@ class Recorder(TorchFunctionMode):
         """PyTorch's generator after the last event."""
         self._ambient_autocast = _autocast_state()
         """Autocast as it is around the model."""
+        self._ambient_settings = _settings_of_contexts()
+        """Other settings that contexts change, as they are around the model."""
         for name, parameter in model.named_parameters():
             self._bind(parameter, TensorKey("parameter", name))
         for name, buffer in model.named_buffers():
@@ -165,15 +171,17 @@ class Recorder(TorchFunctionMode):
         """The key of a tensor that nothing recorded has made. Raises for one that depends on the forward."""
         if id(value) in self.made_inside:
             raise InnerModuleUsed(self.made_inside[id(value)][0])
-        if isinstance(value, AbsentTensor) or value.is_meta or value.requires_grad or _is_wrapped_by_functorch(value):
+        hidden = isinstance(value, AbsentTensor) or value.is_meta or value.requires_grad or _is_wrapped_by_functorch(value)
+        if hidden or self._watch.has_made(value):
             raise Refused(
                 f"a tensor {list(value.shape)} that is used at {users_place()} was made where the capture does not look",
-                "return it from the module that makes it, or make the module that uses it a unit (model.units)",
+                "return it from the module that makes it, or make a module around both a unit (model.units)",
             )
         key = self._new_key("constant")
         self._bind(value, key)
         self._pure.add(key)
-        self.constants[key] = value.detach().clone()
+        with self._watch.paused():
+            self.constants[key] = value.detach().clone()
         return key
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -183,6 +191,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if self._inside_event:
+            self._unit_has_asked |= getattr(func, "__name__", "") in _GIVE_ANSWERS
             return func(*args, **kwargs)
         if func is Tensor.__iter__:
             return iter(self.record(Tensor.unbind, (args[0], 0), {}, lambda: Tensor.unbind(args[0], 0)))
@@ -194,12 +203,18 @@ class Recorder(TorchFunctionMode):
             return call(module, *args, **kwargs)
         self._refuse_python_random()
         self._unit_calls += 1
+        before = _plain_attributes(module)
 
         def run() -> Any:
+            self._unit_has_asked = False
             try:
-                return call(module, *args, **kwargs)
+                out = call(module, *args, **kwargs)
             except (RuntimeError, NotImplementedError, ValuesNeeded, TypeError, ValueError):
-                return run_with_random_values(name, module, call, args, kwargs)
+                out = run_with_random_values(name, module, call, args, kwargs)
+            self._refuse_numbers_of_values(name, module, out)
+            changed = {key for key, value in _plain_attributes(module).items() if before.get(key, value) != value}
+            self._set_by_units.setdefault(id(module), {}).update(dict.fromkeys(changed, name))
+            return out
 
         try:
             return self.record(name, args, kwargs, run)
@@ -210,6 +225,7 @@ class Recorder(TorchFunctionMode):
         """Run one event, whose result `run()` gives; returns that."""
         self._inside_event += 1
         self._refuse_own_seeds()
+        self._refuse_contexts()
         try:
             return self._record(call, args, kwargs, run)
         finally:
@@ -258,7 +274,8 @@ class Recorder(TorchFunctionMode):
         if leaf not in self._pure or isinstance(value, AbsentTensor) or memory_of(value) in self._uninitialised:
             return tuple(value.shape), value.dtype
         # Of one element `contiguous()` keeps any stride, with which `view` does not take another dtype.
-        bits = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
+        with self._watch.paused():
+            bits = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
         return tuple(value.shape), value.dtype, hashlib.blake2b(bits).digest()
 
     def _separate_results(self, name: str, tensors: Sequence[Tensor], out: Any) -> Any:
@@ -278,8 +295,7 @@ class Recorder(TorchFunctionMode):
         """The event's result. Raises `Refused` where a function needs values that are not there."""
         self._watch.reset()
         try:
-            with self._watch:
-                return run()
+            return run()
         except ValuesNeeded as error:
             raise Refused(
                 f"a shape, or what Python does next, depends on the values of an activation ({error}) at {users_place()}",
@@ -339,6 +355,16 @@ class Recorder(TorchFunctionMode):
                 self._bind(each, after)
         return tuple(found.values())
 
+    def refuse_set_attribute(self, module: nn.Module, key: str) -> None:
+        """Raises `Refused` where code between units reads an attribute that the call of a unit has set to another value."""
+        unit = self._set_by_units.get(id(module), {}).get(key)
+        if unit is not None and not self._inside_event and threading.get_ident() == self._thread:
+            raise Refused(
+                f"code between units reads the attribute {key!r} of {unit} ({type(module).__name__}) at {users_place()}, which "
+                "the module's own call has set: in a record it would stay as it is now",
+                "return a tensor from the module, or make a module around both a unit (model.units)",
+            )
+
     # -- refusals ------------------------------------------------------------------------------------------------------
 
     def _refuse_unknown_answers(self, name: str, tensors: Sequence[Tensor]) -> None:
@@ -354,6 +380,16 @@ class Recorder(TorchFunctionMode):
                 f"{name}() of a tensor {list(tensor.shape)} at {users_place()}",
                 "decide inside of a module, and make that a unit (model.units); what skips layers at random (layerdrop) "
                 "must be set to 0",
+            )
+
+    def _refuse_numbers_of_values(self, name: str, module: nn.Module, out: Any) -> None:
+        """Raises `Refused` if a unit that has read values returns a number: code after it would always get this one."""
+        numbers = [value for value in tree_flatten(out)[0] if isinstance(value, (int, float, complex, str, numpy.generic))]
+        if numbers and self._unit_has_asked:
+            raise Refused(
+                f"unit {name} ({type(module).__name__}), called at {users_place()}, reads values and returns {numbers[0]!r}: "
+                "in a record it would stay as it is now",
+                "return it as a tensor, or make a module around all that uses it a unit (model.units)",
             )
 
     def _refuse_python_random(self) -> None:
@@ -373,6 +409,16 @@ class Recorder(TorchFunctionMode):
                 "set_rng_state), and workers would not",
                 "leave it out: raypar seeds every layer of every microbatch; or do it inside of a module, and make that a unit "
                 "(model.units)",
+            )
+
+    def _refuse_contexts(self) -> None:
+        """Raises `Refused` if code between units has changed a setting, in a context say: a replay would not."""
+        now = _settings_of_contexts()
+        changed = [name for name, value in now.items() if value != self._ambient_settings[name]]
+        if changed:
+            raise Refused(
+                f"the forward changes {changed[0]} between units, before {users_place()}, and workers would not",
+                "do it inside of a module, and make that a unit (model.units); or in the model function, for the whole run",
             )
 
     def note_inner_call(self, module: nn.Module) -> None:
@@ -413,7 +459,7 @@ class Recorder(TorchFunctionMode):
 
 @without_dynamo
 class _OperationWatch(TorchDispatchMode):
-    """Notices, while entered, operations that draw random numbers, and those whose shape depends on values.
+    """Notices operations that draw random numbers, those whose shape depends on values, and which memory they make.
 
     Refuses those that write into parameters."""
 
@@ -421,6 +467,10 @@ class _OperationWatch(TorchDispatchMode):
         super().__init__()
         self.parameters = parameters
         """`memory_of` -> name of each parameter."""
+        self._made: dict[int, Tensor] = {}
+        """`memory_of` -> a real tensor that an operation has made; kept, so that no number is used twice."""
+        self._is_paused = False
+        """Whether it notices nothing, because the operations are the recorder's own."""
         self.reset()
 
     def reset(self) -> None:
@@ -428,14 +478,35 @@ class _OperationWatch(TorchDispatchMode):
         self.drew_random_numbers = False
         self.gave_dynamic_shape = False
 
+    def has_made(self, tensor: Tensor) -> bool:
+        """Whether an operation of this forward has made the memory of a tensor."""
+        return memory_of(tensor) in self._made
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context of the recorder's own operations."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
         self.drew_random_numbers |= torch.Tag.nondeterministic_seeded in func.tags
         self.gave_dynamic_shape |= has_dynamic_shape(func, args)
         if func._schema.is_mutable:
             self._refuse_parameter_writes(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        given = {memory_of(value) for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)}
+        for made in tree_flatten(out)[0]:
+            is_real = isinstance(made, Tensor) and not isinstance(made, AbsentTensor) and not made.is_meta
+            if is_real and memory_of(made) not in given:  # neither a view, nor written in place
+                self._made.setdefault(memory_of(made), made)
+        return out
 
     def _refuse_parameter_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises `Refused` if an operation writes into a parameter."""
@@ -463,6 +534,25 @@ def recording(recorder: Recorder) -> Iterator[None]:
             return original(*args, **kwargs)
         return recorder.record(original, args, kwargs, lambda: original(*args, **kwargs))
 
+    def entered(context: torch.autocast) -> Any:
+        if context.device != "cpu" and not recorder._inside_event and threading.get_ident() == recorder._thread:
+            raise Refused(
+                f"the forward enters torch.autocast({context.device!r}) between units at {users_place()}, which a record that "
+                "is made on a CPU does not keep",
+                "name the device of a tensor: torch.autocast(x.device.type, ...); or set precision: {compute: bf16} in the job",
+            )
+        return enter(context)
+
+    def called_script(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recorder._inside_event and threading.get_ident() == recorder._thread:
+            raise Refused(
+                f"the TorchScript function {function.name!r} is called between units at {users_place()}, and a record does not "
+                "see what it does",
+                "call the Python function; or call it inside of a module, and make that a unit (model.units)",
+            )
+        return call_script(function, *args, **kwargs)
+
+    enter, call_script = torch.autocast.__enter__, torch.jit.ScriptFunction.__call__
     hooks = [
         nn.modules.module.register_module_forward_pre_hook(lambda module, args: recorder.note_inner_call(module)),
         nn.modules.module.register_module_forward_hook(lambda module, args, out: recorder.note_inner_result(module, out)),
@@ -470,11 +560,15 @@ def recording(recorder: Recorder) -> Iterator[None]:
     for name, unit in recorder.units.items():
         unit.__class__ = _recorded_class(recorder, name, type(unit))
     torch.autograd.Function.apply = classmethod(recorded_apply)  # type: ignore[assignment]
+    torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+    torch.jit.ScriptFunction.__call__ = called_script  # type: ignore[method-assign]
     try:
-        with recorder:
+        with recorder, recorder._watch:
             yield
     finally:
         torch.autograd.Function.apply = apply
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+        torch.jit.ScriptFunction.__call__ = call_script  # type: ignore[method-assign]
         for name, unit in recorder.units.items():
             unit.__class__ = former[name]
         for hook in hooks:
@@ -487,7 +581,16 @@ def _recorded_class(recorder: Recorder, name: str, kind: type[nn.Module]) -> typ
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.call_unit(name, self, kind.__call__, args, kwargs)
 
-    body = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    def getattribute(self: nn.Module, key: str) -> Any:
+        recorder.refuse_set_attribute(self, key)
+        return kind.__getattribute__(self, key)
+
+    body = {
+        "__call__": call,
+        "__getattribute__": getattribute,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
     return type(kind.__name__, (kind,), body)
 
 
@@ -513,6 +616,34 @@ def record_forward(
 
 def _autocast_state() -> AutocastState:
     return AutocastState(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+
+
+def _settings_of_contexts() -> dict[str, Any]:
+    """What contexts and functions other than `no_grad` and the CPU's autocast change -> its value."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    # Those of checkpoint() and save_on_cpu() change no number; a record leaves them out, and plan.recompute saves the memory.
+    changes_no_number = hooks is None or getattr(hooks[0], "__module__", "").startswith(("torch.", "raypar."))
+    return {
+        "autocast of GPUs": torch.is_autocast_enabled("cuda"),
+        "the attention kernels that may be used (sdpa_kernel)": (
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+        ),
+        "hooks on what autograd saves (saved_tensors_hooks)": None if changes_no_number else tuple(map(id, hooks)),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "the default dtype": torch.get_default_dtype(),
+        "which algorithms are allowed (use_deterministic_algorithms)": torch.are_deterministic_algorithms_enabled(),
+        "the precision of float32 products (set_float32_matmul_precision)": torch.get_float32_matmul_precision(),
+        "whether oneDNN is used (torch.backends.mkldnn.flags)": torch._C._get_mkldnn_enabled(),
+        "the number of threads (set_num_threads)": torch.get_num_threads(),
+    }
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are numbers or texts."""
+    return {key: value for key, value in vars(module).items() if isinstance(value, (int, float, str))}
 
 
 def _python_random_state() -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Runs a unit that cannot run on absent tensors, because it decides by values, once on small random numbers."""
+"""Runs a unit that cannot run on absent tensors, because it decides by values, on small random numbers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,21 @@ def run_with_random_values(name: str, module: nn.Module, call: Callable[..., Any
     It runs twice, on other numbers. Raises `Refused` if the shapes of its results depend on them.
     """
     found = [_run(seed, name, module, call, args, kwargs) for seed in (1, 2)]
-    shapes = [[tuple(t.shape) for t in tree_flatten(out)[0] if isinstance(t, Tensor)] for out in found]
-    if shapes[0] != shapes[1]:
+    first, second = ([_shape_or_number(value) for value in tree_flatten(out)[0]] for out in found)
+    if first != second:
         raise Refused(
-            f"the shape of what {name} ({type(module).__name__}) returns depends on values: {shapes[0]} and {shapes[1]}, "
-            f"called at {users_place()}",
+            f"the shape of what {name} ({type(module).__name__}) returns, or a number in it, depends on values: {first} and "
+            f"{second}, called at {users_place()}",
             "have it return tensors of fixed shapes, or name a module around it in model.units",
         )
     return tree_map(lambda value: absent_like(value) if isinstance(value, Tensor) else value, found[0])
+
+
+def _shape_or_number(value: Any) -> Any:
+    """What two runs must have in common: a tensor's shape, a number or text, the class of anything else."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return value if isinstance(value, (int, float, complex, str)) else type(value)
 
 
 def _run(seed: int, name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

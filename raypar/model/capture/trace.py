@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -148,6 +149,11 @@ class Trace:
     story: tuple[tuple[Any, ...], ...]
     """(call, place, what its arguments are) of the events that are not pure, and of the end."""
 
+    @cached_property
+    def output_leaves_without_tensors(self) -> tuple[Any, ...]:
+        """What the forward returned, as pytree leaves, with None in the place of each tensor."""
+        return tuple(None if isinstance(leaf, TensorKey) else leaf for leaf in self.output_leaves)
+
     @property
     def output_keys(self) -> tuple[TensorKey, ...]:
         """The tensors that the forward returned."""
@@ -164,4 +170,6 @@ def comparable(answer: Any) -> Any:
         return "nan"
     if isinstance(answer, list):
         return ("list", repr(answer))
+    if isinstance(answer, tuple):
+        return ("tuple", tuple(map(comparable, answer)))
     return answer

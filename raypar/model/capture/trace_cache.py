@@ -27,7 +27,7 @@ from raypar.model.graph import join_names
 from raypar.model.layer_skeletons import norms_with_running_statistics, statistics_of
 from raypar.model.random_state import preserve_random_state
 from raypar.model.without_dynamo import meta_operations_without_dynamo
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_single_values, error_text, reraise_ctrl_c
 
 MOST_TRACES = 32
 """Traces that are kept: those used last. A model that reads values of the batch needs one for each set of answers."""
@@ -70,6 +70,8 @@ class TraceCache:
     ) -> None:
         self.model = model
         """The model, with absent parameters and real buffers."""
+        self._made_training = [(part, part.training) for part in model.modules()]
+        """Every module and its training mode as made: what a constructor has put into evaluation mode stays in it."""
         self.units = dict(units)
         """Qualified name -> unit, in `model`."""
         self.inputs = inputs
@@ -78,6 +80,10 @@ class TraceCache:
         """The dtype of the autocast in which the job runs its layers; None: there is none."""
         self.written_buffers: frozenset[str] = frozenset()
         """Buffers that the first trace's forward has written or replaced, apart from running statistics and caches."""
+        self.output_forms: list[tuple[Any, ...]] = []
+        """What forwards have returned beside tensors, by leaf of the output."""
+        self._form_numbers: weakref.WeakKeyDictionary[CutTrace, int] = weakref.WeakKeyDictionary()
+        """Trace -> its index in `output_forms`."""
         self._declared: CutTrace | None = None
         """The first trace, to which all others must fit."""
         self._traces: OrderedDict[Signature, list[CutTrace]] = OrderedDict()
@@ -93,15 +99,18 @@ class TraceCache:
         assert self._declared is not None, "the model has not been traced yet"
         return self._declared
 
-    def program(
-        self, index: int, fields: Mapping[str, Tensor], *, training: bool
-    ) -> tuple[LayerProgram, Mapping[TensorKey, Tensor]]:
-        """The program of a layer for a batch, and the constants of its trace. Raises `ModelError` as `trace_of` does."""
+    def trace_for_layer(self, index: int, fields: Mapping[str, Tensor], *, training: bool) -> CutTrace:
+        """A trace whose program of a layer is that for a batch. Raises `ModelError` as `trace_of` does."""
         declared = self.declared
-        if declared.is_fixed(index):
-            return declared.layers[index], {}
-        found = self.trace_of(fields, training=training)
-        return found.layers[index], found.trace.constants
+        return declared if declared.is_fixed(index) else self.trace_of(fields, training=training)
+
+    def number_of_output_form(self, found: CutTrace) -> int:
+        """The index in `output_forms` of what a trace has returned beside tensors."""
+        with self._lock:
+            if found not in self._form_numbers:
+                self._form_numbers[found] = len(self.output_forms)
+                self.output_forms.append(found.trace.output_leaves_without_tensors)
+            return self._form_numbers[found]
 
     def trace_of(self, fields: Mapping[str, Tensor], *, training: bool) -> CutTrace:
         """The trace for a batch; made if none of those kept fits it.
@@ -141,7 +150,8 @@ class TraceCache:
         if not cut.trace.guards:
             return True
         answers = {guard.event: guard.answer for guard in cut.trace.guards}
-        values: Values = dict(cut.trace.constants)
+        written = {key for _, event in cut.guard_events for key in event.written}
+        values: Values = {key: value.clone() if written else value for key, value in cut.trace.constants.items()}
         values.update((TensorKey("field", name), value.cpu().clone()) for name, value in fields.items())
         buffers = dict(self.model.named_buffers())
         with torch.no_grad():
@@ -276,7 +286,8 @@ class TraceCache:
         return ModelError(
             f"the forward of {type(self.model).__name__}, given {given}, raised {error_text(error)}\n"
             f"{''.join(traceback.format_exception(error))}",
-            cure="call the model on one batch by itself; compare the shapes of samples (data) with what it expects",
+            cure=cure_for_single_values(error)
+            or "call the model on one batch by itself; compare the shapes of samples (data) with what it expects",
         )
 
     def _parameters_of_units(self) -> dict[str, set[str]]:
@@ -295,7 +306,8 @@ class TraceCache:
     @contextlib.contextmanager
     def _undisturbed(self, *, training: bool) -> Iterator[_StateBefore]:
         """The state in which a forward is traced; what it changes is put back: generators, buffers. Yields what was before."""
-        self.model.train(training)
+        for part, made in self._made_training:
+            part.training = training and made
         before = _StateBefore(self.model)
         autocast = torch.autocast(
             "cpu", self.autocast_dtype or torch.bfloat16, enabled=self.autocast_dtype is not None, cache_enabled=False
@@ -381,8 +393,8 @@ def _check_fits(made: CutTrace, declared: CutTrace, *, training: bool) -> None:
                 raise _misfit(f"layer {new.name!r} {what} {_names(one)}, not {_names(other)}")
         if not set(new.state) <= set(first.state):
             raise _misfit(f"layer {new.name!r} uses {', '.join(key.name for key in set(new.state) - set(first.state))}")
-        if declared.is_fixed(index) and not new.is_bare_call:
-            raise _misfit(f"layer {new.name!r} does more than call its module")
+        if declared.is_fixed(index) and (not new.is_bare_call or _bare_call(new) != _bare_call(first)):
+            raise _misfit(f"layer {new.name!r} does not call its module in the same way")
     for value, gradient in made.value_gradients.items() if training else ():
         if gradient != declared.value_gradients[value]:
             raise _misfit(f"{value!r} carries {'a' if gradient else 'no'} gradient")
@@ -394,9 +406,15 @@ def _names(pairs: Sequence[tuple[str, TensorKey]]) -> list[str]:
     return [name for name, _ in pairs]
 
 
+def _bare_call(layer: LayerProgram) -> tuple[Any, ...]:
+    """How a layer that does nothing else calls its module: the structure and order of the arguments, and contexts."""
+    (event,), names = layer.events, {key: name for name, key in layer.reads}
+    return event.structure, tuple(names[key] for key in event.inputs), event.grad, event.autocast
+
+
 def _misfit(what: str) -> ModelError:
     return ModelError(
-        f"with this batch the forward takes another path than with the first one: {what}",
-        cure="give all batches the same form (pad them, and always pass the masks); or make the module around the decision a "
-        "unit (model.units)",
+        f"with this batch, or in evaluation, the forward takes another path than with the first batch in training: {what}",
+        cure="give all batches the same form (pad them, and always pass the masks); what differs in evaluation (self.training) "
+        "belongs into a module; or make the module around the decision a unit (model.units)",
     )

@@ -1,7 +1,7 @@
 """Styles from the tensor-parallel plan that a model brings along: `base_model_tp_plan` of Hugging Face's configurations.
 
-Such a plan maps patterns of module names to the words of `transformers`. Patterns of a configuration begin at the base model
-(`layers.*.self_attn.q_proj` in `model.`), those of a class (`_tp_plan`) at the model itself.
+Such a plan maps patterns of module names to the words of `transformers`. Its patterns begin at the base model
+(`layers.*.self_attn.q_proj` in `model.`). Plans of classes (`_tp_plan`, for heads) are not read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from raypar.errors import PlanError
-from raypar.model.capture.captured_layer import CapturedLayer
+from raypar.model.capture.captured_layer import CapturedLayer, cache_of
 from raypar.model.graph import Graph, join_names
 from raypar.model.layer_skeletons import SkeletonCopier
 from raypar.model.tensor_parallel.styles.column import ColumnStyle
@@ -68,7 +68,7 @@ def find_library_plan(graph: Graph) -> dict[str, str]:
     if not isinstance(shell, CapturedLayer):
         return {}
     found: dict[str, str] = {}
-    for path, module in shell.cache.model.named_modules():
+    for path, module in cache_of(shell).model.named_modules():
         for pattern, word in _own_plan(module):
             found.setdefault(join_names(path, pattern), word)
     return found

@@ -180,7 +180,7 @@ class BufferUpdates:
         if f"{self.layer}.{buffer.path}" in self._shared:
             raise UserCodeError(
                 f"layer {self.layer!r} writes its buffer {buffer.path!r}, which another layer has too and would not see",
-                cure="put the layers that share it into one layer",
+                cure="put the layers that share it into one layer, or make a module around them a unit (model.units)",
             )
         if self.policy == "sum" and tensor.dtype == torch.bool:
             raise UserCodeError(

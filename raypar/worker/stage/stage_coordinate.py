@@ -6,7 +6,7 @@ import traceback
 from dataclasses import dataclass
 
 from raypar.errors import RayparError, UserCodeError, error_message
-from raypar.user_code_errors import error_text, reraise_ctrl_c
+from raypar.user_code_errors import cure_for_single_values, error_text, reraise_ctrl_c
 
 
 @dataclass
@@ -58,16 +58,6 @@ def _cure_for_hooks(error: BaseException) -> str | None:
     if not refuses_saved_tensor_hooks(error):
         return None
     return "leave the layer out of plan.recompute, and enter no saved_tensors_hooks of your own around torch.func"
-
-
-def cure_for_single_values(error: BaseException) -> str | None:
-    """What to do about a norm that has one value per channel in a microbatch, so no variance; None for other errors."""
-    if not (isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel")):
-        return None
-    return (
-        "a norm's statistics are those of one microbatch: give every microbatch two samples at least (batch_size >= 2 x "
-        "microbatches), or use GroupNorm or LayerNorm, whose statistics are those of one sample"
-    )
 
 
 _ABOUT_BFLOAT16 = ("BFloat16", "bfloat16", "equal to src.dtype")

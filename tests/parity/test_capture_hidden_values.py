@@ -1,0 +1,328 @@
+"""What reaches code between units on ways that a capture does not see is refused, and never frozen; numbers in the output are
+those of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.captured_jobs import check_run, graph_of
+from helpers.captured_stages import capture
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from raypar.errors import ModelError
+from raypar.plan import ParallelPlan
+from raypar.worker.job_preflight import preflight
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
+from raypar.worker.run_in_one_process import OneProcessRun
+
+X = {"x": torch.randn(3, 4, generator=torch.Generator().manual_seed(0))}
+
+
+class Blocks(nn.Module):
+    """Three blocks in a row, the first of which is `first`."""
+
+    def __init__(self, first: nn.Module | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([first or nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Any:
+        return self.blocks[2](self.blocks[1](self.between(self.blocks[0](x), x)))
+
+    def between(self, y: Any, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class LeavesMask(nn.Linear):
+    """Leaves a tensor of the batch in an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask = x > 0
+        return super().forward(x)
+
+
+class ReadsMask(Blocks):
+    def __init__(self) -> None:
+        super().__init__(LeavesMask(4, 4))
+
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        return y * self.blocks[0].mask
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x * 2 + 1
+
+
+class CallsScript(Blocks):
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        return y + scripted(x)
+
+
+@dataclass
+class MadeOf:
+    """Two tensors, in a class that PyTorch does not look into."""
+
+    y: Tensor
+    mask: Tensor
+
+
+class ReturnsObject(nn.Linear):
+    def forward(self, x: Tensor) -> MadeOf:
+        return MadeOf(super().forward(x), x > 0)
+
+
+class ReadsObject(Blocks):
+    def __init__(self) -> None:
+        super().__init__(ReturnsObject(4, 4))
+
+    def between(self, y: MadeOf, x: Tensor) -> Tensor:
+        return y.y * y.mask
+
+
+class ReturnsNumber(nn.Linear):
+    """Returns a number that it has read from the batch."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return super().forward(x), int((x > 0).sum())
+
+
+class ReadsNumber(Blocks):
+    def __init__(self) -> None:
+        super().__init__(ReturnsNumber(4, 4))
+
+    def between(self, y: tuple[Tensor, int], x: Tensor) -> Tensor:
+        return y[0] * y[1]
+
+
+class ReturnsNumberOfActivation(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        y = super().forward(x)
+        return y, y.abs().max().item()
+
+
+class ReadsNumberOfActivation(Blocks):
+    def __init__(self) -> None:
+        super().__init__(ReturnsNumberOfActivation(4, 4))
+
+    between = ReadsNumber.between  # type: ignore[assignment]
+
+
+class LeavesNumber(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = float(x.abs().max())
+        return super().forward(x)
+
+
+class ReadsLeftNumber(Blocks):
+    def __init__(self) -> None:
+        super().__init__(LeavesNumber())
+
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        return y / self.blocks[0].scale
+
+
+class ChoosesKernel(Blocks):
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return self.blocks[1](y)
+
+
+class SavesInBfloat16(Blocks):
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.bfloat16(), lambda kept: kept.float()):
+            return self.blocks[1](y)
+
+
+class GpuAutocast(Blocks):
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        with torch.autocast("cuda"):
+            return self.blocks[1](y)
+
+
+class HookOfDivided(Blocks):
+    """A unit with a backward hook, inside of which code between units calls a module."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+        self.blocks[0].register_full_backward_hook(lambda module, *gradients: None)
+
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        return y + self.blocks[0][0](x)
+
+
+@pytest.mark.parametrize(
+    "make, what, cure",
+    [
+        (ReadsMask, "was made where the capture does not look", "return it from the module that makes it"),
+        (CallsScript, "the TorchScript function 'scripted' is called between units", "call the Python function"),
+        (ReadsObject, "was made where the capture does not look", "return it from the module that makes it"),
+        (ReadsNumber, "reads values and returns", "return it as a tensor"),
+        (ReadsNumberOfActivation, "or a number in it, depends on values", "fixed shapes"),
+        (ReadsLeftNumber, "reads the attribute 'scale' of blocks.0 (LeavesNumber)", "return a tensor from the module"),
+        (ChoosesKernel, "changes the attention kernels that may be used (sdpa_kernel)", "inside of a module"),
+        (SavesInBfloat16, "changes hooks on what autograd saves", "inside of a module"),
+        (GpuAutocast, "enters torch.autocast('cuda')", "torch.autocast(x.device.type, ...)"),
+        (HookOfDivided, "blocks.0 (Sequential) has a backward hook", "put the hook on modules that run whole"),
+    ],
+)
+def test_what_a_record_would_freeze_or_leave_out_is_refused(make: Callable[[], nn.Module], what: str, cure: str):
+    with pytest.raises(ModelError) as found:
+        capture(make(), X)
+    assert what in found.value.what and cure in found.value.cure
+
+
+class OwnTable(nn.Linear):
+    """A unit that reads a tensor which it has had from the beginning, and tells a size."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.table = torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return super().forward(x) * self.table[: x.shape[1]], len(x)
+
+
+class ReadsOwnTable(Blocks):
+    def __init__(self) -> None:
+        super().__init__(OwnTable())
+
+    def between(self, y: tuple[Tensor, int], x: Tensor) -> Tensor:
+        return y[0] / y[1] + self.blocks[0].table
+
+
+def test_tensors_from_before_and_sizes_are_no_secrets():
+    capture(ReadsOwnTable(), X)
+
+
+class Rows:
+    """Samples whose second field has another number of ones in each."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "keep": torch.arange(4) <= index % 4, "y": torch.tensor(float(index))}
+
+
+class TellsNumbers(nn.Module):
+    """Returns numbers beside tensors: the batch's size, and one that it reads from a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = nn.Linear(4, 4)  # a name that layers of captured models must not need
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, keep: Tensor) -> dict[str, Any]:
+        x = self.cache(x)
+        for block in self.blocks:
+            x = block(x * keep).tanh()
+        indices = torch.where(keep)
+        return {"out": x, "rows": len(x), "kept": int(keep.sum()), "indices": len(indices[0])}
+
+
+def loss_of_numbers(output: dict[str, Any], target: Tensor) -> Tensor:
+    return (output["out"].sum(1) - target).square().sum() / output["kept"] + output["indices"] / output["rows"]
+
+
+def numbers_job(**changed: Any) -> JobSpec:
+    job = JobSpec(
+        name="numbers",
+        seed=3,
+        steps=3,
+        batch_size=5,
+        microbatches=2,
+        model=Ref(TellsNumbers),
+        loss=Ref(loss_of_numbers),
+        data=DataSpec(Ref(Rows), target="y"),
+        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.1}), ()),
+    )
+    return replace(job, **changed)
+
+
+@pytest.mark.parametrize("schedule, mesh", [("1f1b", {"pp": 2, "dp": 2}), ("gpipe", {"pp": 3, "recompute": range(4)})])
+def test_numbers_in_the_output_are_those_of_the_batch(schedule: str, mesh: dict[str, Any]):
+    job = numbers_job()
+    check_run(job, ParallelPlan.mesh(layers=len(graph_of(job).layers), **mesh), schedule)
+
+
+def test_numbers_in_the_output_are_those_of_the_batch_in_validation_too():
+    data = DataSpec(Ref(Rows), target="y")
+    job = numbers_job(validation=ValidationSpec(data, every=1, samples=7))
+    checked = preflight(job)
+    with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=4), "1f1b", graph=checked.graph) as run:
+        run.step(0)
+
+
+class OtherUnitInEvaluation(nn.Module):
+    """An auxiliary head in training, as GoogLeNet has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.auxiliary = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + self.auxiliary(x) if self.training else x
+
+
+class OtherOrderInEvaluation(nn.Module):
+    """Calls a module with its arguments in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), nn.Bilinear(4, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.blocks[0](x), self.blocks[1](x)
+        return self.last(a, b) if self.training else self.last(b, a)
+
+
+@pytest.mark.parametrize("model", [OtherUnitInEvaluation, OtherOrderInEvaluation])
+def test_another_way_in_evaluation_is_refused_before_the_run_begins(model: type[nn.Module]):
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output.sum(1) - target).square().mean()
+
+    job = numbers_job(model=Ref(model), loss=Ref(loss))
+    preflight(job)
+    with pytest.raises(ModelError, match="or in evaluation, the forward takes another path") as found:
+        preflight(replace(job, validation=ValidationSpec(job.data, every=1)))
+    assert "self.training" in found.value.cure
+
+
+class PartlyInEvaluation(nn.Module):
+    """Dropout between units that the constructor has put into evaluation mode, as `from_pretrained` does with all."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.train(training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.5, self.training)
+        return x
+
+
+@pytest.mark.parametrize("training, zeros", [(False, False), (True, True)])
+def test_what_the_model_function_puts_into_evaluation_mode_stays_in_it(training: bool, zeros: bool):
+    seen: list[bool] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(bool((output == 0).any()))
+        return (output.sum(1) - target).square().mean()
+
+    job = numbers_job(model=Ref(PartlyInEvaluation, {"training": training}), loss=Ref(loss), steps=1)
+    with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=3), "1f1b") as run:
+        run.step(0)
+    assert seen[-2:] == [zeros, zeros]
