@@ -203,6 +203,37 @@ def test_tensors_from_before_and_sizes_are_no_secrets():
     capture(ReadsOwnTable(), X)
 
 
+class Registered(nn.Linear):
+    """A class that counts its subclasses."""
+
+    subclasses = 0
+
+    def __init_subclass__(cls) -> None:
+        Registered.subclasses += 1
+
+
+class TellsClasses(nn.ModuleList):
+    """A list with a forward, which chooses by the classes of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__([Registered(4, 4), nn.LSTM(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = block(x)[0] if type(block) is nn.LSTM else block(x)
+        return x
+
+
+def test_units_keep_their_classes_and_a_list_its_forward():
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output.sum(1) - target).square().mean()
+
+    job = numbers_job(model=Ref(TellsClasses), loss=Ref(loss))
+    check_run(job, ParallelPlan.mesh(pp=3, layers=3), "1f1b")
+    assert Registered.subclasses == 0
+    assert "__getattribute__" not in vars(nn.Module) and nn.Module.__call__.__name__ == "_wrapped_call_impl"
+
+
 class Rows:
     """Samples whose second field has another number of ones in each."""
 

@@ -522,10 +522,24 @@ class _OperationWatch(TorchDispatchMode):
                 )
 
 
+_ONE_RECORDING = threading.RLock()
+"""Held while classes are changed."""
+
+
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Context in which the recorder sees every call: of units, of functions, and of custom autograd functions."""
-    former = {name: type(unit) for name, unit in recorder.units.items()}
+    """Context in which the recorder sees every call: of units, of functions, and of custom autograd functions.
+
+    Classes of PyTorch and of units are changed meanwhile, so there is one recording in a process at a time.
+    """
+    with _ONE_RECORDING, contextlib.ExitStack() as stack:
+        _change_classes(recorder, stack)
+        with recorder, recorder._watch:
+            yield
+
+
+def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
+    """Let the recorder see calls that no function mode sees, until the stack ends."""
     apply = torch.autograd.Function.__dict__["apply"]
 
     def recorded_apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
@@ -557,41 +571,47 @@ def recording(recorder: Recorder) -> Iterator[None]:
         nn.modules.module.register_module_forward_pre_hook(lambda module, args: recorder.note_inner_call(module)),
         nn.modules.module.register_module_forward_hook(lambda module, args, out: recorder.note_inner_result(module, out)),
     ]
-    for name, unit in recorder.units.items():
-        unit.__class__ = _recorded_class(recorder, name, type(unit))
-    torch.autograd.Function.apply = classmethod(recorded_apply)  # type: ignore[assignment]
-    torch.autocast.__enter__ = entered  # type: ignore[method-assign]
-    torch.jit.ScriptFunction.__call__ = called_script  # type: ignore[method-assign]
-    try:
-        with recorder, recorder._watch:
-            yield
-    finally:
-        torch.autograd.Function.apply = apply
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
-        torch.jit.ScriptFunction.__call__ = call_script  # type: ignore[method-assign]
-        for name, unit in recorder.units.items():
-            unit.__class__ = former[name]
-        for hook in hooks:
-            hook.remove()
+    changes: list[tuple[type, str, Any]] = [
+        (torch.autograd.Function, "apply", classmethod(recorded_apply)),
+        (torch.autocast, "__enter__", entered),
+        (torch.jit.ScriptFunction, "__call__", called_script),
+        *_changes_of_modules(recorder),
+    ]
+    for hook in hooks:
+        stack.callback(hook.remove)
+    for owner, name, value in changes:
+        _change_class(stack, owner, name, value)
 
 
-def _recorded_class(recorder: Recorder, name: str, kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a unit while it is traced: its outermost `__call__`, checkpointing included, is an event."""
+def _change_class(stack: contextlib.ExitStack, owner: type, name: str, value: Any) -> None:
+    """Set an attribute of a class until the stack ends."""
+    if name in vars(owner):
+        stack.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        stack.callback(delattr, owner, name)
+    setattr(owner, name, value)
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_unit(name, self, kind.__call__, args, kwargs)
+
+def _changes_of_modules(recorder: Recorder) -> list[tuple[type, str, Any]]:
+    """(class, attribute, value): the outermost `__call__` of a unit, checkpointing included, is an event, and reads of what it
+    sets are seen. The units keep their classes, by which users' code may tell them apart."""
+    names = {id(unit): name for name, unit in recorder.units.items()}
+    owners = {owner for unit in recorder.units.values() for owner in type(unit).__mro__ if "__call__" in vars(owner)}
+
+    def recorded_call(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            name = names.get(id(self))
+            return original(self, *args, **kwargs) if name is None else recorder.call_unit(name, self, original, args, kwargs)
+
+        return call
 
     def getattribute(self: nn.Module, key: str) -> Any:
-        recorder.refuse_set_attribute(self, key)
-        return kind.__getattribute__(self, key)
+        if id(self) in names:
+            recorder.refuse_set_attribute(self, key)
+        return object.__getattribute__(self, key)
 
-    body = {
-        "__call__": call,
-        "__getattribute__": getattribute,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-    }
-    return type(kind.__name__, (kind,), body)
+    calls: list[tuple[type, str, Any]] = [(owner, "__call__", recorded_call(vars(owner)["__call__"])) for owner in owners]
+    return [*calls, (nn.Module, "__getattribute__", getattribute)]
 
 
 def record_forward(

@@ -87,9 +87,16 @@ def capture_layer_graph(
 
 def whole_module(made: object) -> nn.Module | None:
     """The module that has to be captured; None for what is a chain of layers, is wrapped by another framework, or no module."""
-    if not isinstance(made, nn.Module) or isinstance(made, (nn.Sequential, nn.ModuleList)):
+    if not isinstance(made, nn.Module) or _is_chain(made):
         return None
     return None if _wrapped_module_name(made) is not None else made
+
+
+def _is_chain(made: nn.Module) -> bool:
+    """Whether a module is its children in a row: an `nn.Sequential` or `nn.ModuleList` whose class has no other forward."""
+    if isinstance(made, nn.Sequential):
+        return type(made).forward is nn.Sequential.forward
+    return isinstance(made, nn.ModuleList) and type(made).forward is nn.ModuleList.forward
 
 
 def state_in(made: object) -> dict[str, Tensor]:
