@@ -245,6 +245,7 @@ class Recorder(TorchFunctionMode):
         if asks:
             self._refuse_unknown_answers(name, tensors)
         leaves = tuple(self._leaf(value) for value in flat) if tensors or isinstance(call, str) else None
+        described = None if leaves is None else tuple(map(self._describe, flat, leaves))  # before it writes into them
         versions = [tensor._version for tensor in tensors]
         out = self._separate_results(name, tensors, self._run(call, run))
         results = [out] if isinstance(out, Tensor) else tree_flatten(out)[0]
@@ -257,10 +258,9 @@ class Recorder(TorchFunctionMode):
             return out  # a shape, a dtype: a property of tensors, not of their values
         if leaves is None:
             leaves = tuple(self._leaf(value) for value in flat)
-        described = tuple(self._describe(value, leaf) for value, leaf in zip(flat, leaves, strict=True))
         self._add_event(call, leaves, structure, out, results, written)
         if not self.events[-1].is_pure:
-            self.story.append((name, self.events[-1].place, described))
+            self.story.append((name, self.events[-1].place, described or tuple(map(self._describe, flat, leaves))))
         elif "empty" in name:
             self._uninitialised |= {memory_of(value) for value in results if isinstance(value, Tensor)}
         if asks or (self._watch.gave_dynamic_shape and self.events[-1].is_pure):
