@@ -1,4 +1,4 @@
-"""How a tensor lies in memory: strides, and place modulo 64 bytes, which travel with a value or a gradient.
+"""Memory layout of a tensor that is sent between stages: its strides, and its address modulo 64 bytes.
 
 Libraries choose kernels by both, and a dropout mask is drawn in the order of the strides. A message carries the elements in the
 order in which they lie in memory. A dim of stride 0 (an expanded tensor) travels once, gaps between elements do not travel.

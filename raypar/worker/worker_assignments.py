@@ -38,7 +38,7 @@ LOADS_BYTES = 1 << 20
 
 
 def make_layer_graph_without_values(spec: JobSpec) -> Graph:
-    """The layer graph of the user's model, for those who need shapes alone: a large model's values are not even drawn."""
+    """The layer graph of the user's model, when only shapes are needed; no random values are drawn."""
     if spec.deferred_init == "never" or spec.init_from is not None:  # a file's names are compared with the model's
         return make_layer_graph(spec)
     replaced: Replaced = "parameters" if spec.init == "by-name" else "nothing"

@@ -1,1 +1,2 @@
-"""The layer graph of what the user's model function returned: layers that it names, or a module that is cut into layers."""
+"""Builds the layer graph of what the model function returned: a list of layers as it is, or a module that is traced and
+split."""

@@ -1,4 +1,4 @@
-"""Tensors without values that take part in a trace: shape, strides, dtype and device are real, memory there is none."""
+"""Tensors without memory, for tracing: they have shape, strides, dtype and device, as PyTorch's FakeTensor does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ META = torch.device("meta")
 
 
 class ValuesNeeded(Exception):
-    """Code asks for the values of a tensor that has none."""
+    """Raised by an operation that needs the values of an absent tensor."""
 
 
 @without_dynamo

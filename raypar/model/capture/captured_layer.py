@@ -14,7 +14,8 @@ from raypar.model.capture.trace_cache import TraceCache
 
 
 class CapturedLayer(nn.Module):
-    """A layer of a captured model: its unit, and the parameters and buffers of its glue, at the paths of the model.
+    """A layer of a captured model: holds its unit, and what its glue reads of parameters and buffers, at their paths in the
+    model.
 
     `forward(*inputs)` takes the values that the layer reads, then batch fields; it returns the values that it writes.
     """

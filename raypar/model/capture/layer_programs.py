@@ -1,7 +1,8 @@
-"""Cuts a trace into layers: each is the call of a unit with the glue (the calls of PyTorch's functions) after it.
+"""Splits a trace into layers: a layer is one call of a unit and the glue, the PyTorch calls, up to the next unit call.
 
-Glue before the first unit belongs to the first layer. Pure glue, which depends on the batch, buffers and constants alone, is
-computed again in each layer that needs it; all other values go from the layer that makes them to the layers that read them.
+Glue before the first unit call belongs to the first layer. Glue is pure if it depends only on the batch, buffers and constants,
+draws no random numbers and carries no gradient; each layer that needs it recomputes it. Every other value is passed from the
+layer that computes it to the layers that read it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from raypar.model.capture.refusal import Refused
 from raypar.model.capture.trace import Event, TensorKey, Trace
 
 USES = "~"
-"""Name of the submodule of a layer that has parameters of which the layer has several uses."""
+"""Submodule of a layer that holds one leaf for each use of a parameter that the layer uses several times."""
 
 ONLY_LAYER = "model"
 """Name of the layer of a model that calls no modules."""
@@ -81,7 +82,7 @@ class CutTrace:
     """The tensors that the forward returned, as values that the last layer writes."""
 
     def is_fixed(self, index: int) -> bool:
-        """Whether a layer does the same for every batch, so that it need not know the batch."""
+        """Whether the layer's program is the same for every batch, so that it is not given the batch fields."""
         tells_numbers = self.returns_numbers and index == len(self.layers) - 1
         return self.layers[index].is_bare_call and not self.trace.guards and not tells_numbers
 
@@ -273,8 +274,8 @@ def _separate_uses(
 ) -> tuple[tuple[Event, ...], tuple[TensorKey, ...]]:
     """(the events of a layer, parameters and buffers that its glue reads).
 
-    A parameter that other layers use too has a key for each use in this one, if there are several: plain autograd adds the
-    gradients of all uses last to first, which needs each of them by itself.
+    If this layer uses a shared parameter several times, every use has a key and a leaf of its own: autograd adds the gradients
+    of all uses from the last to the first, so they must be kept apart.
     """
     events = [trace.events[i] for i in sorted(draft.chosen)]
     reads = Counter(key.name for event in events for key in event.inputs if key.kind == "parameter")

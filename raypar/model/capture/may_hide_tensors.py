@@ -1,4 +1,4 @@
-"""Which arguments of a call a trace may keep as they are: those that cannot contain a tensor."""
+"""Decides which non-tensor arguments a trace may store as they are: those that cannot contain a tensor."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from raypar.plan.stage_connections import LATER_USE
 
 
 class _Container(nn.Module):
-    """Stands for a module of the user's whose forward is glue: it has the modules and parameters that a layer needs."""
+    """Takes the place of a user's module that is split: holds the submodules and parameters that a layer needs."""
 
 
 @dataclass(frozen=True)

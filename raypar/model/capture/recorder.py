@@ -1,7 +1,8 @@
 """Runs a model's forward once and records it: unit calls, and the calls of PyTorch's functions between them.
 
-Parameters are absent, batch fields and buffers real. What depends on these two alone is therefore computed, and Python code
-may look at it: each look is a guard. Python code that looks at anything else is refused.
+During a trace parameters have no values; batch fields and buffers do. Tensors that depend only on these two are therefore
+computed, and Python code may read their values; every such read is recorded as a guard. Reading the values of any other tensor
+is refused.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.like = like
-        """A trace in training mode, if this one is in evaluation mode: what was a new tensor there is one here."""
+        """The training trace, if this trace is in evaluation mode. A call that returned a new tensor there but returns its own
+        argument here (dropout) gets a view, so that both traces have the same values."""
         self.passed_through: set[EventId] = set()
         """Events that have returned one of their arguments."""
         self.events: list[Event] = []

@@ -1,4 +1,4 @@
-"""Runs a unit that cannot run on absent tensors, because it decides by values, on small random numbers."""
+"""Runs a unit that needs values (it branches on them) on small random numbers, to learn the shapes of its results."""
 
 from __future__ import annotations
 

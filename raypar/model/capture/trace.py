@@ -15,7 +15,8 @@ TensorKind = Literal["value", "parameter", "buffer", "field", "constant"]
 
 
 EventId = tuple[int, str, int]
-"""(number of unit calls before, name of the function, number of its call between these units): the same in all traces."""
+"""(unit calls so far, function name, its number since the last unit call): identifies the same call in every trace of a
+model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class AutocastState:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """A tensor that an event changes because it lies in memory that the event writes."""
+    """One tensor whose storage an event writes in place: its version before and after."""
 
     before: TensorKey
     """The version that is gone."""
@@ -71,9 +72,9 @@ class Event:
     returns_tensor: bool
     """Whether the result is one tensor, in no container."""
     rewrites: tuple[Rewrite, ...]
-    """Tensors that it changes."""
+    """All known tensors in the storages that it writes: its written arguments, and views of them."""
     written: tuple[TensorKey, ...]
-    """Versions that it writes into: the tensors among its arguments that it changes."""
+    """Its arguments that it writes in place, in their versions before."""
     grad: bool
     """False inside users' `torch.no_grad()`."""
     autocast: AutocastState | None
@@ -116,7 +117,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What is known of one tensor of a trace."""
+    """Shape, dtype, requires_grad and storage of one version of a tensor."""
 
     shape: tuple[int, ...]
     """Its shape."""

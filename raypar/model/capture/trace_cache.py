@@ -30,9 +30,9 @@ from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_single_values, error_text, reraise_ctrl_c
 
 MOST_TRACES = 32
-"""Traces that are kept: those used last. A model that reads values of the batch needs one for each set of answers."""
+"""Size of the LRU cache of traces. A forward that reads values of the batch in Python needs a trace for each set of answers."""
 MOST_REFINEMENTS = 500
-"""Modules that are made units because code outside of their units uses them."""
+"""Limit on how often a unit is split because outer code uses a module inside it."""
 
 Signature = tuple[Any, ...]
 """Whether the model trains, and name, shape and dtype of each batch field."""
@@ -40,7 +40,7 @@ Signature = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class _Answer:
-    """The trace that was found for a batch."""
+    """The last batch that was looked up, and its trace."""
 
     batch: Mapping[str, tuple[weakref.ReferenceType[Tensor], int]]
     """Field -> (tensor, its version)."""
@@ -85,7 +85,7 @@ class TraceCache:
         self._form_numbers: weakref.WeakKeyDictionary[CutTrace, int] = weakref.WeakKeyDictionary()
         """Trace -> its index in `output_forms`."""
         self._declared: CutTrace | None = None
-        """The first trace, to which all others must fit."""
+        """The first trace. It defines the layers; every later trace must have the same layers, values and parameters."""
         self._traces: OrderedDict[Signature, list[CutTrace]] = OrderedDict()
         """Traces by signature; those of one signature differ in what the forward has read."""
         self._lock = threading.RLock()
@@ -146,7 +146,7 @@ class TraceCache:
         return made
 
     def _answers_as_before(self, cut: CutTrace, fields: Mapping[str, Tensor]) -> bool:
-        """Whether the forward reads of this batch what it read of the trace's."""
+        """Whether every guard of the trace gives the same answer for this batch."""
         if not cut.trace.guards:
             return True
         answers = {guard.event: guard.answer for guard in cut.trace.guards}

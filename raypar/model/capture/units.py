@@ -12,7 +12,7 @@ from torch import nn
 from raypar.errors import ModelError
 
 LARGE_PART = 0.3
-"""An element of a container with more than this part of the model's parameters is divided itself, if it can be."""
+"""An element of a container that holds more than this share of the model's parameters is split further, if it can be."""
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

@@ -1,4 +1,4 @@
-"""What a layer's forward passes write into buffers: kept by microbatch, apart from the buffers, until the step's commit.
+"""The buffer writes of a layer's forward passes, kept per microbatch and applied when the step commits.
 
 Every microbatch of a step begins with the buffers of the step's beginning, so replicas may run microbatches anywhere. At the
 commit all holders of a layer make the same new values of the updates of all microbatches, in microbatch order (rule 14 of the

@@ -1,4 +1,4 @@
-"""Running statistics of batch and instance norms: taken apart from each call, and folded into the averages at the commit.
+"""Running statistics of batch and instance norms: recorded for each call, and folded into the averages at the commit.
 
 In training a norm normalises by the statistics of its own input, and only adds them to running averages. So each call runs with
 stand-in buffers, which then hold the call's own mean and unbiased variance, wherever and whenever it runs. `fold_norm_calls`

@@ -1,4 +1,4 @@
-"""The tensors that values are to autograd inside a stage (rule 4 of the numerics contract).
+"""Which tensor stands for a value in a stage's autograd graph (rule 4 of the numerics contract).
 
 A layer reads the very tensor that another layer of the stage returned, so autograd adds the gradients of a value in its own
 order. A value from another stage is read through one alias, whose complete gradient is what the stage hands on.
