@@ -331,6 +331,31 @@ def test_another_way_in_evaluation_is_refused_before_the_run_begins(model: type[
     assert "self.training" in found.value.cure
 
 
+class NumberForLargeBatches(nn.Module):
+    """Returns a number in the place of None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int | None]:
+        for block in self.blocks:
+            x = block(x) * 1.0
+        return x, None if len(x) < 3 else 1
+
+
+def test_a_number_in_the_place_of_none_is_refused():
+    def loss(output: tuple[Tensor, int | None], target: Tensor) -> Tensor:
+        return (output[0].sum(1) - target).square().mean() * (output[1] or 0.5)
+
+    job = numbers_job(model=Ref(NumberForLargeBatches), loss=Ref(loss))
+    with (
+        OneProcessRun(job, ParallelPlan.mesh(layers=3), "1f1b") as run,
+        pytest.raises(ModelError, match="returns something else"),
+    ):
+        run.step(0)
+
+
 class PartlyInEvaluation(nn.Module):
     """Dropout between units that the constructor has put into evaluation mode, as `from_pretrained` does with all."""
 

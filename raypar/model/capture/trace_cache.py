@@ -398,12 +398,17 @@ def _check_fits(made: CutTrace, declared: CutTrace, *, training: bool) -> None:
     for value, gradient in made.value_gradients.items() if training else ():
         if gradient != declared.value_gradients[value]:
             raise _misfit(f"{value!r} carries {'a' if gradient else 'no'} gradient")
-    if made.trace.output_structure != declared.trace.output_structure:
+    if (made.trace.output_structure, _kinds(made.trace)) != (declared.trace.output_structure, _kinds(declared.trace)):
         raise _misfit("the model returns something else")
 
 
 def _names(pairs: Sequence[tuple[str, TensorKey]]) -> list[str]:
     return [name for name, _ in pairs]
+
+
+def _kinds(trace: Trace) -> list[str]:
+    """What each leaf of the output is: a tensor, None, or something else."""
+    return ["tensor" if isinstance(leaf, TensorKey) else "none" if leaf is None else "other" for leaf in trace.output_leaves]
 
 
 def _bare_call(layer: LayerProgram) -> tuple[Any, ...]:
