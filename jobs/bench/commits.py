@@ -1,13 +1,13 @@
 """Is raypar slower than it was? An older commit beside this one: the same work, alternating in one run.
 
-`python jobs/bench/commits.py OLD [--only steps control kill] [--rounds 24] [--json] [--page FILE] [--log FILE]`; OLD is a
+`python jobs/bench/commits.py OLD [--only steps interpreter kill] [--rounds 24] [--json] [--page FILE] [--log FILE]`; OLD is a
 checkout of the older commit (`git worktree add OLD COMMIT`), whose own benches are run. Of every contender there are three: the
 old commit, the old commit once more, and the new one. A ratio is old / new inside a round, so over 1 is faster; what old / old
 again differs from 1 is the noise of this machine. A row holds when its median ratio is at least 0.98, or within that noise.
 
-    steps    seconds a step of workers over TCP: one worker, replicas, stages, two shards
-    control  microseconds of the interpreter for an instruction (`control.py`)
-    kill     seconds from kill -9 of a worker to the next step (`elastic.py --only kill`)
+    steps        seconds a step of workers over TCP: one worker, replicas, stages, two shards
+    interpreter  microseconds of the interpreter for an instruction (the function of that name of `control.py`, without Ray)
+    kill         seconds from kill -9 of a worker to the next step (`elastic.py --only kill`)
 """
 
 from __future__ import annotations
@@ -98,15 +98,27 @@ def _contender(name: str, root: Path, world: int, options: dict[str, Any]) -> Co
     )
 
 
-def control(old: Path, rounds: int) -> list[Row]:
-    """Microseconds an instruction, by schedule and microbatches."""
+INTERPRETER_RUN = """
+import json, sys
+sys.path.insert(0, "jobs/bench")
+import torch
+import control
+control.make_importable(control.Path("jobs/bench").resolve())
+torch.set_num_threads(1)
+found = [control.interpreter(m, s, 40) for _ in range(3) for s in ("1f1b", "zb-v") for m in (8, 64)]
+print(json.dumps(found))
+"""
+"""Run in a checkout, since `control.py` itself also starts Ray, whose processes would disturb microseconds."""
+
+
+def interpreter(old: Path, rounds: int) -> list[Row]:
+    """Microseconds an instruction, by schedule and microbatches; the median of three measurements in one process."""
 
     def measure(root: Path) -> dict[str, list[float]]:
-        found = json.loads(_bench(root, "control.py", "--json", "--microbatches", "4"))
-        return {
-            f"interpreter, {one['schedule']}, m={one['microbatches']}": [one["us_per_instruction"]]
-            for one in found["interpreter"]
-        }
+        found: dict[str, list[float]] = {}
+        for one in json.loads(_python(root, "-c", INTERPRETER_RUN)):
+            found.setdefault(f"interpreter, {one['schedule']}, m={one['microbatches']}", []).append(one["us_per_instruction"])
+        return found
 
     return _in_turn(old, rounds, "us an instruction", measure)
 
@@ -140,8 +152,13 @@ def _in_turn(old: Path, rounds: int, unit: str, measure: Callable[[Path], dict[s
 
 def _bench(root: Path, name: str, *arguments: str, may_miss: bool = False) -> str:
     """Output of a bench of a checkout; exit code 1 says that a limit of the bench was missed."""
+    return _python(root, str(root / "jobs" / "bench" / name), *arguments, may_miss=may_miss)
+
+
+def _python(root: Path, *arguments: str, may_miss: bool = False) -> str:
+    """Output of a Python process that imports raypar from the checkout `root`."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(root)}
-    command = [sys.executable, str(root / "jobs" / "bench" / name), *arguments]
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     if done.returncode not in ((0, 1) if may_miss else (0,)):
         raise BenchError(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr[-3000:]}")
@@ -155,8 +172,8 @@ def say(row: Row) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="a checkout of the older commit")
-    parser.add_argument("--only", nargs="+", choices=["steps", "control", "kill"], default=["steps", "control", "kill"])
-    parser.add_argument("--rounds", type=int, default=24, help="of steps; control has a third, kill a sixth of them")
+    parser.add_argument("--only", nargs="+", choices=["steps", "interpreter", "kill"], default=["steps", "interpreter", "kill"])
+    parser.add_argument("--rounds", type=int, default=24, help="of steps; interpreter has a third, kill a sixth of them")
     parser.add_argument("--kills", type=int, default=5, help="in one round")
     parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
     parser.add_argument("--page", type=Path, help="also write a results page")
@@ -165,7 +182,7 @@ def main() -> None:
     old = given.old.resolve()
     parts = {
         "steps": lambda: steps(old, given.rounds),
-        "control": lambda: control(old, max(1, given.rounds // 3)),
+        "interpreter": lambda: interpreter(old, max(1, given.rounds // 3)),
         "kill": lambda: kill(old, max(1, given.rounds // 6), given.kills),
     }
     kept: dict[str, list[dict[str, Any]]] = json.loads(given.log.read_text()) if given.log and given.log.exists() else {}
