@@ -228,7 +228,7 @@ class CooperativeScheduler:
                 else:
                     clocks[index] = now + operation.cost_ms
                     runnable[index] = None
-                    self._span(index, operation.label, now, clocks[index], "work")
+                    self._span(index, str(operation.instruction), now, clocks[index], "work")
             for other, wait in list(blocked.items()):
                 settled, error_of_wait = poll_handle(wait.handle)
                 if settled:

@@ -121,12 +121,12 @@ class RoutineWait:
     """Only the caller's stream has to wait (`Handle.wait_on_stream`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoutineWork:
     """Yielded by a routine just before it computes, so that a scheduler can advance its clock."""
 
-    label: str
-    """Short text of the instruction, at which faults are injected and debuggers stop."""
+    instruction: object
+    """What it computes; its text names it in traces."""
     cost_ms: float = 0.0
     """Advance of the virtual clock; `run_routine` ignores it."""
 

@@ -158,7 +158,7 @@ class Interpreter:
                 received = yield from self._inputs(instruction)
                 if self.before_compute is not None:
                     self.before_compute(step, instruction)
-            yield RoutineWork(str(instruction), self.cost_ms(instruction))
+            yield RoutineWork(instruction, self.cost_ms(instruction))
             start = clock()
             waits = rule(self, instruction, step, received)
             if waits is not None:
@@ -181,7 +181,7 @@ class Interpreter:
             received: Received = {}
             if isinstance(instruction, Compute):
                 received = yield from self._inputs(instruction)
-                yield RoutineWork(str(instruction), self.cost_ms(instruction))
+                yield RoutineWork(instruction, self.cost_ms(instruction))
             rule(self, instruction, step, received)
         yield from self._drain()
 
