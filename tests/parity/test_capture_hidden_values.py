@@ -167,7 +167,7 @@ class HookOfDivided(Blocks):
         (ReadsObject, "was made where the capture does not look", "return it from the module that makes it"),
         (ReadsNumber, "reads values and returns", "return it as a tensor"),
         (ReadsNumberOfActivation, "or a number in it, depends on values", "fixed shapes"),
-        (ReadsLeftNumber, "reads the attribute 'scale' of blocks.0 (LeavesNumber)", "return a tensor from the module"),
+        (ReadsLeftNumber, "reads the attribute 'scale' of blocks.0 (LeavesNumber)", "return it as a tensor"),
         (ChoosesKernel, "changes the attention kernels that may be used (sdpa_kernel)", "inside of a module"),
         (SavesInBfloat16, "changes hooks on what autograd saves", "inside of a module"),
         (GpuAutocast, "enters torch.autocast('cuda')", "torch.autocast(x.device.type, ...)"),
@@ -178,6 +178,190 @@ def test_what_a_record_would_freeze_or_leave_out_is_refused(make: Callable[[], n
     with pytest.raises(ModelError) as found:
         capture(make(), X)
     assert what in found.value.what and cure in found.value.cure
+
+
+class LeavesTensor(nn.Linear):
+    """Adds what its last call has left."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.left: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) if self.left is None else super().forward(x) + self.left
+        self.left = y
+        return y
+
+
+class CalledTwice(Blocks):
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        return self.blocks[0](y)
+
+
+class LeavesInBuffer(nn.Linear):
+    """Adds what its last call has written into a tensor that was there before."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.left = torch.zeros(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) + self.left
+        self.left.copy_(x)
+        return y
+
+
+class Counts(nn.Linear):
+    """Multiplies by the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Masked(nn.Linear):
+    """Reads what others leave in its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.mask: Tensor | None = None
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * self.scale
+        return y if self.mask is None else y * self.mask
+
+
+class LeavesFieldForUnit(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Masked()
+
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        self.blocks[1].mask = x
+        return y
+
+
+class LeavesActivationForUnit(LeavesFieldForUnit):
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        self.blocks[1].mask = y * 2
+        return y
+
+
+class LeavesNumberForUnit(LeavesFieldForUnit):
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        self.blocks[1].scale = float(x.max())
+        return y
+
+
+class LeavesInObject(LeavesFieldForUnit):
+    """One unit writes into the attribute of another."""
+
+    class First(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.others[0].mask = y
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = self.First(4, 4)
+        self.blocks[0].others = [self.blocks[1]]
+
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        return y
+
+
+class ReadsDict(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.given: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.given["mask"]
+
+
+class LeavesInDict(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = ReadsDict()
+
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        self.blocks[1].given["mask"] = y * 2
+        return y
+
+
+class LeavesFieldInDict(LeavesInDict):
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        self.blocks[1].given["mask"] = x
+        return y
+
+
+class WritesUnseen(Blocks):
+    """As a C++ extension does."""
+
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            y.mul_(2)
+        return y
+
+
+class MakesUnseen(Blocks):
+    def between(self, y: Tensor, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return y.mul(2)
+
+
+@pytest.mark.parametrize(
+    "make, what",
+    [
+        (lambda: CalledTwice(LeavesTensor()), "another call reads the attribute 'left' of blocks.0 (LeavesTensor)"),
+        (lambda: CalledTwice(LeavesInBuffer()), "unit blocks.0 reads a tensor [3, 4]"),
+        (lambda: CalledTwice(Counts()), "another call reads the attribute 'calls' of blocks.0 (Counts)"),
+        (LeavesFieldForUnit, "another call reads the attribute 'mask' of blocks.1 (Masked)"),
+        (LeavesActivationForUnit, "another call reads the attribute 'mask' of blocks.1 (Masked)"),
+        (LeavesNumberForUnit, "another call reads the attribute 'scale' of blocks.1 (Masked)"),
+        (LeavesInObject, "another call reads the attribute 'mask' of blocks.1 (Masked)"),
+        (LeavesInDict, "that is not among its arguments: what code outside of this call has made"),
+        (LeavesFieldInDict, "that is not among its arguments: a field of the batch"),
+        (WritesUnseen, "was written where the capture does not look"),
+        (MakesUnseen, "was made where the capture does not look"),
+    ],
+)
+def test_what_reaches_a_unit_on_other_ways_is_refused(make: Callable[[], nn.Module], what: str):
+    with pytest.raises(ModelError) as found:
+        capture(make(), X)
+    assert what in found.value.what and str(__file__) in found.value.what and "(model.units)" in found.value.cure
+
+
+class KeepsTable(nn.Linear):
+    """Makes a table at its first call, and keeps what it has seen last; counts its calls, and nobody reads the count."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.table: Tensor | None = None
+        self.seen: list[Tensor] = []
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0)
+        vars(self)["calls"] += 1
+        y = super().forward(x) * self.table
+        self.last, self.scale = y, 3
+        self.seen.append(y)
+        return y * self.scale
+
+
+def test_a_table_that_a_unit_keeps_and_what_it_leaves_unread_are_no_matter():
+    block = KeepsTable()
+    captured = capture(CalledTwice(block), X)
+    traced = captured.cache.model.get_submodule("blocks.0")
+    assert traced.seen == [] and traced.table is None and not hasattr(traced, "last")  # a trace leaves nothing
 
 
 class OwnTable(nn.Linear):

@@ -7,28 +7,26 @@ is refused.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from raypar.errors import with_article
-from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, has_dynamic_shape, memory_of
+from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, memory_of
 from raypar.model.capture.may_hide_tensors import may_hide_tensors
+from raypar.model.capture.operation_watch import OperationWatch
 from raypar.model.capture.refusal import InnerModuleUsed, Refused, users_place
 from raypar.model.capture.run_unit_on_random_values import run_with_random_values
+from raypar.model.capture.settings_of_contexts import autocast_state, python_random_state, settings_of_contexts
 from raypar.model.capture.trace import (
-    AutocastState,
     Event,
     EventId,
     Guard,
@@ -39,7 +37,7 @@ from raypar.model.capture.trace import (
     Trace,
     comparable,
 )
-from raypar.model.without_dynamo import without_dynamo
+from raypar.model.capture.unit_attributes import UnitAttributes
 
 _GIVE_ANSWERS = frozenset(
     ("__bool__", "item", "tolist", "__int__", "__float__", "__index__", "__complex__", "__contains__", "numpy", "__array__",
@@ -64,7 +62,7 @@ _NEVER_REPLAYED = {
 
 
 class Recorder(TorchFunctionMode):
-    """Records the calls that are made while it is entered. `record_forward` is the way to use it."""
+    """Records the calls that are made while it is entered. `record_forward.py` is the way to use it."""
 
     def __init__(
         self, model: nn.Module, units: Mapping[str, nn.Module], fields: Mapping[str, Tensor], like: Trace | None = None
@@ -96,35 +94,39 @@ class Recorder(TorchFunctionMode):
         """`memory_of` of tensors whose values nothing has set (torch.empty)."""
         self._inside_event = 0
         """Above 0 while an event runs: what it calls is part of it."""
+        self._event_number = 0
+        """Number of the event that runs, or of the last one."""
         self._thread = threading.get_ident()
         """The thread that traces."""
         self._keys: dict[int, TensorKey] = {}
         """`id` of a tensor -> its present version."""
+        self._versions: dict[int, int] = {}
+        """`id` of a tensor -> how often it had been written (`_version`) when it was last seen."""
         self._alive: list[Tensor] = []
         """All known tensors, kept so that no `id` is used twice."""
         self._by_memory: dict[int, list[Tensor]] = {}
         """`memory_of` -> known tensors in it."""
         self._pure: set[TensorKey] = set()
         """Tensors that depend on batch fields, buffers and constants alone."""
-        self._watch = _OperationWatch({memory_of(p): name for name, p in model.named_parameters()})
-        """Notices random operations, shapes that depend on values, and writes into parameters."""
+        self.watch = OperationWatch({memory_of(p): name for name, p in model.named_parameters()}, fields.values())
+        """Notices what operations do, inside of units too."""
+        self.attributes = UnitAttributes(units, self.watch.varies)
+        """Notices attributes that another layer has set."""
         self._unit_calls = 0
         """Number of unit calls so far."""
         self._unit_has_asked = False
         """Whether Python code inside of the unit that runs has read values."""
-        self._set_by_units: dict[int, dict[str, str]] = {}
-        """`id` of a unit -> {attribute that its call has set to another number or text: name of the unit}."""
         self._calls: Counter[tuple[int, str]] = Counter()
         """(number of unit calls before, function) -> number of its calls."""
         self._numbers = 0
         """Number of values and constants so far."""
-        self._random_state = _python_random_state()
+        self._random_state = python_random_state()
         """Python's and numpy's generators when code between units began to run."""
         self._torch_random_state = torch.random.get_rng_state()
         """PyTorch's generator after the last event."""
-        self._ambient_autocast = _autocast_state()
+        self._ambient_autocast = autocast_state()
         """Autocast as it is around the model."""
-        self._ambient_settings = _settings_of_contexts()
+        self._ambient_settings = settings_of_contexts()
         """Other settings that contexts change, as they are around the model."""
         for name, parameter in model.named_parameters():
             self._bind(parameter, TensorKey("parameter", name))
@@ -146,6 +148,7 @@ class Recorder(TorchFunctionMode):
             self._alive.append(tensor)
             self._by_memory.setdefault(memory_of(tensor), []).append(tensor)
         self._keys[id(tensor)] = key
+        self._versions[id(tensor)] = tensor._version
         self._note(tensor, key)
 
     def _note(self, tensor: Tensor, key: TensorKey) -> None:
@@ -167,6 +170,11 @@ class Recorder(TorchFunctionMode):
                 "call custom autograd functions as Function.apply(...) there, not through a name bound before; "
                 "or make the module that does it a unit (model.units)",
             )
+        if self._versions[id(value)] != value._version:
+            raise Refused(
+                f"a tensor {list(value.shape)} that is used at {users_place()} was written where the capture does not look",
+                "write it by PyTorch's own functions; or make the module that does it a unit (model.units)",
+            )
         return key
 
     def _constant(self, value: Tensor) -> TensorKey:
@@ -174,7 +182,7 @@ class Recorder(TorchFunctionMode):
         if id(value) in self.made_inside:
             raise InnerModuleUsed(self.made_inside[id(value)][0])
         hidden = isinstance(value, AbsentTensor) or value.is_meta or value.requires_grad or _is_wrapped_by_functorch(value)
-        if hidden or self._watch.has_made(value):
+        if hidden or self.watch.has_made(value):
             raise Refused(
                 f"a tensor {list(value.shape)} that is used at {users_place()} was made where the capture does not look",
                 "return it from the module that makes it, or make a module around both a unit (model.units)",
@@ -182,7 +190,7 @@ class Recorder(TorchFunctionMode):
         key = self._new_key("constant")
         self._bind(value, key)
         self._pure.add(key)
-        with self._watch.paused():
+        with self.watch.paused():
             self.constants[key] = value.detach().clone()
         return key
 
@@ -205,7 +213,6 @@ class Recorder(TorchFunctionMode):
             return call(module, *args, **kwargs)
         self._refuse_python_random()
         self._unit_calls += 1
-        before = _plain_attributes(module)
 
         def run() -> Any:
             self._unit_has_asked = False
@@ -214,18 +221,17 @@ class Recorder(TorchFunctionMode):
             except (RuntimeError, NotImplementedError, ValuesNeeded, TypeError, ValueError):
                 out = run_with_random_values(name, module, call, args, kwargs)
             self._refuse_numbers_of_values(name, module, out)
-            changed = {key for key, value in _plain_attributes(module).items() if before.get(key, value) != value}
-            self._set_by_units.setdefault(id(module), {}).update(dict.fromkeys(changed, name))
             return out
 
         try:
             return self.record(name, args, kwargs, run)
         finally:
-            self._random_state = _python_random_state()
+            self._random_state = python_random_state()
 
     def record(self, call: Callable[..., Any] | str, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Run one event, whose result `run()` gives; returns that."""
         self._inside_event += 1
+        self._event_number += 1
         self._refuse_own_seeds()
         self._refuse_contexts()
         try:
@@ -249,7 +255,8 @@ class Recorder(TorchFunctionMode):
         leaves = tuple(self._leaf(value) for value in flat) if tensors or isinstance(call, str) else None
         described = None if leaves is None else tuple(map(self._describe, flat, leaves))  # before it writes into them
         versions = [tensor._version for tensor in tensors]
-        out = self._separate_results(name, tensors, self._run(call, run))
+        self.watch.begin_event(self._event_number, call if isinstance(call, str) else None, tensors)
+        out = self._separate_results(name, tensors, self._run(run))
         results = [out] if isinstance(out, Tensor) else tree_flatten(out)[0]
         written = [
             tensor
@@ -265,7 +272,7 @@ class Recorder(TorchFunctionMode):
             self.story.append((name, self.events[-1].place, described or tuple(map(self._describe, flat, leaves))))
         elif "empty" in name:
             self._uninitialised |= {memory_of(value) for value in results if isinstance(value, Tensor)}
-        if asks or (self._watch.gave_dynamic_shape and self.events[-1].is_pure):
+        if asks or (self.watch.gave_dynamic_shape and self.events[-1].is_pure):
             self.guards.append(Guard(len(self.events) - 1, comparable(out)))
         return out
 
@@ -276,7 +283,7 @@ class Recorder(TorchFunctionMode):
         if leaf not in self._pure or isinstance(value, AbsentTensor) or memory_of(value) in self._uninitialised:
             return tuple(value.shape), value.dtype
         # Of one element `contiguous()` keeps any stride, with which `view` does not take another dtype.
-        with self._watch.paused():
+        with self.watch.paused():
             bits = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
         return tuple(value.shape), value.dtype, hashlib.blake2b(bits).digest()
 
@@ -293,9 +300,8 @@ class Recorder(TorchFunctionMode):
             return out
         return tree_map(lambda value: value.view_as(value) if isinstance(value, Tensor) and id(value) in given else value, out)
 
-    def _run(self, call: Callable[..., Any] | str, run: Callable[[], Any]) -> Any:
+    def _run(self, run: Callable[[], Any]) -> Any:
         """The event's result. Raises `Refused` where a function needs values that are not there."""
-        self._watch.reset()
         try:
             return run()
         except ValuesNeeded as error:
@@ -320,14 +326,14 @@ class Recorder(TorchFunctionMode):
         made = [*(key for key in outputs if key is not None), *(rewrite.after for rewrite in rewrites)]
         is_pure = (
             not isinstance(call, str)
-            and not self._watch.drew_random_numbers
+            and not self.watch.drew_random_numbers
             and not any(self.facts[key].requires_grad for key in made)
             and all(key in self._pure for key in (*inputs, *(rewrite.before for rewrite in rewrites)))
             and not any(key.is_state for key in before)
         )
         if is_pure:
             self._pure |= set(made)
-        autocast = _autocast_state()
+        autocast = autocast_state()
         self.events.append(
             Event(
                 call=call,
@@ -350,6 +356,7 @@ class Recorder(TorchFunctionMode):
         for tensor in written:
             for each in self._by_memory.get(memory_of(tensor), [tensor]):
                 key = self._keys[id(each)]
+                self._versions[id(each)] = each._version
                 if key.is_state or any(rewrite.after == key for rewrite in found.values()):
                     continue
                 after = self._new_key("value")
@@ -357,15 +364,20 @@ class Recorder(TorchFunctionMode):
                 self._bind(each, after)
         return tuple(found.values())
 
-    def refuse_set_attribute(self, module: nn.Module, key: str) -> None:
-        """Raises `Refused` where code between units reads an attribute that the call of a unit has set to another value."""
-        unit = self._set_by_units.get(id(module), {}).get(key)
-        if unit is not None and not self._inside_event and threading.get_ident() == self._thread:
-            raise Refused(
-                f"code between units reads the attribute {key!r} of {unit} ({type(module).__name__}) at {users_place()}, which "
-                "the module's own call has set: in a record it would stay as it is now",
-                "return a tensor from the module, or make a module around both a unit (model.units)",
-            )
+    @property
+    def is_between_units(self) -> bool:
+        """Whether code between units runs, in the thread that traces."""
+        return not self._inside_event and threading.get_ident() == self._thread
+
+    def note_attribute_write(self, module: nn.Module, key: str, value: Any) -> None:
+        """An attribute of a module is about to be set."""
+        if threading.get_ident() == self._thread:
+            self.attributes.note_write(module, key, value, self._event_number if self._inside_event else None)
+
+    def check_attribute_read(self, module: nn.Module, key: str) -> None:
+        """Raises `Refused` for an attribute of a module in a unit that another event has set."""
+        if threading.get_ident() == self._thread:
+            self.attributes.check_read(module, key, self._event_number if self._inside_event else None)
 
     # -- refusals ------------------------------------------------------------------------------------------------------
 
@@ -396,7 +408,7 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_python_random(self) -> None:
         """Raises `Refused` if code between units has drawn from Python's or numpy's generators."""
-        if _python_random_state() != self._random_state:
+        if python_random_state() != self._random_state:
             raise Refused(
                 f"the forward draws from Python's random or numpy's between units, before {users_place()}: layers would be "
                 "left out, or numbers be other ones, on every worker",
@@ -415,7 +427,7 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_contexts(self) -> None:
         """Raises `Refused` if code between units has changed a setting, in a context say: a replay would not."""
-        now = _settings_of_contexts()
+        now = settings_of_contexts()
         changed = [name for name, value in now.items() if value != self._ambient_settings[name]]
         if changed:
             raise Refused(
@@ -457,222 +469,6 @@ class Recorder(TorchFunctionMode):
             passed_through=frozenset(self.passed_through),
             story=(*self.story, ("return", "its end", described)),
         )
-
-
-@without_dynamo
-class _OperationWatch(TorchDispatchMode):
-    """Notices operations that draw random numbers, those whose shape depends on values, and which memory they make.
-
-    Refuses those that write into parameters."""
-
-    def __init__(self, parameters: Mapping[int, str]) -> None:
-        super().__init__()
-        self.parameters = parameters
-        """`memory_of` -> name of each parameter."""
-        self._made: dict[int, Tensor] = {}
-        """`memory_of` -> a real tensor that an operation has made; kept, so that no number is used twice."""
-        self._is_paused = False
-        """Whether it notices nothing, because the operations are the recorder's own."""
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was noticed."""
-        self.drew_random_numbers = False
-        self.gave_dynamic_shape = False
-
-    def has_made(self, tensor: Tensor) -> bool:
-        """Whether an operation of this forward has made the memory of a tensor."""
-        return memory_of(tensor) in self._made
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context of the recorder's own operations."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if self._is_paused:
-            return func(*args, **(kwargs or {}))
-        self.drew_random_numbers |= torch.Tag.nondeterministic_seeded in func.tags
-        self.gave_dynamic_shape |= has_dynamic_shape(func, args)
-        if func._schema.is_mutable:
-            self._refuse_parameter_writes(func, args, kwargs or {})
-        out = func(*args, **(kwargs or {}))
-        given = {memory_of(value) for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)}
-        for made in tree_flatten(out)[0]:
-            is_real = isinstance(made, Tensor) and not isinstance(made, AbsentTensor) and not made.is_meta
-            if is_real and memory_of(made) not in given:  # neither a view, nor written in place
-                self._made.setdefault(memory_of(made), made)
-        return out
-
-    def _refuse_parameter_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises `Refused` if an operation writes into a parameter."""
-        for place, argument in enumerate(func._schema.arguments):
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            name = self.parameters.get(memory_of(value)) if is_written and isinstance(value, Tensor) else None
-            if name is not None:
-                raise Refused(
-                    f"the forward writes into parameter {name} at {users_place()}: each microbatch would change it, on its own "
-                    "replica only",
-                    "use the operation that returns a new tensor (weight * mask), or change parameters in the optimizer",
-                )
-
-
-_ONE_RECORDING = threading.RLock()
-"""Held while classes are changed."""
-
-
-@contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Context in which the recorder sees every call: of units, of functions, and of custom autograd functions.
-
-    Classes of PyTorch and of units are changed meanwhile, so there is one recording in a process at a time.
-    """
-    with _ONE_RECORDING, contextlib.ExitStack() as stack:
-        _change_classes(recorder, stack)
-        with recorder, recorder._watch:
-            yield
-
-
-def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
-    """Let the recorder see calls that no function mode sees, until the stack ends."""
-    apply = torch.autograd.Function.__dict__["apply"]
-
-    def recorded_apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        original = apply.__get__(None, kind)
-        if recorder._inside_event or threading.get_ident() != recorder._thread:
-            return original(*args, **kwargs)
-        return recorder.record(original, args, kwargs, lambda: original(*args, **kwargs))
-
-    def entered(context: torch.autocast) -> Any:
-        if context.device != "cpu" and not recorder._inside_event and threading.get_ident() == recorder._thread:
-            raise Refused(
-                f"the forward enters torch.autocast({context.device!r}) between units at {users_place()}, which a record that "
-                "is made on a CPU does not keep",
-                "name the device of a tensor: torch.autocast(x.device.type, ...); or set precision: {compute: bf16} in the job",
-            )
-        return enter(context)
-
-    def called_script(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if not recorder._inside_event and threading.get_ident() == recorder._thread:
-            raise Refused(
-                f"the TorchScript function {function.name!r} is called between units at {users_place()}, and a record does not "
-                "see what it does",
-                "call the Python function; or call it inside of a module, and make that a unit (model.units)",
-            )
-        return call_script(function, *args, **kwargs)
-
-    enter, call_script = torch.autocast.__enter__, torch.jit.ScriptFunction.__call__
-    hooks = [
-        nn.modules.module.register_module_forward_pre_hook(lambda module, args: recorder.note_inner_call(module)),
-        nn.modules.module.register_module_forward_hook(lambda module, args, out: recorder.note_inner_result(module, out)),
-    ]
-    changes: list[tuple[type, str, Any]] = [
-        (torch.autograd.Function, "apply", classmethod(recorded_apply)),
-        (torch.autocast, "__enter__", entered),
-        (torch.jit.ScriptFunction, "__call__", called_script),
-        *_changes_of_modules(recorder),
-    ]
-    for hook in hooks:
-        stack.callback(hook.remove)
-    for owner, name, value in changes:
-        _change_class(stack, owner, name, value)
-
-
-def _change_class(stack: contextlib.ExitStack, owner: type, name: str, value: Any) -> None:
-    """Set an attribute of a class until the stack ends."""
-    if name in vars(owner):
-        stack.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        stack.callback(delattr, owner, name)
-    setattr(owner, name, value)
-
-
-def _changes_of_modules(recorder: Recorder) -> list[tuple[type, str, Any]]:
-    """(class, attribute, value): the outermost `__call__` of a unit, checkpointing included, is an event, and reads of what it
-    sets are seen. The units keep their classes, by which users' code may tell them apart."""
-    names = {id(unit): name for name, unit in recorder.units.items()}
-    owners = {owner for unit in recorder.units.values() for owner in type(unit).__mro__ if "__call__" in vars(owner)}
-
-    def recorded_call(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            name = names.get(id(self))
-            return original(self, *args, **kwargs) if name is None else recorder.call_unit(name, self, original, args, kwargs)
-
-        return call
-
-    def getattribute(self: nn.Module, key: str) -> Any:
-        if id(self) in names:
-            recorder.refuse_set_attribute(self, key)
-        return object.__getattribute__(self, key)
-
-    calls: list[tuple[type, str, Any]] = [(owner, "__call__", recorded_call(vars(owner)["__call__"])) for owner in owners]
-    return [*calls, (nn.Module, "__getattribute__", getattribute)]
-
-
-def record_forward(
-    model: nn.Module,
-    units: Mapping[str, nn.Module],
-    fields: Mapping[str, Tensor],
-    call: Callable[[Mapping[str, Tensor]], Any],
-    like: Trace | None = None,
-) -> Trace:
-    """The trace of `call(fields)`, which calls the model. The caller restores buffers and generators.
-
-    `like`: a trace in training mode, if the model is in evaluation mode now.
-
-    Raises `Refused` for what cannot be captured, `InnerModuleUsed` where the units must be finer.
-    """
-    given = {name: value.clone() for name, value in fields.items()}  # the forward may write into them
-    recorder = Recorder(model, units, given, like)
-    with recording(recorder):
-        out = call(given)
-    return recorder.finish(out)
-
-
-def _autocast_state() -> AutocastState:
-    return AutocastState(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
-
-
-def _settings_of_contexts() -> dict[str, Any]:
-    """What contexts and functions other than `no_grad` and the CPU's autocast change -> its value."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    # Those of checkpoint() and save_on_cpu() change no number; a record leaves them out, and plan.recompute saves the memory.
-    changes_no_number = hooks is None or getattr(hooks[0], "__module__", "").startswith(("torch.", "raypar."))
-    return {
-        "autocast of GPUs": torch.is_autocast_enabled("cuda"),
-        "the attention kernels that may be used (sdpa_kernel)": (
-            torch.backends.cuda.flash_sdp_enabled(),
-            torch.backends.cuda.mem_efficient_sdp_enabled(),
-            torch.backends.cuda.math_sdp_enabled(),
-            torch.backends.cuda.cudnn_sdp_enabled(),
-        ),
-        "hooks on what autograd saves (saved_tensors_hooks)": None if changes_no_number else tuple(map(id, hooks)),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "the default dtype": torch.get_default_dtype(),
-        "which algorithms are allowed (use_deterministic_algorithms)": torch.are_deterministic_algorithms_enabled(),
-        "the precision of float32 products (set_float32_matmul_precision)": torch.get_float32_matmul_precision(),
-        "whether oneDNN is used (torch.backends.mkldnn.flags)": torch._C._get_mkldnn_enabled(),
-        "the number of threads (set_num_threads)": torch.get_num_threads(),
-    }
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are numbers or texts."""
-    return {key: value for key, value in vars(module).items() if isinstance(value, (int, float, str))}
-
-
-def _python_random_state() -> tuple[Any, ...]:
-    """The state of Python's and numpy's generators, to be compared."""
-    state: Any = numpy.random.get_state()
-    kind, keys, *rest = state
-    return random.getstate(), kind, keys.tobytes(), tuple(rest)
 
 
 def _is_wrapped_by_functorch(tensor: Tensor) -> bool:

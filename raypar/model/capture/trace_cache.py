@@ -18,7 +18,7 @@ from raypar.errors import ModelError, RayparError
 from raypar.model.capture.absent_tensor import AbsentTensor
 from raypar.model.capture.forward_inputs import ForwardInputs
 from raypar.model.capture.layer_programs import CutTrace, LayerProgram, buffers_read_by, cut_into_layers
-from raypar.model.capture.recorder import record_forward
+from raypar.model.capture.record_forward import record_forward
 from raypar.model.capture.refusal import InnerModuleUsed, Refused
 from raypar.model.capture.replay import Values, run_event
 from raypar.model.capture.trace import TensorKey, Trace, comparable
@@ -246,7 +246,7 @@ class TraceCache:
     def _refuse_replaced_parts(self, attributes: _Attributes) -> None:
         """Raises `ModelError` if the forward has replaced parameters or modules, or code between units buffers: a replay would
         not."""
-        formers = {id(value): content for _, _, dicts in attributes for value, content in dicts}
+        formers = {id(value): content for _, _, kept in attributes for value, content in kept if isinstance(content, dict)}
         for name, module in self.model.named_modules():
             for kind, parts in (("parameter", module._parameters), ("module", module._modules)):
                 former_parts = formers.get(id(parts), parts)
@@ -322,8 +322,10 @@ class TraceCache:
             before.restore_buffers()
 
 
-_Attributes = list[tuple[nn.Module, dict[str, Any], list[tuple[dict[Any, Any], dict[Any, Any]]]]]
-"""(module, its attributes, its dicts (buffers, hooks, its own) with copies of them) of every module of a model."""
+_Container = dict[Any, Any] | list[Any] | set[Any]
+_Attributes = list[tuple[nn.Module, dict[str, Any], list[tuple[_Container, _Container]]]]
+"""(module, its attributes, its dicts (buffers, hooks, its own), lists and sets with copies of them) of every module of a
+model."""
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -366,19 +368,23 @@ class _StateBefore:
 
 def _attributes_of(model: nn.Module) -> _Attributes:
     return [
-        (module, dict(vars(module)), [(value, dict(value)) for value in vars(module).values() if isinstance(value, dict)])
+        (
+            module,
+            dict(vars(module)),
+            [(value, value.copy()) for value in vars(module).values() if isinstance(value, (dict, list, set))],
+        )
         for module in model.modules()
     ]
 
 
 def _restore_attributes(attributes: _Attributes) -> None:
     """Set the attributes of modules, hooks and buffers among them, to what they were: a trace leaves no caches to the next."""
-    for module, former, dicts in attributes:
+    for module, former, containers in attributes:
         vars(module).clear()
         vars(module).update(former)
-        for value, content in dicts:
+        for value, content in containers:
             value.clear()
-            value.update(content)
+            value.extend(content) if isinstance(value, list) else value.update(content)  # type: ignore[arg-type]
 
 
 def _check_fits(made: CutTrace, declared: CutTrace, *, training: bool) -> None:

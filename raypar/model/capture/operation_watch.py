@@ -1,0 +1,127 @@
+"""Notices what operations do during a trace that the calls of PyTorch's functions do not show."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from raypar.model.capture.absent_tensor import AbsentTensor, has_dynamic_shape, memory_of
+from raypar.model.capture.refusal import Refused, users_place
+from raypar.model.without_dynamo import without_dynamo
+
+
+@without_dynamo
+class OperationWatch(TorchDispatchMode):
+    """Sees every operation of a forward that is traced, those inside of units too.
+
+    It notices operations that draw random numbers, those whose shape depends on values, and which memory they make. It refuses
+    those that write into parameters, and those of a unit that read a tensor which is neither made in this call nor an argument.
+    """
+
+    def __init__(self, parameters: Mapping[int, str], fields: Iterable[Tensor]) -> None:
+        """`parameters`: `memory_of` -> name of each parameter. `fields`: the batch."""
+        super().__init__()
+        self.drew_random_numbers = False
+        """Whether an operation of the present event has drawn random numbers."""
+        self.gave_dynamic_shape = False
+        """Whether the shape of what one has returned depends on values."""
+        self._parameters = parameters
+        self._made: dict[int, Tensor] = {}
+        """`memory_of` -> a tensor that an operation has made; kept, so that no number is used twice."""
+        self._maker = {memory_of(value): 0 for value in fields}
+        """`memory_of` a tensor whose values are not the same in every forward -> number of the event that has made or last
+        written it; 0 for batch fields."""
+        self._event = 0
+        """The number of the present event."""
+        self._unit: str | None = None
+        """The name of the unit whose call it is; None if it is the call of a function."""
+        self._given: Collection[int] = ()
+        """`memory_of` the tensors among its arguments."""
+        self._is_paused = False
+        """Whether it notices nothing, because the operations are the recorder's own."""
+
+    def begin_event(self, number: int, unit: str | None, tensors: Iterable[Tensor]) -> None:
+        """Forget what was noticed before. `tensors`: the arguments of the event."""
+        self.drew_random_numbers = self.gave_dynamic_shape = False
+        self._event, self._unit, self._given = number, unit, {memory_of(value) for value in tensors}
+
+    def has_made(self, tensor: Tensor) -> bool:
+        """Whether an operation of this forward has made the memory of a tensor."""
+        return memory_of(tensor) in self._made
+
+    def varies(self, tensor: Tensor) -> bool:
+        """Whether the values of a tensor are not the same in every forward."""
+        return memory_of(tensor) in self._maker
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context of the recorder's own operations."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.drew_random_numbers |= draws
+        self.gave_dynamic_shape |= has_dynamic_shape(func, args)
+        given = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+        memories = {memory_of(value) for value in given}
+        if self._unit is not None:
+            for value in given:
+                self._refuse_hidden(value)
+        varies = draws or any(isinstance(value, AbsentTensor) for value in given) or not memories.isdisjoint(self._maker)
+        if func._schema.is_mutable:
+            for value in _written(func, args, kwargs or {}):
+                self._refuse_parameter_write(value)
+                if varies:
+                    self._maker[memory_of(value)] = self._event
+        out = func(*args, **(kwargs or {}))
+        for made in tree_flatten(out)[0]:
+            if isinstance(made, Tensor) and not made.is_meta and memory_of(made) not in memories:  # neither view nor written
+                self._made.setdefault(memory_of(made), made)
+                if varies:
+                    self._maker.setdefault(memory_of(made), self._event)
+        return out
+
+    def _refuse_hidden(self, value: Tensor) -> None:
+        """Raises `Refused` for a tensor that a unit reads although nothing has given it to it."""
+        memory = memory_of(value)
+        maker = self._maker.get(memory)
+        if maker is None or maker == self._event or memory in self._given:
+            return
+        what = "a field of the batch" if maker == 0 else "what code outside of this call has made or written"
+        raise Refused(
+            f"unit {self._unit} reads a tensor {list(value.shape)} at {users_place()} that is not among its arguments: {what}, "
+            "and left in an attribute or variable, where the unit does not find it on another worker",
+            "pass it as an argument, or make a module around both a unit (model.units)",
+        )
+
+    def _refuse_parameter_write(self, value: Tensor) -> None:
+        """Raises `Refused` if a tensor that is written is a parameter."""
+        name = self._parameters.get(memory_of(value))
+        if name is not None:
+            raise Refused(
+                f"the forward writes into parameter {name} at {users_place()}: each microbatch would change it, on its own "
+                "replica only",
+                "use the operation that returns a new tensor (weight * mask), or change parameters in the optimizer",
+            )
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors into which an operation writes."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (each for each in tree_flatten(value)[0] if isinstance(each, Tensor))

@@ -1,0 +1,133 @@
+"""Records one forward. Classes of PyTorch and of units are changed meanwhile, so that the recorder sees what no function mode
+sees."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.model.capture.recorder import Recorder
+from raypar.model.capture.refusal import Refused, users_place
+from raypar.model.capture.trace import Trace
+
+_ONE_RECORDING = threading.RLock()
+"""Held while classes are changed."""
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Context in which the recorder sees every call: of units, of functions, and of custom autograd functions.
+
+    Classes of PyTorch and of units are changed meanwhile, so there is one recording in a process at a time.
+    """
+    with _ONE_RECORDING, contextlib.ExitStack() as stack:
+        _change_classes(recorder, stack)
+        with recorder, recorder.watch:
+            yield
+
+
+def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
+    """Let the recorder see calls that no function mode sees, until the stack ends."""
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def recorded_apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        original = apply.__get__(None, kind)
+        if not recorder.is_between_units:
+            return original(*args, **kwargs)
+        return recorder.record(original, args, kwargs, lambda: original(*args, **kwargs))
+
+    def entered(context: torch.autocast) -> Any:
+        if context.device != "cpu" and recorder.is_between_units:
+            raise Refused(
+                f"the forward enters torch.autocast({context.device!r}) between units at {users_place()}, which a record that "
+                "is made on a CPU does not keep",
+                "name the device of a tensor: torch.autocast(x.device.type, ...); or set precision: {compute: bf16} in the job",
+            )
+        return enter(context)
+
+    def called_script(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_between_units:
+            raise Refused(
+                f"the TorchScript function {function.name!r} is called between units at {users_place()}, and a record does not "
+                "see what it does",
+                "call the Python function; or call it inside of a module, and make that a unit (model.units)",
+            )
+        return call_script(function, *args, **kwargs)
+
+    enter, call_script = torch.autocast.__enter__, torch.jit.ScriptFunction.__call__
+    hooks = [
+        nn.modules.module.register_module_forward_pre_hook(lambda module, args: recorder.note_inner_call(module)),
+        nn.modules.module.register_module_forward_hook(lambda module, args, out: recorder.note_inner_result(module, out)),
+    ]
+    changes: list[tuple[type, str, Any]] = [
+        (torch.autograd.Function, "apply", classmethod(recorded_apply)),
+        (torch.autocast, "__enter__", entered),
+        (torch.jit.ScriptFunction, "__call__", called_script),
+        *_changes_of_modules(recorder),
+    ]
+    for hook in hooks:
+        stack.callback(hook.remove)
+    for owner, name, value in changes:
+        _change_class(stack, owner, name, value)
+
+
+def _change_class(stack: contextlib.ExitStack, owner: type, name: str, value: Any) -> None:
+    """Set an attribute of a class until the stack ends."""
+    if name in vars(owner):
+        stack.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        stack.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
+def _changes_of_modules(recorder: Recorder) -> list[tuple[type, str, Any]]:
+    """(class, attribute, value): the outermost `__call__` of a unit, checkpointing included, is an event, and reads of what it
+    sets are seen. The units keep their classes, by which users' code may tell them apart."""
+    names = {id(unit): name for name, unit in recorder.units.items()}
+    owners = {owner for unit in recorder.units.values() for owner in type(unit).__mro__ if "__call__" in vars(owner)}
+
+    def recorded_call(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            name = names.get(id(self))
+            return original(self, *args, **kwargs) if name is None else recorder.call_unit(name, self, original, args, kwargs)
+
+        return call
+
+    def getattribute(self: nn.Module, key: str) -> Any:
+        if recorder.attributes.is_set(self, key):
+            recorder.check_attribute_read(self, key)
+        return object.__getattribute__(self, key)
+
+    set_attribute = nn.Module.__setattr__
+
+    def setattribute(self: nn.Module, key: str, value: Any) -> None:
+        recorder.note_attribute_write(self, key, value)
+        set_attribute(self, key, value)
+
+    calls: list[tuple[type, str, Any]] = [(owner, "__call__", recorded_call(vars(owner)["__call__"])) for owner in owners]
+    return [*calls, (nn.Module, "__getattribute__", getattribute), (nn.Module, "__setattr__", setattribute)]
+
+
+def record_forward(
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    fields: Mapping[str, Tensor],
+    call: Callable[[Mapping[str, Tensor]], Any],
+    like: Trace | None = None,
+) -> Trace:
+    """The trace of `call(fields)`, which calls the model. The caller restores buffers and generators.
+
+    `like`: a trace in training mode, if the model is in evaluation mode now.
+
+    Raises `Refused` for what cannot be captured, `InnerModuleUsed` where the units must be finer.
+    """
+    given = {name: value.clone() for name, value in fields.items()}  # the forward may write into them
+    recorder = Recorder(model, units, given, like)
+    with recording(recorder):
+        out = call(given)
+    return recorder.finish(out)

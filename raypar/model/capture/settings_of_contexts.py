@@ -1,0 +1,45 @@
+"""Settings of the process that contexts and functions change, and a replay would not: kept in events, or refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+
+from raypar.model.capture.trace import AutocastState
+
+
+def autocast_state() -> AutocastState:
+    return AutocastState(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+
+
+def settings_of_contexts() -> dict[str, Any]:
+    """What contexts and functions other than `no_grad` and the CPU's autocast change -> its value."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    # Those of checkpoint() and save_on_cpu() change no number; a record leaves them out, and plan.recompute saves the memory.
+    changes_no_number = hooks is None or getattr(hooks[0], "__module__", "").startswith(("torch.", "raypar."))
+    return {
+        "autocast of GPUs": torch.is_autocast_enabled("cuda"),
+        "the attention kernels that may be used (sdpa_kernel)": (
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+        ),
+        "hooks on what autograd saves (saved_tensors_hooks)": None if changes_no_number else tuple(map(id, hooks)),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "the default dtype": torch.get_default_dtype(),
+        "which algorithms are allowed (use_deterministic_algorithms)": torch.are_deterministic_algorithms_enabled(),
+        "the precision of float32 products (set_float32_matmul_precision)": torch.get_float32_matmul_precision(),
+        "whether oneDNN is used (torch.backends.mkldnn.flags)": torch._C._get_mkldnn_enabled(),
+        "the number of threads (set_num_threads)": torch.get_num_threads(),
+    }
+
+
+def python_random_state() -> tuple[Any, ...]:
+    """The state of Python's and numpy's generators, to be compared."""
+    state: Any = numpy.random.get_state()
+    kind, keys, *rest = state
+    return random.getstate(), kind, keys.tobytes(), tuple(rest)
