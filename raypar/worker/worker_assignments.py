@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ModelError, RayparError, UserCodeError
-from raypar.model.capture.module_graph import ModuleCapture
+from raypar.model.capture.module_graph import ModuleCapture, set_captured_buffers
 from raypar.model.capture.sequential import capture_layer_graph, replace_builds_by_skeletons, state_in
 from raypar.model.deferred_init import OperationRecording, Undeferrable, run_with_deferred_init
 from raypar.model.graph import Graph
@@ -79,7 +79,9 @@ def make_layer_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -
         graph = replace(graph, initial_values=SeededByNameValues(graph, spec.seed, graph.initial_values, guard))
     if spec.init_from is not None:
         assert graph.initial_values is not None
-        graph = replace(graph, initial_values=weights_from_file(spec, graph, graph.initial_values))
+        values = weights_from_file(spec, graph, graph.initial_values)
+        set_captured_buffers(graph, values, getattr(torch, spec.dtype))
+        graph = replace(graph, initial_values=values)
     return replace(graph, buffer_policy=spec.buffers)
 
 

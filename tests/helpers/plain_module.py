@@ -158,6 +158,8 @@ def make_model(spec: JobSpec) -> nn.Module:
         seed(spec.seed)
     numpy.random.seed(spec.seed % 2**32)
     model: nn.Module = spec.model.call()
+    if spec.init_from is not None:
+        model.load_state_dict(torch.load(spec.init_from.path))
     return model.to(getattr(torch, spec.dtype)).train()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from raypar.errors import ModelError
 from raypar.plan import ParallelPlan
+from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -566,3 +568,33 @@ def test_what_the_model_function_puts_into_evaluation_mode_stays_in_it(training:
     with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=3), "1f1b") as run:
         run.step(0)
     assert seen[-2:] == [zeros, zeros]
+
+
+class DecidesByBuffer(nn.Module):
+    """Doubles what passes between units, if its buffer says so; with a 2 in it leaves the last unit out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("mode", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        x = x * 2 if self.mode == 1 else x
+        return x if self.mode == 2 else self.blocks[2](x)
+
+
+def test_a_forward_decides_by_the_buffers_of_the_weights_file(tmp_path: Path):
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output.sum(1) - target).square().mean()
+
+    state = DecidesByBuffer().state_dict()
+
+    def job(mode: int) -> JobSpec:
+        torch.save(state | {"mode": torch.tensor(mode)}, file := tmp_path / f"{mode}.pt")
+        return numbers_job(model=Ref(DecidesByBuffer), loss=Ref(loss), init_from=InitialWeightsFile(str(file)))
+
+    for mode in (0, 1):
+        check_run(job(mode), ParallelPlan.mesh(pp=2, layers=3), "1f1b")
+    with pytest.raises(ModelError, match="takes another path"):
+        preflight(job(2))

@@ -92,6 +92,17 @@ def _cache_of(graph: Graph) -> TraceCache | None:
     return cache_of(shell) if isinstance(shell, CapturedLayer) else None
 
 
+def set_captured_buffers(graph: Graph, initial: InitialValues, dtype: torch.dtype) -> None:
+    """Let a captured model's forward, where it decides by buffers in Python, find in them the values with which the run begins.
+
+    `initial`: those values. Raises `ModelError` if it then calls other units than with the model function's values.
+    """
+    cache = _cache_of(graph)
+    if cache is not None:
+        owned = {name for layer in graph.layers for _, name in layer.own_names or ()}
+        cache.set_buffers(dict(initial.stream([name for name, _ in cache.model.named_buffers() if name in owned], dtype)))
+
+
 def check_captured_evaluation(graph: Graph, batch: Mapping[str, Tensor]) -> None:
     """Raises `ModelError` if a captured model in evaluation calls other units than in training, or calls them otherwise."""
     cache = _cache_of(graph)

@@ -170,7 +170,7 @@ class Recorder(TorchFunctionMode):
                 "call custom autograd functions as Function.apply(...) there, not through a name bound before; "
                 "or make the module that does it a unit (model.units)",
             )
-        if self._versions[id(value)] != value._version:
+        if not key.is_state and self._versions[id(value)] != value._version:
             raise Refused(
                 f"a tensor {list(value.shape)} that is used at {users_place()} was written where the capture does not look",
                 "write it by PyTorch's own functions; or make the module that does it a unit (model.units)",

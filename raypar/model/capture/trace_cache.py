@@ -86,12 +86,28 @@ class TraceCache:
         """Trace -> its index in `output_forms`."""
         self._declared: CutTrace | None = None
         """The first trace. It defines the layers; every later trace must have the same layers, values and parameters."""
+        self._first_batch: Mapping[str, Tensor] = {}
+        """The batch of the first trace."""
         self._traces: OrderedDict[Signature, list[CutTrace]] = OrderedDict()
         """Traces by signature; those of one signature differ in what the forward has read."""
         self._lock = threading.RLock()
         """Held while a trace is looked for or made."""
         self._last: _Answer | None = None
         """The last answer: the layers of a stage ask for the same batch one after the other."""
+
+    def set_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Give buffers the values with which the run begins: a weights file may have others than the model function.
+
+        Raises `ModelError` if the forward, which decides by a buffer's value in Python, calls other units now.
+        """
+        with self._lock, torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if name in values:
+                    buffer.copy_(values[name])
+            if not self._answers_as_before(self.declared, self._first_batch):
+                self._traces.clear()
+                self._last = None
+                self.trace_of(self._first_batch, training=True)
 
     @property
     def declared(self) -> CutTrace:
@@ -136,7 +152,7 @@ class TraceCache:
                 return cut
         made = self._trace(fields, training=training)
         if self._declared is None:
-            self._declared = made
+            self._declared, self._first_batch = made, dict(fields)
         else:
             _check_fits(made, self._declared, training=training)
         kept.append(made)
