@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from raypar.errors import PlanError
 from raypar.plan import ModelOutline, ParallelPlan, StageConnections, StageEdge, StagePlan
@@ -49,13 +50,27 @@ class LinkProfile:
         return self.latency_ms + nbytes / self.bandwidth
 
 
+class LayerOutput(NamedTuple):
+    """A value that one layer writes and another reads."""
+
+    producer: int
+    """Index of the layer that writes it."""
+    consumer: int
+    """Index of the layer that reads it."""
+    nbytes: int
+    """Its bytes of one microbatch."""
+    value: str = ""
+    """Its name, which tells the values of one layer apart; empty: all that the layer writes, as one value."""
+
+
 @dataclass(frozen=True)
 class ModelProfile:
     """A model's layers, measured on one kind of worker.
 
     `memory_bytes`: what one worker may use; None when it is not known.
-    `outputs`: (producer, consumer) layer pairs whose values cross when they are cut apart, with bytes; by default each
-    layer feeds the next. `step_ms`: what a step costs beyond compute, transfers and reduction (vote, call, data).
+    `outputs`: the values that cross when their layers are cut apart, once for each layer that reads them, as `LayerOutput` or
+    as its fields in a tuple; by default each layer feeds the next. `step_ms`: what a step costs beyond compute, transfers and
+    reduction (vote, call, data).
     `processors`: how many workers can compute at the same time, where all share one machine; None: all of them.
     `state`: what the model's tensors take; None: each layer is taken to have one tensor, of its bytes, cut evenly over shards.
     `kept`: what layers keep for the backward, by size of microbatch; empty: each layer's `activation_bytes` are used instead.
@@ -66,7 +81,7 @@ class ModelProfile:
     link: LinkProfile = LinkProfile()
     memory_bytes: int | None = None
     step_ms: float = 0.0
-    outputs: tuple[tuple[int, int, int], ...] | None = None
+    outputs: tuple[LayerOutput | tuple[int, int, int] | tuple[int, int, int, str], ...] | None = None
     processors: int | None = None
     state: StateBytes | None = None
     kept: tuple[KeptStorages, ...] = ()
@@ -91,7 +106,7 @@ class ModelProfile:
         """Whether every layer but the first needs a value of the layer before it."""
         if self.outputs is None:
             return True
-        pairs = {(producer, consumer) for producer, consumer, _ in self.outputs}
+        pairs = {(output.producer, output.consumer) for output in self._values_between_layers}
         return all((i, i + 1) in pairs for i in range(len(self.layers) - 1))
 
     def of(self, first: int, last: int) -> LayerProfile:
@@ -180,17 +195,18 @@ class ModelProfile:
         every = sum(self.layers[i].activation_bytes for i in here)
         kept = sum(self.layers[i].activation_bytes for i in here if i not in recomputed)
         read = {
-            (src, nbytes)
-            for src, dst, nbytes in self._values_between_layers()
-            if dst in recomputed and (src not in recomputed or src < place.first)
+            (output.producer, output.value): output.nbytes
+            for output in self._values_between_layers
+            if output.consumer in recomputed and (output.producer not in recomputed or output.producer < place.first)
         }
-        return {ACTIVATIONS: every, KEPT_INPUTS: kept + sum(nbytes for _, nbytes in read), STASH: every}
+        return {ACTIVATIONS: every, KEPT_INPUTS: kept + sum(read.values()), STASH: every}
 
-    def _values_between_layers(self) -> Sequence[tuple[int, int, int]]:
-        """(producer, consumer, bytes) of the values that pass between layers."""
+    @cached_property
+    def _values_between_layers(self) -> tuple[LayerOutput, ...]:
+        """The values that pass between layers, once for each layer that reads them."""
         if self.outputs is not None:
-            return self.outputs
-        return [(i, i + 1, layer.output_bytes) for i, layer in enumerate(self.layers[:-1])]
+            return tuple(LayerOutput(*output) for output in self.outputs)
+        return tuple(LayerOutput(i, i + 1, layer.output_bytes) for i, layer in enumerate(self.layers[:-1]))
 
     def state_on_shards(self, shards: Collection[int]) -> StateBytes:
         """What the model's tensors take, cut over these numbers of shards."""
@@ -206,14 +222,13 @@ class ModelProfile:
 
     def crossing(self, plan: ParallelPlan) -> StageConnections:
         """What crosses between the plan's stages, with bytes of one microbatch."""
-        pairs = self._values_between_layers()
         stage_of = {i: s for s, stage in enumerate(plan.stages) for i in range(stage.first, stage.last)}
-        # A producer's value crosses once to each consuming stage, however many of its layers read it.
-        sizes = {(producer, stage_of[consumer]): nbytes for producer, consumer, nbytes in pairs}
         edges: dict[tuple[int, int], dict[str, int]] = {}
-        for (producer, dst), nbytes in sizes.items():
-            if stage_of[producer] != dst:
-                edges.setdefault((stage_of[producer], dst), {})[f"of layer {producer}"] = nbytes
+        for producer, consumer, nbytes, value in self._values_between_layers:
+            src, dst = stage_of[producer], stage_of[consumer]
+            if src != dst:
+                # A value crosses once to each consuming stage, however many of its layers read it.
+                edges.setdefault((src, dst), {})[value or f"of layer {producer}"] = nbytes
         return StageConnections(
             tuple(
                 StageEdge(src, dst, tuple(values), sum(values.values()), value_bytes=tuple(values.values()))

@@ -26,7 +26,7 @@ from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import StateKind
 from raypar.plan.state_bytes import StateBytes
 from raypar.planner.kept_storages import KeptStorages
-from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.model_profile import LayerOutput, LayerProfile, LinkProfile, ModelProfile
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.check_recomputation import check_layer_recomputes
 from raypar.worker.job_spec import JobSpec, loss_target_name
@@ -117,8 +117,8 @@ class MeasuredLayers(NamedTuple):
 
     layers: tuple[LayerProfile, ...]
     """Every layer's profile."""
-    outputs: tuple[tuple[int, int, int], ...]
-    """(producer, consumer, bytes) of every value that passes between layers."""
+    outputs: tuple[LayerOutput, ...]
+    """Every value that passes between layers, once for each layer that reads it."""
     state: BytesByTensor
     """What parameters take."""
     kept: tuple[KeptStorages, ...]
@@ -148,10 +148,15 @@ def profile_layers(
         for kind, sizes_of_kind in of_layer.items():
             state[kind].update(sizes_of_kind)
         sizes.update((name, tensor_nbytes(value)) for name, value in outputs.items())
-    pairs = [(graph.producer(name), layer, size) for name, size in sizes.items() for layer in graph.reading_layers(name)]
+    producers = {name: index for index, layer in enumerate(graph.layers) for name in layer.outputs}
+    between = tuple(
+        LayerOutput(producers[name], consumer, size, name)
+        for name, size in sizes.items()
+        for consumer in dict.fromkeys(graph.reading_layers(name))
+        if consumer != producers[name]
+    )
     kept = tuple(chain.result() for chain in chains)
-    outputs_of_layers = tuple((p, c, size) for p, c, size in pairs if p is not None and p != c)
-    return MeasuredLayers(tuple(found), outputs_of_layers, state, kept, tuple(recomputable))
+    return MeasuredLayers(tuple(found), between, state, kept, tuple(recomputable))
 
 
 def _profile_layer(

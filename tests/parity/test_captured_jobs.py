@@ -21,8 +21,10 @@ from raypar.model.capture.captured_layer import cache_of
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
+from raypar.planner.model_profile import ModelProfile
 from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import JobSpec, contract_of_job
+from raypar.worker.measure_profile import profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_without_values
 
@@ -294,6 +296,49 @@ def test_values_by_name_are_those_of_reset_parameters():
     found = OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=len(graph.layers)), "1f1b", graph=graph)
     torch.manual_seed(seed_of(0, "init", "blocks.1"))
     assert torch.equal(parameters_of(found)["blocks.1.weight"], nn.Linear(6, 6).weight)
+
+
+class Spread(nn.Module):
+    """A layer that returns many values."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(torch.linspace(0.5, 1.5, count))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x * factor for factor in self.factors)
+
+
+class Gather(nn.Module):
+    """A layer that reads many values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        return (torch.stack(parts).mean(0) * self.weight).sum(-1)
+
+
+class Many(nn.Module):
+    """A layer that hands many values to the next."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.spread, self.gather = Spread(count), Gather()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gather(*self.spread(x))
+
+
+def test_the_profile_has_the_bytes_of_all_values_of_a_layer():
+    spec = spec_of((Many, {"count": 5}), loss=nn.functional.mse_loss, data=Pairs, steps=1)
+    graph, plan = make_layer_graph(spec), ParallelPlan.mesh(pp=2, layers=2)
+    measured = profile_layers(spec, graph, read_microbatches(spec, graph, [0]))
+    (edge,) = ModelProfile(measured.layers, outputs=measured.outputs).crossing(plan).edges
+    (real,) = graph.crossing(plan).edges
+    assert (edge.src, edge.dst, sorted(edge.values)) == (0, 1, sorted(real.values))
+    assert edge.value_bytes == (4 * 6 * 4,) * 5 and edge.nbytes == 5 * 4 * 6 * 4
 
 
 def test_a_job_file_names_units_and_the_models_loss(tmp_path: Path):

@@ -101,7 +101,7 @@ def test_a_model_with_several_outputs_is_checked_and_measured():
     (batch,) = read_microbatches(spec, graph, [0])
     check_layer_shapes(spec, graph, batch)
     measured = profile_layers(spec, graph, [batch])
-    readers = {(producer, consumer) for producer, consumer, _ in measured.outputs}
+    readers = {(output.producer, output.consumer) for output in measured.outputs}
     assert {(0, 9), (7, 9), (0, 1), (0, 4), (0, 5), (0, 7)} <= readers
     wrong = replace(graph, rebuild_output=lambda *values: values[1])
     with pytest.raises(ModelError, match="not a scalar"):

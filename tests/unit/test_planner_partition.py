@@ -9,6 +9,7 @@ from raypar.errors import PlanError
 from raypar.plan import ParallelPlan
 from raypar.planner.layer_partition import balanced_cuts
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.schedule.instructions import KEPT_INPUTS
 
 
 def slowest(costs: list[float], cuts: tuple[int, ...]) -> float:
@@ -67,6 +68,22 @@ def test_a_skip_crosses_once_to_each_consuming_stage():
     assert [(e.src, e.dst, e.nbytes) for e in edges] == [(0, 1, 12)]
     edges = profile.crossing(ParallelPlan.mesh(pp=4, layers=4)).edges
     assert [(e.src, e.dst, e.nbytes) for e in edges] == [(0, 1, 8), (0, 2, 8), (0, 3, 8), (1, 2, 4), (2, 3, 2)]
+
+
+def test_values_of_one_layer_add_up_and_each_crosses_once_to_a_stage():
+    outputs = ((0, 1, 8, "h"), (0, 1, 8, "mask"), (0, 2, 8, "h"), (0, 3, 5, "skip"), (1, 2, 4, "a"), (2, 3, 2, "b"))
+    profile = ModelProfile(chain(4).layers, outputs=outputs)
+    edges = profile.crossing(ParallelPlan.mesh(pp=2, layers=4)).edges
+    assert [(e.src, e.dst, e.nbytes, e.values) for e in edges] == [(0, 1, 17, ("h", "skip", "a"))]
+    edges = profile.crossing(ParallelPlan.of((1, 1), layers=4, cuts=(1,))).edges
+    assert [(e.nbytes, e.values, e.value_bytes) for e in edges] == [(21, ("h", "mask", "skip"), (8, 8, 5))]
+
+
+def test_recomputed_layers_keep_every_value_that_they_read():
+    outputs = ((0, 1, 8, "h"), (0, 1, 8, "mask"), (0, 2, 8, "h"), (1, 2, 4, "a"))
+    profile = ModelProfile(chain(3).layers, outputs=outputs)
+    plan = ParallelPlan.mesh(pp=1, layers=3, recompute=(1, 2))
+    assert profile.kept_bytes(plan, 0, 1, recompute=True)[KEPT_INPUTS] == 10 + 8 + 8
 
 
 def test_a_message_takes_latency_and_bytes_over_bandwidth():
