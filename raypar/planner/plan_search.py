@@ -12,6 +12,7 @@ from functools import partial
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StagePlan
+from raypar.plan.message_limits import find_oversized_message
 from raypar.plan.ownership import StateKind
 from raypar.planner.candidate_plans import PlanCandidate, enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
@@ -83,6 +84,10 @@ def search_plans(
             reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"
             ruled_out.append(EvaluatedCandidate(candidate, reason))
             continue
+        oversized = find_oversized_message(profile.crossing(candidate.plan))
+        if oversized is not None:
+            ruled_out.append(EvaluatedCandidate(candidate, f"{oversized}, too many for messages"))
+            continue
         verdict = evaluate_candidate(profile, candidate, microbatches)
         if profile.memory_bytes is not None and verdict.memory_bytes is not None:
             more = tuple(sorted({*candidate.plan.recompute, *profile.recomputable}))
@@ -124,6 +129,7 @@ def _balanced(profile: ModelProfile, verdict: EvaluatedCandidate, microbatches: 
     plan = balance_stages(profile, candidate.plan.with_even_stages(), candidate.schedule, microbatches).plan
     other = evaluate_candidate(profile, replace(candidate, plan=plan), microbatches)
     fits = profile.memory_bytes is None or (other.memory_bytes or 0) <= profile.memory_bytes
+    fits = fits and find_oversized_message(profile.crossing(plan)) is None
     return min(verdict, other, key=_order) if fits else verdict
 
 

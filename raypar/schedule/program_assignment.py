@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from raypar.errors import ScheduleError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
+from raypar.plan.message_limits import check_message_limits
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.instructions import Program, Schedule, splits_backward
 from raypar.schedule.lower import lower_schedule, lower_validation_pass
@@ -43,7 +44,12 @@ def assign_programs_to_ranks(
     *,
     layouts: Mapping[int, TensorParallelLayout] | None = None,
 ) -> tuple[ProgramAssignment, ...]:
-    """One assignment per rank, with the programs of a schedule. Raises `ScheduleError` if they would not run."""
+    """One assignment per rank, with the programs of a schedule.
+
+    Raises `ScheduleError` if they would not run, `PlanError` if a stage would send another more values than messages can have.
+    """
+    counts = [cut.count for cut in (microbatches, validation_microbatches) if cut is not None]
+    check_message_limits(crossing, len(plan.stages), max(counts))
     routing = MicrobatchRouting(plan, microbatches)
     check_recomputed_stages(schedule, plan)
     try:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import raypar
 from raypar.cli import main
 from raypar.config import load_job, parse_job
-from raypar.errors import ModelError
+from raypar.errors import ModelError, PlanError
 from raypar.model.capture.captured_layer import cache_of
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.plan import ParallelPlan
@@ -329,6 +329,19 @@ class Many(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gather(*self.spread(x))
+
+
+def test_hundreds_of_values_pass_between_two_stages():
+    spec = spec_of((Many, {"count": 200}), loss=nn.functional.mse_loss, data=Pairs, steps=2)
+    assert unequal(run(spec), run(spec, pp=2)) == []
+
+
+def test_more_values_than_messages_can_tell_apart_are_refused_before_the_start():
+    spec = spec_of((Many, {"count": 1025}), loss=nn.functional.mse_loss, data=Pairs, steps=1)
+    with pytest.raises(PlanError, match=r"1025 values .* from stage 0 to stage 1") as error:
+        OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=2), "1f1b")
+    assert "plan.cuts" in error.value.cure
+    OneProcessRun(spec, ParallelPlan.mesh(layers=2), "1f1b").step(0)
 
 
 def test_the_profile_has_the_bytes_of_all_values_of_a_layer():

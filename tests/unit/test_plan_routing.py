@@ -7,7 +7,9 @@ import pytest
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, Seat, StageConnections, StageEdge, StagePlan
+from raypar.plan.message_limits import MAX_MICROBATCHES, MAX_STAGES, MAX_VALUES_OF_MESSAGE, check_message_limits
 from raypar.plan.parallel_plan import position_of_stage
+from raypar.worker.step.message_tags import bundle_tag
 
 SHAPES = [(1,), (3,), (1, 1), (2, 1), (1, 3), (2, 3), (2, 2, 2), (1, 3, 2), (4, 1, 2, 3)]
 CUTS = [(1, 0), (2, 0), (5, 0), (6, 2), (8, 4), (9, 6), (24, 0), (7, 16)]
@@ -166,3 +168,46 @@ def test_gradients_go_from_each_consumer_of_a_value_to_the_consumer_before_it():
     ]
     assert [r.src for r in crossing.relays_to(2)] == [3, 4] and [r.dst for r in crossing.relays_from(4)] == [0, 2, 3]
     assert replace(crossing, edges=crossing.edges[:1]).relays == crossing.relays[:1]
+
+
+# -- limits of messages ------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_message_tag_do_not_overlap():
+    kinds = ("activation", "gradient")
+    places = (0, 1, MAX_STAGES - 1)
+    cases = list(product((0, 1, 4095), kinds, places, places, (0, MAX_MICROBATCHES - 1), (0, 1, MAX_VALUES_OF_MESSAGE - 1)))
+    tags = {bundle_tag(*case) for case in cases}
+    assert len(tags) == len(cases) and max(tags) < 1 << 62
+
+
+@pytest.mark.parametrize("place", [(MAX_STAGES, 0, 0, 0), (0, 0, MAX_MICROBATCHES, 0), (0, 0, 0, MAX_VALUES_OF_MESSAGE)])
+def test_what_does_not_fit_a_message_tag_is_refused(place: tuple[int, int, int, int]):
+    with pytest.raises(PlanError, match="does not fit a message tag"):
+        bundle_tag(0, "activation", *place)
+
+
+def names(count: int, prefix: str = "v") -> tuple[str, ...]:
+    return tuple(f"{prefix}{index}" for index in range(count))
+
+
+def test_an_edge_with_too_many_values_is_named():
+    edges = StageEdge(0, 1, names(3)), StageEdge(1, 3, names(MAX_VALUES_OF_MESSAGE + 1))
+    with pytest.raises(PlanError, match=f"{MAX_VALUES_OF_MESSAGE + 1} values pass from stage 1 to stage 3"):
+        check_message_limits(StageConnections(edges), 4, 8)
+    check_message_limits(StageConnections(edges[:1]), 4, 8)
+
+
+def test_gradients_of_two_edges_that_go_back_together_count_together():
+    half = MAX_VALUES_OF_MESSAGE // 2 + 1
+    a, b = names(half, "a"), names(half, "b")
+    edges = StageEdge(0, 2, a), StageEdge(0, 3, a), StageEdge(1, 2, b), StageEdge(1, 3, b)
+    with pytest.raises(PlanError, match=f"gradients of {2 * half} values pass from stage 3 to stage 2"):
+        check_message_limits(StageConnections(edges), 4, 8)
+
+
+def test_too_many_stages_or_microbatches_are_named():
+    with pytest.raises(PlanError, match=f"{MAX_STAGES + 1} stages"):
+        check_message_limits(StageConnections(()), MAX_STAGES + 1, 8)
+    with pytest.raises(PlanError, match=f"{MAX_MICROBATCHES + 1} microbatches"):
+        check_message_limits(StageConnections(()), 1, MAX_MICROBATCHES + 1)

@@ -8,6 +8,7 @@ import pytest
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
+from raypar.plan.message_limits import MAX_VALUES_OF_MESSAGE
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 from raypar.plan.state_bytes import StateBytes
 from raypar.plan.tensor_parallel_layout import ShardWorkShare, TensorParallelLayout
@@ -52,6 +53,14 @@ def test_a_model_too_large_for_one_worker_is_cut():
 def test_nothing_fits_is_said_with_numbers():
     with pytest.raises(PlanError, match=r"the smallest needs .* MiB a worker"):
         search_plans(model(memory_bytes=10), 4, Microbatches(8))
+
+
+def test_no_plan_is_chosen_whose_messages_would_have_too_many_values():
+    profile = model(4, parameter_bytes=100 * MIB, link=LinkProfile(0.1, 0.1 * MIB))
+    many = tuple((1, 2, 1, f"v{index}") for index in range(MAX_VALUES_OF_MESSAGE + 1))
+    choice = search_plans(replace(profile, outputs=((0, 1, 1, "a"), *many, (2, 3, 1, "b"))), 4, Microbatches(8))
+    assert all(stage.last != 2 for stage in choice.plan.stages)
+    assert any("values pass from stage" in verdict.reason for verdict in choice.verdicts)
 
 
 def test_the_choice_is_the_best_of_an_exhaustive_search():

@@ -1,24 +1,40 @@
 """Message tags: which step, edge, microbatch and tensor a message belongs to, in one 63-bit integer.
 
-Layout, high to low: 15 bits of the step (tags only need to differ among the few steps in flight), 3 bits of kind, 10 + 10
-bits of stages, 17 bits of microbatch, 7 bits of index in the bundle: 62 bits; transports may use the one above for their own.
+Layout, high to low: 12 bits of the step, 3 bits of kind, 10 + 10 bits of stages, 17 bits of microbatch, 10 bits of index in the
+bundle: 62 bits; transports may use the one above for their own.
+
+Tags only need to differ among the steps in flight: at most `MAX_OPEN_STEPS` of them, and one mirror snapshot. Steps that are
+replayed after a recovery have the same tags in a later generation, which messages carry beside the tag. The last three parts
+are limits of a plan, which `plan/message_limits.py` checks before a run starts.
 """
 
 from __future__ import annotations
 
 from raypar.errors import PlanError
+from raypar.plan.message_limits import (
+    MAX_MICROBATCHES,
+    MAX_STAGES,
+    MAX_VALUES_OF_MESSAGE,
+    MICROBATCH_BITS,
+    STAGE_BITS,
+    VALUE_BITS,
+)
 
 _KINDS = {"activation": 0, "gradient": 1, "tie": 2, "vote": 3, "validation": 4, "state": 5, "mirror": 6, "buffers": 7}
-LIMITS = {"stages": 1 << 10, "microbatches": 1 << 17, "values on one edge": 1 << 7}
+_STEP_BITS = 12
 
 
 def _tag(step: int, kind: int, src: int, dst: int, microbatch: int, index: int) -> int:
-    if not (src < 1 << 10 and dst < 1 << 10 and microbatch < 1 << 17 and index < 1 << 7):
+    if not (max(src, dst) < MAX_STAGES and microbatch < MAX_MICROBATCHES and index < MAX_VALUES_OF_MESSAGE):
         raise PlanError(
             f"stage {max(src, dst)}, microbatch {microbatch}, tensor {index} does not fit a message tag",
-            cure="stay below " + ", ".join(f"{limit} {what}" for what, limit in LIMITS.items()),
+            cure=f"use at most {MAX_STAGES} stages, {MAX_MICROBATCHES} microbatches, {MAX_VALUES_OF_MESSAGE} values between "
+            "two stages",
         )
-    return (step & 0x7FFF) << 47 | kind << 44 | src << 34 | dst << 24 | microbatch << 7 | index
+    tag = step & ((1 << _STEP_BITS) - 1)
+    for bits, part in ((3, kind), (STAGE_BITS, src), (STAGE_BITS, dst), (MICROBATCH_BITS, microbatch), (VALUE_BITS, index)):
+        tag = tag << bits | part
+    return tag
 
 
 def bundle_tag(step: int, kind: str, src: int, dst: int, microbatch: int, index: int, *, validation: bool = False) -> int:
