@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ModelError, RayparError, UserCodeError
-from raypar.model.capture.module_graph import ModuleCapture, set_captured_buffers
+from raypar.model.capture.module_graph import ModuleCapture, refuse_parameters_in_no_unit, set_captured_buffers
 from raypar.model.capture.sequential import capture_layer_graph, replace_builds_by_skeletons, state_in
 from raypar.model.deferred_init import OperationRecording, Undeferrable, run_with_deferred_init
 from raypar.model.graph import Graph
@@ -29,7 +29,7 @@ from raypar.schedule.program_assignment import ProgramAssignment, assign_program
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.microbatch_loader import SampleOrder, SamplePosition, SampleReader, make_dataset
-from raypar.worker.pretrained.initial_values import weights_from_file
+from raypar.worker.pretrained.initial_values import WeightsFromFile, weights_from_file
 
 __all__ = ["ProgramAssignment", "make_layer_graph", "make_validation_batching", "make_worker_assignments"]
 
@@ -82,6 +82,9 @@ def make_layer_graph(spec: JobSpec, guard: CallGuard = contextlib.nullcontext) -
         values = weights_from_file(spec, graph, graph.initial_values)
         set_captured_buffers(graph, values, getattr(torch, spec.dtype))
         graph = replace(graph, initial_values=values)
+    if spec.init == "by-name":
+        of_file = graph.initial_values.names if isinstance(graph.initial_values, WeightsFromFile) else ()
+        refuse_parameters_in_no_unit(graph, of_file)
     return replace(graph, buffer_policy=spec.buffers)
 
 

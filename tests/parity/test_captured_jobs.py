@@ -298,6 +298,62 @@ def test_values_by_name_are_those_of_reset_parameters():
     assert torch.equal(parameters_of(found)["blocks.1.weight"], nn.Linear(6, 6).weight)
 
 
+class Scaled(nn.Module):
+    """Layers between which a parameter is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layers = nn.Parameter(torch.ones(6)), nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x) * self.scale)
+
+
+class WithToken(nn.Module):
+    """Parameters outside of units: of the model itself, and of a module in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scaled, self.head = nn.Linear(6, 6), Scaled(), nn.Linear(6, 1)
+        self.token = nn.Parameter(torch.zeros(6))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.token)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.scaled(self.first(x) + self.token)).squeeze(-1)
+
+
+def test_by_name_parameters_outside_of_units_are_refused_before_the_start():
+    spec = spec_of(WithToken, loss=nn.functional.mse_loss, data=Pairs, init="by-name", steps=1)
+    with pytest.raises(ModelError, match=r"token \(of WithToken\) and scaled\.scale \(of Scaled\) are in no unit") as error:
+        preflight(spec)
+    assert "init: model" in error.value.cure and "a module of its own" in error.value.cure
+    preflight(spec_of(WithToken, loss=nn.functional.mse_loss, data=Pairs, steps=1))
+
+
+def test_by_name_parameters_outside_of_units_may_come_from_a_file(tmp_path: Path):
+    save_file(WithToken().state_dict(), tmp_path / "weights.safetensors")
+    source = str(tmp_path / "weights.safetensors")
+    preflight(spec_of(WithToken, loss=nn.functional.mse_loss, data=Pairs, init="by-name", init_from=source, steps=1))
+
+
+def test_by_name_a_unit_whose_parameter_is_used_again_outside_of_it_begins_with_its_own_values():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(nn.functional.linear(self.first(x), self.first.weight)).squeeze(-1)
+
+    spec = spec_of(Twice, loss=nn.functional.mse_loss, data=Pairs, init="by-name", steps=1)
+    preflight(spec)
+    found = OneProcessRun(spec, ParallelPlan.mesh(pp=2, layers=2), "1f1b")
+    torch.manual_seed(seed_of(0, "init", "first"))
+    assert torch.equal(parameters_of(found)["first.weight"], nn.Linear(6, 6).weight)
+
+
 class Spread(nn.Module):
     """A layer that returns many values."""
 

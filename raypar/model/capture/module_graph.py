@@ -18,9 +18,15 @@ from raypar.model.capture.layer_programs import USES, CutTrace, LayerProgram, us
 from raypar.model.capture.trace import TensorKey
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.capture.units import find_units, units_by_pattern
-from raypar.model.graph import Graph, Layer
+from raypar.model.graph import Graph, Layer, join_names
 from raypar.model.initial_values_protocol import InitialValues
-from raypar.model.layer_skeletons import SkeletonCopier, make_skeletons, norms_with_running_statistics, statistics_of
+from raypar.model.layer_skeletons import (
+    SkeletonCopier,
+    make_skeletons,
+    norms_with_running_statistics,
+    shared_skeleton,
+    statistics_of,
+)
 from raypar.model.parameter_aliasing_check import refuse_parameter_aliasing
 from raypar.plan.stage_connections import LATER_USE
 
@@ -126,6 +132,34 @@ def buffers_written_in_capture(graph: Graph) -> frozenset[str]:
     for other models."""
     cache = _cache_of(graph)
     return frozenset() if cache is None else cache.written_buffers
+
+
+def refuse_parameters_in_no_unit(graph: Graph, given: Collection[str] = ()) -> None:
+    """Raises `ModelError` for parameters of a captured model that code between units uses, or that nothing uses: a layer has
+    them without the module whose `reset_parameters()` would give them values.
+
+    `given`: names of parameters that get their values elsewhere.
+    """
+    cache, found = _cache_of(graph), list[str]()
+    for layer in graph.layers if cache is not None else ():
+        module = shared_skeleton(layer)
+        if all(LATER_USE in name or name in given for name in (layer.qualify(path) for path, _ in module.named_parameters())):
+            continue
+        for path, part in module.named_modules():
+            if isinstance(part, (CapturedLayer, _Container)):
+                own = [layer.qualify(join_names(path, key)) for key, p in part._parameters.items() if p is not None]
+                found += [name for name in own if LATER_USE not in name]
+    if found:
+        assert cache is not None
+        owners = [type(cache.model.get_submodule(name.rpartition(".")[0])).__name__ for name in found]
+        named = [f"{name} (of {owner})" for name, owner in zip(found, owners, strict=True)]
+        which = " and ".join(named[:3]) + (f" (and {len(named) - 3} more)" if len(named) > 3 else "")
+        raise ModelError(
+            f"with init: by-name reset_parameters() of modules gives values, and {which} {'are' if named[1:] else 'is'} in no "
+            "unit: workers have the parameter without the module that owns it",
+            cure="set init: model (what constructors give is kept), or put such a parameter into a module of its own with "
+            "reset_parameters(), whose forward uses it",
+        )
 
 
 class _OutputBuilder:
