@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.transport import Routine, Transport, run_routine
 from raypar.errors import WorkerLost
+from raypar.model.capture.module_graph import lines_about_repeated_traces
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
 from raypar.model.layer_skeletons import SkeletonCopier, make_model_outline
@@ -339,7 +340,7 @@ class WorkerCore:
             spans=tuple(self.interpreter.spans),
             ledger=self.transport.ledger.as_dict() if trace else {},
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            warnings=self.guard.lines(),
+            warnings=self._lines_for_user(),
         )
 
     def step(self, step: int, *, trace: bool = False) -> StepReport:
@@ -358,7 +359,12 @@ class WorkerCore:
         yield from self.validation_interpreter.run_forward(self.assignment.validation_program, step)
         losses = {m: (float(s), float(c)) for stage in self.stages.values() for m, (s, c) in stage.losses.items()}
         self.guard.check_all(f"a layer, the loss or the data set, in the validation after {step} steps,")
-        return ValidationReport(self.rank, step, losses, (time.perf_counter_ns() - start) / 1e9, self.guard.lines())
+        return ValidationReport(self.rank, step, losses, (time.perf_counter_ns() - start) / 1e9, self._lines_for_user())
+
+    def _lines_for_user(self) -> StateWarnings:
+        """The lines that have not been reported yet: state that users' code left changed, and a model that is traced often."""
+        self.guard.pass_on(lines_about_repeated_traces(self.graph).items())
+        return self.guard.lines()
 
     def validate(self, step: int) -> ValidationReport:
         """One whole validation pass on a real transport."""

@@ -1,5 +1,6 @@
 """Jobs whose model is an unmodified module: every plan trains it as one process does, and exports what the module loads."""
 
+import inspect
 import random
 import re
 from pathlib import Path
@@ -408,6 +409,45 @@ def test_the_profile_has_the_bytes_of_all_values_of_a_layer():
     (real,) = graph.crossing(plan).edges
     assert (edge.src, edge.dst, sorted(edge.values)) == (0, 1, sorted(real.values))
     assert edge.value_bytes == (4 * 6 * 4,) * 5 and edge.nbytes == 5 * 4 * 6 * 4
+
+
+class Cropped(nn.Module):
+    """Reads in Python, between units, how long the longest sample is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(1, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        hidden = self.first(x.unsqueeze(-1))
+        return self.last(hidden[:, : int(length.max())].mean(1)).squeeze(-1)
+
+
+class Lengths:
+    """Samples of one shape, of so many lengths."""
+
+    def __init__(self, lengths: int) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.randn(16, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "length": torch.tensor(index % self.lengths + 1), "y": torch.tensor(float(index))}
+
+
+def test_a_forward_that_is_recorded_anew_for_each_batch_is_told_of_once():
+    def warnings(lengths: int, **mesh: int) -> list[str]:
+        data = {"function": Lengths, "args": {"lengths": lengths}, "target": "y"}
+        return run(spec_of(Cropped, loss=nn.functional.mse_loss, data=data, microbatches=4), **mesh).warnings
+
+    assert warnings(4) == []
+    for mesh in ({}, {"pp": 2}):
+        (line,) = warnings(16, **mesh)
+        where = inspect.getsourcelines(Cropped.forward)[1] + 2
+        assert f"int() at {__file__}:{where}" in line or f"int() at {Path(__file__).name}:{where}" in line
+        assert re.search(r"recorded 8 times.* [\d.]+ ms each\n  cure: .*torch\.arange.*model\.units", line)
 
 
 def test_a_job_file_names_units_and_the_models_loss(tmp_path: Path):

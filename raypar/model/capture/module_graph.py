@@ -134,6 +134,12 @@ def buffers_written_in_capture(graph: Graph) -> frozenset[str]:
     return frozenset() if cache is None else cache.written_buffers
 
 
+def lines_about_repeated_traces(graph: Graph) -> dict[str, str]:
+    """Key -> line for the user about a captured model that is traced again for most batches; empty for other models."""
+    cache = _cache_of(graph)
+    return {} if cache is None else dict(cache.repeated.lines)
+
+
 def refuse_parameters_in_no_unit(graph: Graph, given: Collection[str] = ()) -> None:
     """Raises `ModelError` for parameters of a captured model that code between units uses, or that nothing uses: a layer has
     them without the module whose `reset_parameters()` would give them values.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import traceback
 import weakref
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from raypar.model.capture.forward_inputs import ForwardInputs
 from raypar.model.capture.layer_programs import CutTrace, LayerProgram, buffers_read_by, cut_into_layers
 from raypar.model.capture.record_forward import record_forward
 from raypar.model.capture.refusal import InnerModuleUsed, Refused
+from raypar.model.capture.repeated_traces import RepeatedTraces
 from raypar.model.capture.replay import Values, run_event
 from raypar.model.capture.trace import TensorKey, Trace, comparable
 from raypar.model.capture.units import refine_units
@@ -90,6 +92,8 @@ class TraceCache:
         """The batch of the first trace."""
         self._traces: OrderedDict[Signature, list[CutTrace]] = OrderedDict()
         """Traces by signature; those of one signature differ in what the forward has read."""
+        self.repeated = RepeatedTraces()
+        """Lines for the user about batches that are traced anew again and again."""
         self._lock = threading.RLock()
         """Held while a trace is looked for or made."""
         self._last: _Answer | None = None
@@ -150,11 +154,13 @@ class TraceCache:
             if known or self._answers_as_before(cut, fields):
                 kept.append(kept.pop(number))
                 return cut
+        start = time.perf_counter()
         made = self._trace(fields, training=training)
         if self._declared is None:
             self._declared, self._first_batch = made, dict(fields)
         else:
             _check_fits(made, self._declared, training=training)
+        self.repeated.add(signature, made.trace, kept[-1].trace if kept else None, time.perf_counter() - start)
         kept.append(made)
         while sum(map(len, self._traces.values())) > MOST_TRACES:
             oldest = next(key for key, cuts in self._traces.items() if cuts)

@@ -97,8 +97,8 @@ def _restore_environment(caller: str, found: EnvironmentState, wanted: Environme
 
 
 StateWarnings = tuple[tuple[str, str], ...]
-"""(key, line for the user) of each part of the state that users' code left changed. The key (kind and caller) is the same in
-all processes."""
+"""(key, line for the user) of each part of the state that users' code left changed, and of a captured model that is traced
+often. The key (kind and caller, or place) is the same in all processes."""
 
 
 class EnvironmentGuard:

@@ -21,20 +21,30 @@ from raypar.plan.message_limits import (
 )
 
 _KINDS = {"activation": 0, "gradient": 1, "tie": 2, "vote": 3, "validation": 4, "state": 5, "mirror": 6, "buffers": 7}
-_STEP_BITS = 12
+_STEP_BITS, _KIND_BITS = 12, 3
+_MICROBATCH_SHIFT = VALUE_BITS
+_DST_SHIFT = _MICROBATCH_SHIFT + MICROBATCH_BITS
+_SRC_SHIFT = _DST_SHIFT + STAGE_BITS
+_KIND_SHIFT = _SRC_SHIFT + STAGE_BITS
+_STEP_SHIFT = _KIND_SHIFT + _KIND_BITS
+_STEP_MASK = (1 << _STEP_BITS) - 1
 
 
 def _tag(step: int, kind: int, src: int, dst: int, microbatch: int, index: int) -> int:
-    if not (max(src, dst) < MAX_STAGES and microbatch < MAX_MICROBATCHES and index < MAX_VALUES_OF_MESSAGE):
+    if src >= MAX_STAGES or dst >= MAX_STAGES or microbatch >= MAX_MICROBATCHES or index >= MAX_VALUES_OF_MESSAGE:
         raise PlanError(
             f"stage {max(src, dst)}, microbatch {microbatch}, tensor {index} does not fit a message tag",
             cure=f"use at most {MAX_STAGES} stages, {MAX_MICROBATCHES} microbatches, {MAX_VALUES_OF_MESSAGE} values between "
             "two stages",
         )
-    tag = step & ((1 << _STEP_BITS) - 1)
-    for bits, part in ((3, kind), (STAGE_BITS, src), (STAGE_BITS, dst), (MICROBATCH_BITS, microbatch), (VALUE_BITS, index)):
-        tag = tag << bits | part
-    return tag
+    return (
+        (step & _STEP_MASK) << _STEP_SHIFT
+        | kind << _KIND_SHIFT
+        | src << _SRC_SHIFT
+        | dst << _DST_SHIFT
+        | microbatch << _MICROBATCH_SHIFT
+        | index
+    )
 
 
 def bundle_tag(step: int, kind: str, src: int, dst: int, microbatch: int, index: int, *, validation: bool = False) -> int:
