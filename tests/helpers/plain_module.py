@@ -50,7 +50,9 @@ class _LayersOf(TorchFunctionMode):
         self.hooks = []
         for name in cache.units:
             unit = model.get_submodule(name)
-            before = unit.register_forward_pre_hook(lambda module, args, name=name: self.enter(name), prepend=True)
+            before = unit.register_forward_pre_hook(
+                lambda module, args, kwargs, name=name: self.enter(name, args, kwargs), prepend=True, with_kwargs=True
+            )
             after = unit.register_forward_hook(lambda *args: self.leave(), always_call=True)
             self.hooks += [before, after]
 
@@ -109,10 +111,10 @@ class _LayersOf(TorchFunctionMode):
             self.name_of[id(self.leaves[use])] = use[0]
         return self.leaves[use]
 
-    def enter(self, unit: str) -> None:
+    def enter(self, unit: str, args: Any, kwargs: Any) -> Any:
         self.depth += 1
         if self.depth > 1:
-            return  # a unit that another one calls is part of that
+            return None  # a unit that another one calls is part of that
         self.calls[unit] += 1
         name = unit if self.calls[unit] == 1 else f"{unit}#{self.calls[unit]}"
         self.started.append(name)
@@ -123,6 +125,18 @@ class _LayersOf(TorchFunctionMode):
         if self.counting:
             for parameter in dict.fromkeys(self.name_of[id(p)] for p in self.model.get_submodule(unit).parameters()):
                 self.uses.setdefault(parameter, []).append((parameter, self.layer, 0))
+        return tree_map(self.leaf_of_argument, (args, kwargs))
+
+    def leaf_of_argument(self, value: Any) -> Any:
+        """The leaf of this layer for a parameter that is an argument of its unit, read while the layer before was under way."""
+        name = self.name_of.get(id(value))
+        if name is None:
+            return value
+        self.numbers[name, self.layer] += 1
+        use = (name, self.layer, self.numbers[name, self.layer])
+        if self.counting:
+            self.uses.setdefault(name, []).append(use)
+        return self.leaf(use if use in self.uses[name] else (name, self.layer, 0), value)
 
     def leave(self) -> None:
         self.depth -= 1
