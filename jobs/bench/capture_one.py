@@ -118,7 +118,7 @@ def cost_of_step(name: str, captured: Captured, plain: nn.Module) -> dict[str, f
         for layer, module in zip(stage.layers, stage.modules, strict=True):
             made = module(*(values[key] for key in layer.inputs))
             values |= dict(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
-        outputs = [values[key] for key in dict.fromkeys(captured.cache.declared.outputs)]
+        outputs = [values[key] for key in dict.fromkeys(captured.cache.first_trace.outputs)]
         sum(each.float().pow(2).mean() for each in outputs if each.requires_grad).backward()  # type: ignore[union-attr]
 
     def theirs() -> None:
@@ -134,7 +134,7 @@ def cost_of_step(name: str, captured: Captured, plain: nn.Module) -> dict[str, f
 def measure_shards(name: str, captured: Captured) -> None:
     """The share of the bytes that two shards cut, and the loss of a step beside one shard's, in float64."""
     try:
-        graph = Graph(tuple(captured.layers), output=captured.cache.declared.outputs[0], ties=tuple(captured.ties))
+        graph = Graph(tuple(captured.layers), output=captured.cache.first_trace.outputs[0], ties=tuple(captured.ties))
         layout = compute_shard_layout(graph, SHARDS)
         sizes = {key: shape.numel() for key, shape in parameter_shapes(graph).items()}
         cut = sum(sizes[key] for key in layout.cuts.keys() & sizes.keys())

@@ -132,13 +132,13 @@ def _disabled_functions(values: Iterable[Any]) -> Iterator[FunctionType]:
         if not isinstance(value, FunctionType):
             continue
         held = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
-        inside = {name: cell.cell_contents for name, cell in held.items() if _is_filled(cell)}
+        inside = {name: cell.cell_contents for name, cell in held.items() if is_filled_cell(cell)}
         left.extend(each for each in inside.values() if isinstance(each, FunctionType))
         if value.__code__ is _DISABLED and isinstance(inside.get("fn"), FunctionType):
             yield inside["fn"]
 
 
-def _is_filled(cell: Any) -> bool:
+def is_filled_cell(cell: Any) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

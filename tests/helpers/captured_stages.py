@@ -32,7 +32,7 @@ class Captured:
 def capture(model: nn.Module, batch: Mapping[str, Tensor], units: Sequence[str] = ()) -> Captured:
     """The layers of an unmodified module."""
     ((_, skeleton),) = make_skeletons([("", model)])
-    inputs = ForwardInputs(by_name=tuple(batch))
+    inputs = ForwardInputs(keywords=tuple(batch))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     cache = trace_module(skeleton, buffers, batch, inputs, dtype=torch.float32, units=units)
     return Captured(cache, *make_layers(cache, skeleton), skeleton)

@@ -243,7 +243,7 @@ def _count_uses(graph: Graph, spec: JobSpec, inputs: Any, fields: Mapping[str, T
 
 def _call(model: nn.Module, inputs: Any, fields: Mapping[str, Tensor]) -> Any:
     given = {name: value.clone() for name, value in fields.items()}
-    return model(*(given[name] for name in inputs.by_place), **{name: given[name] for name in inputs.by_name})
+    return model(*(given[name] for name in inputs.positional), **{name: given[name] for name in inputs.keywords})
 
 
 def _loss(

@@ -17,21 +17,21 @@ from raypar.model.capture.refusal import Refused
 class ForwardInputs:
     """Which fields of the batch a model's forward is given, and how."""
 
-    by_place: tuple[str, ...] = ()
-    """Fields that are given by place."""
-    by_name: tuple[str, ...] = ()
-    """Fields that are given by name: they are called as parameters of forward are."""
+    positional: tuple[str, ...] = ()
+    """Fields that are passed as positional arguments."""
+    keywords: tuple[str, ...] = ()
+    """Fields that are passed as keyword arguments: they have the names of parameters of forward."""
     wants_loss: bool = False
     """Whether the model computes the loss itself: of what it returns only that is used."""
 
     @property
     def fields(self) -> tuple[str, ...]:
         """All of them."""
-        return self.by_place + self.by_name
+        return self.positional + self.keywords
 
     def call(self, model: nn.Module, fields: Mapping[str, Tensor]) -> Any:
         """What the model returns for a batch, or the loss in it. Raises `Refused` if there is no loss."""
-        out = model(*(fields[name] for name in self.by_place), **{name: fields[name] for name in self.by_name})
+        out = model(*(fields[name] for name in self.positional), **{name: fields[name] for name in self.keywords})
         if not self.wants_loss:
             return out
         loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
@@ -47,7 +47,7 @@ class ForwardInputs:
 def choose_forward_inputs(
     model: nn.Module, fields: Collection[str], *, input: str, target: str, wants_loss: bool
 ) -> ForwardInputs:
-    """The fields that the forward is given: those that have names of its parameters; else `input`, by place.
+    """The fields that the forward is given: those that have names of its parameters; else `input`, as a positional argument.
 
     The field `target` is for the loss. The forward gets it too if it computes the loss (`wants_loss`), or cannot be called
     without. Raises `ModelError` if no field fits, or a parameter of forward gets none.
@@ -58,14 +58,14 @@ def choose_forward_inputs(
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
-    by_name = [name for name in parameters if name in fields and (name != target or wants_loss or name in needed)]
-    by_place = [input] if input in fields and input not in by_name and input != target else []
-    without = [name for name in parameters if name in needed and name not in by_name][len(by_place) :]
-    if without or not (by_place or by_name):
+    keywords = [name for name in parameters if name in fields and (name != target or wants_loss or name in needed)]
+    positional = [input] if input in fields and input not in keywords and input != target else []
+    without = [name for name in parameters if name in needed and name not in keywords][len(positional) :]
+    if without or not (positional or keywords):
         missing = f"gets no {without[0]!r}" if without else "gets none of them"
         raise ModelError(
             f"the forward of {type(model).__name__} has parameters {', '.join(parameters) or 'none'}, and a sample has fields "
             f"{', '.join(fields)}: it {missing}",
             cure="name the fields as forward's parameters (data.names for tuples), or say which one is the input (data.input)",
         )
-    return ForwardInputs(tuple(by_place), tuple(by_name), wants_loss)
+    return ForwardInputs(tuple(positional), tuple(keywords), wants_loss)

@@ -345,14 +345,16 @@ def _check_writes(trace: Trace, draft: _LayerDraft, live: set[TensorKey]) -> fro
         written = {trace.facts[key].storage: origins.get(key, key) for key in event.written}
         for origin in (origins.get(key, key) for key in event.written):  # also of what .data and detach() return
             if origin.kind == "parameter":
-                raise Refused(f"{event.label} between units writes into parameter {origin.name} at {event.place}", _WRITE_CURE)
+                raise Refused(
+                    f"{event.label} between units writes into parameter {origin.name} at {event.location}", _WRITE_CURE
+                )
         for rewrite in event.rewrites:
             origin = origins.get(rewrite.before, rewrite.before)
             target = written.get(trace.facts[rewrite.before].storage)
             if rewrite.after in live and target != origin:
                 shape = list(trace.facts[rewrite.before].shape)
                 raise Refused(
-                    f"{event.label} at {event.place} writes into memory that a view {shape} from another layer shares: the "
+                    f"{event.label} at {event.location} writes into memory that a view {shape} from another layer shares: the "
                     "write would not be seen through it",
                     _WRITE_CURE,
                 )
@@ -373,7 +375,7 @@ def _refuse_late_views(trace: Trace, crossing: Collection[TensorKey]) -> None:
                 about = trace.facts[other]
                 if other != rewrite.after and about.storage == fact.storage and about.requires_grad:
                     raise Refused(
-                        f"{event.label} at {event.place} writes into memory of which a view {list(fact.shape)} was taken "
+                        f"{event.label} at {event.location} writes into memory of which a view {list(fact.shape)} was taken "
                         f"before; later layers read the view and what was written, {list(about.shape)}",
                         "take the view after the write; or use the operation that returns a new tensor",
                     )

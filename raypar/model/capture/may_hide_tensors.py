@@ -12,6 +12,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from raypar.model.without_dynamo import is_filled_cell
+
 _PLAIN = (
     int, float, complex, str, bytes, bool, type(None), type(...), range, enum.Enum, numpy.generic, numpy.ndarray,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type,
@@ -30,7 +32,7 @@ def may_hide_tensors(value: Any, depth: int = 0) -> bool:
     if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
         return isinstance(getattr(value, "__self__", None), (Tensor, nn.Module))
     if isinstance(value, types.FunctionType):
-        held = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        held = [cell.cell_contents for cell in value.__closure__ or () if is_filled_cell(cell)]
         return any(may_hide_tensors(each, depth + 1) for each in (*held, *(value.__defaults__ or ())))
     if isinstance(value, functools.partial):
         return any(may_hide_tensors(each, depth + 1) for each in (value.func, *value.args, *value.keywords.values()))
@@ -38,13 +40,4 @@ def may_hide_tensors(value: Any, depth: int = 0) -> bool:
         return any(may_hide_tensors(each, depth + 1) for each in value)
     if is_dataclass(value) and getattr(type(value), "__dataclass_params__").frozen:  # noqa: B009
         return any(may_hide_tensors(getattr(value, each.name), depth + 1) for each in fields(value))
-    return True
-
-
-def _is_filled(cell: Any) -> bool:
-    """Whether a closure's variable has a value."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
     return True

@@ -46,7 +46,7 @@ class ModuleCapture:
     dtype: torch.dtype
     """The job's dtype."""
     input: str = "x"
-    """The field that forward is given by place, if its parameters have other names."""
+    """The field that forward is given as a positional argument, if its parameters have other names."""
     target: str = "y"
     """The field that the loss reads."""
     wants_loss: bool = False
@@ -74,7 +74,7 @@ def capture_module_graph(made: nn.Module, initial: InitialValues, request: Modul
     )
     refuse_parameter_aliasing([(name, made.get_submodule(name)) for name in cache.units])
     layers, ties = make_layers(cache, skeleton)
-    cut = cache.declared
+    cut = cache.first_trace
     if not cut.outputs:
         raise ModelError(
             f"{type(made).__name__} returned no tensor, and the loss needs one",
@@ -121,7 +121,7 @@ def captured_outputs_on_meta(graph: Graph) -> dict[str, Tensor] | None:
     cache = _cache_of(graph)
     if cache is None:
         return None
-    cut = cache.declared
+    cut = cache.first_trace
     facts = [(value, cut.trace.facts[key]) for value, key in zip(cut.outputs, cut.trace.output_keys, strict=True)]
     made = {value: torch.empty(fact.shape, dtype=fact.dtype, device="meta") for value, fact in facts}
     return made | ({cut.form_output: torch.empty((), dtype=torch.int64, device="meta")} if cut.returns_numbers else {})
@@ -172,24 +172,24 @@ class _OutputBuilder:
     """Makes what the model returned of the tensors in it and, if there is more than tensors in it, of the output's form."""
 
     def __init__(self, cache: TraceCache) -> None:
-        cut = cache.declared
+        cut = cache.first_trace
         self._cache = cache
         """The traces, of which each says what it has returned beside tensors."""
         self._structure = cut.trace.output_structure
         """The pytree structure of what the model returned."""
         self._returns_numbers = cut.returns_numbers
         """Whether the last of the values is the form."""
-        places = {value: place for place, value in enumerate(dict.fromkeys(cut.outputs))}
+        indices = {value: index for index, value in enumerate(dict.fromkeys(cut.outputs))}
         names = iter(cut.outputs)
-        self._places = [places[next(names)] if isinstance(leaf, TensorKey) else None for leaf in cut.trace.output_leaves]
-        """Place among the values of each leaf that is a tensor; None for others."""
+        self._indices = [indices[next(names)] if isinstance(leaf, TensorKey) else None for leaf in cut.trace.output_leaves]
+        """Index among the values of each leaf that is a tensor; None for others."""
 
     def __call__(self, *values: Tensor) -> Any:
         """What the model returns, with these tensors in it."""
-        others = self._cache.declared.trace.output_leaves_without_tensors
+        others = self._cache.first_trace.trace.output_leaves_without_tensors
         if self._returns_numbers and not values[-1].is_meta:
             others = self._cache.output_forms[int(values[-1])]
-        leaves = [other if place is None else values[place] for place, other in zip(self._places, others, strict=True)]
+        leaves = [other if index is None else values[index] for index, other in zip(self._indices, others, strict=True)]
         return tree_unflatten(leaves, self._structure)
 
 
@@ -229,14 +229,14 @@ def trace_module(
 
 def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], list[tuple[str, ...]]]:
     """(the layers of a traced model, its tied parameters). Modules are copies of the skeleton's."""
-    declared = cache.declared
-    shells = [_make_shell(cache, index, skeleton) for index in range(len(declared.layers))]
-    _refuse_distant_statistics(declared, shells, skeleton)
-    _add_unused(shells, declared, skeleton)
+    first_trace = cache.first_trace
+    shells = [_make_shell(cache, index, skeleton) for index in range(len(first_trace.layers))]
+    _refuse_distant_statistics(first_trace, shells, skeleton)
+    _add_unused(shells, first_trace, skeleton)
     taken: set[str] = set()
     uses: dict[int, list[str]] = {}
     layers = []
-    for index, (program, shell) in enumerate(zip(declared.layers, shells, strict=True)):
+    for index, (program, shell) in enumerate(zip(first_trace.layers, shells, strict=True)):
         names: dict[str, str] = {}
         here: set[str] = set()
         for path, parameter in _in_order_of_use(program, shell):
@@ -251,8 +251,8 @@ def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], li
             if path and any(LATER_USE in names.get(f"{path}.{key}", "") for key in module._parameters):
                 names[path] = f"{path}{LATER_USE}{program.name}"
         taken |= here
-        fields = () if declared.is_fixed(index) else cache.inputs.fields
-        form = (declared.form_output,) if declared.returns_numbers and program is declared.layers[-1] else ()
+        fields = () if first_trace.is_fixed(index) else cache.inputs.fields
+        form = (first_trace.form_output,) if first_trace.returns_numbers and program is first_trace.layers[-1] else ()
         layers.append(
             Layer(
                 program.name,
@@ -298,8 +298,8 @@ def find_aliases(
 
 def _make_shell(cache: TraceCache, index: int, skeleton: nn.Module) -> CapturedLayer:
     """The module of a layer, made of the skeleton's own modules."""
-    program = cache.declared.layers[index]
-    shell = CapturedLayer(cache, index, () if cache.declared.is_fixed(index) else cache.inputs.fields)
+    program = cache.first_trace.layers[index]
+    shell = CapturedLayer(cache, index, () if cache.first_trace.is_fixed(index) else cache.inputs.fields)
     if program.unit is not None:
         _put(shell, program.unit, skeleton)
     for key in program.state:
@@ -339,24 +339,24 @@ def _put(shell: nn.Module, path: str, skeleton: nn.Module) -> None:
         here.register_buffer(last, there._buffers[last], persistent=last not in there._non_persistent_buffers_set)
 
 
-def _refuse_distant_statistics(declared: CutTrace, shells: Sequence[nn.Module], skeleton: nn.Module) -> None:
+def _refuse_distant_statistics(first_trace: CutTrace, shells: Sequence[nn.Module], skeleton: nn.Module) -> None:
     """Raises `ModelError` for running statistics that several layers change, or that code between units reads: at a step's end
     each layer changes its own by its own calls."""
     for path, norm in norms_with_running_statistics(skeleton):
         statistics = {id(buffer) for buffer in norm._buffers.values()}
         homes = [
             program.name
-            for program, shell in zip(declared.layers, shells, strict=True)
+            for program, shell in zip(first_trace.layers, shells, strict=True)
             if any(id(buffer) in statistics for buffer in shell.buffers())
         ]
         what = f"{path} ({type(norm).__name__}) has running statistics, and "
-        for program in declared.layers:
+        for program in first_trace.layers:
             for event in program.events:
                 read = [key.name for key in event.inputs if key.kind == "buffer" and key.name in statistics_of(path, norm)]
                 if read:
                     raise ModelError(
-                        f"{what}{event.label}() between units reads {read[0]} at {event.place}, where the calls of this step "
-                        "have not been added yet",
+                        f"{what}{event.label}() between units reads {read[0]} at {event.location}, where the calls of this "
+                        "step have not been added yet",
                         cure="give the norm track_running_stats=False, or compute it of the values themselves",
                     )
         if len(homes) > 1:
@@ -367,7 +367,7 @@ def _refuse_distant_statistics(declared: CutTrace, shells: Sequence[nn.Module], 
             )
 
 
-def _add_unused(shells: Sequence[nn.Module], declared: CutTrace, skeleton: nn.Module) -> None:
+def _add_unused(shells: Sequence[nn.Module], first_trace: CutTrace, skeleton: nn.Module) -> None:
     """Put what no layer uses into one: it is part of the model's state. It goes where what is registered before it is."""
     homes: dict[int, int] = {}
     for index, shell in enumerate(shells):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from raypar.model.capture.absent_tensor import AbsentTensor, has_dynamic_shape, memory_of
-from raypar.model.capture.refusal import Refused, users_place
+from raypar.model.capture.refusal import Refused, user_location
 from raypar.model.without_dynamo import without_dynamo
 
 
@@ -103,8 +103,8 @@ class OperationWatch(TorchDispatchMode):
             return
         what = "a field of the batch" if maker == 0 else "what code outside of this call has made or written"
         raise Refused(
-            f"unit {self._unit} reads a tensor {list(value.shape)} at {users_place()} that is not among its arguments: {what}, "
-            "and left in an attribute or variable, where the unit does not find it on another worker",
+            f"unit {self._unit} reads a tensor {list(value.shape)} at {user_location()} that is not among its "
+            f"arguments: {what}, and left in an attribute or variable, where the unit does not find it on another worker",
             "pass it as an argument, or make a module around both a unit (model.units)",
         )
 
@@ -113,7 +113,7 @@ class OperationWatch(TorchDispatchMode):
         name = self._parameters.get(memory_of(value))
         if name is not None:
             raise Refused(
-                f"the forward writes into parameter {name} at {users_place()}: each microbatch would change it, on its own "
+                f"the forward writes into parameter {name} at {user_location()}: each microbatch would change it, on its own "
                 "replica only",
                 "use the operation that returns a new tensor (weight * mask), or change parameters in the optimizer",
             )
@@ -121,7 +121,7 @@ class OperationWatch(TorchDispatchMode):
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors into which an operation writes."""
-    for place, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from (each for each in tree_flatten(value)[0] if isinstance(each, Tensor))

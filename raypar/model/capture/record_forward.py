@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.model.capture.recorder import Recorder
-from raypar.model.capture.refusal import Refused, users_place
+from raypar.model.capture.refusal import Refused, user_location
 from raypar.model.capture.trace import Trace
 
 _ONE_RECORDING = threading.RLock()
@@ -44,8 +44,8 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
     def entered(context: torch.autocast) -> Any:
         if context.device != "cpu" and recorder.is_between_units:
             raise Refused(
-                f"the forward enters torch.autocast({context.device!r}) between units at {users_place()}, which a record that "
-                "is made on a CPU does not keep",
+                f"the forward enters torch.autocast({context.device!r}) between units at {user_location()}, which a record "
+                "that is made on a CPU does not keep",
                 "name the device of a tensor: torch.autocast(x.device.type, ...); or set precision: {compute: bf16} in the job",
             )
         return enter(context)
@@ -53,8 +53,8 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
     def called_script(function: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.is_between_units:
             raise Refused(
-                f"the TorchScript function {function.name!r} is called between units at {users_place()}, and a record does not "
-                "see what it does",
+                f"the TorchScript function {function.name!r} is called between units at {user_location()}, and a record does "
+                "not see what it does",
                 "call the Python function; or call it inside of a module, and make that a unit (model.units)",
             )
         return call_script(function, *args, **kwargs)

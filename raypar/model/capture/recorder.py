@@ -23,7 +23,7 @@ from raypar.errors import with_article
 from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, memory_of
 from raypar.model.capture.may_hide_tensors import may_hide_tensors
 from raypar.model.capture.operation_watch import OperationWatch
-from raypar.model.capture.refusal import InnerModuleUsed, Refused, users_place
+from raypar.model.capture.refusal import InnerModuleUsed, Refused, user_location
 from raypar.model.capture.run_unit_on_random_values import run_with_random_values
 from raypar.model.capture.settings_of_contexts import autocast_state, python_random_state, settings_of_contexts
 from raypar.model.capture.trace import (
@@ -87,9 +87,9 @@ class Recorder(TorchFunctionMode):
         """Qualified name -> unit."""
         self.paths = {id(module): name for name, module in model.named_modules()}
         """`id` of a module -> its qualified name."""
-        self.story: list[tuple[Any, ...]] = []
-        """(call, place, what its arguments are) of every event that is not pure: equal for two traces of one batch, unless the
-        forward depends on something that it has left behind."""
+        self.call_log: list[tuple[Any, ...]] = []
+        """(call, location, what its arguments are) of every event that is not pure: equal for two traces of one batch, unless
+        the forward depends on something that it has left behind."""
         self._uninitialised: set[int] = set()
         """`memory_of` of tensors whose values nothing has set (torch.empty)."""
         self._inside_event = 0
@@ -166,13 +166,13 @@ class Recorder(TorchFunctionMode):
         if self.facts[key].requires_grad != value.requires_grad:
             raise Refused(
                 f"a tensor {list(value.shape)} has got its gradient where the capture does not look, and is used at "
-                f"{users_place()}",
+                f"{user_location()}",
                 "call custom autograd functions as Function.apply(...) there, not through a name bound before; "
                 "or make the module that does it a unit (model.units)",
             )
         if not key.is_state and self._versions[id(value)] != value._version:
             raise Refused(
-                f"a tensor {list(value.shape)} that is used at {users_place()} was written where the capture does not look",
+                f"a tensor {list(value.shape)} that is used at {user_location()} was written where the capture does not look",
                 "write it by PyTorch's own functions; or make the module that does it a unit (model.units)",
             )
         return key
@@ -184,7 +184,7 @@ class Recorder(TorchFunctionMode):
         hidden = isinstance(value, AbsentTensor) or value.is_meta or value.requires_grad or _is_wrapped_by_functorch(value)
         if hidden or self.watch.has_made(value):
             raise Refused(
-                f"a tensor {list(value.shape)} that is used at {users_place()} was made where the capture does not look",
+                f"a tensor {list(value.shape)} that is used at {user_location()} was made where the capture does not look",
                 "return it from the module that makes it, or make a module around both a unit (model.units)",
             )
         key = self._new_key("constant")
@@ -247,7 +247,7 @@ class Recorder(TorchFunctionMode):
         asks = not isinstance(call, str) and (name in _GIVE_ANSWERS or (name == "__format__" and args[1:] not in ((), ("",))))
         if tensors and not isinstance(call, str) and name in _NEVER_REPLAYED and not _sets_plain_attribute(call):
             raise Refused(
-                f"{_NEVER_REPLAYED[name]} between units, at {users_place()}, would be left out by workers",
+                f"{_NEVER_REPLAYED[name]} between units, at {user_location()}, would be left out by workers",
                 "do it inside a module, and make that a unit (model.units)",
             )
         if asks:
@@ -260,8 +260,8 @@ class Recorder(TorchFunctionMode):
         results = [out] if isinstance(out, Tensor) else tree_flatten(out)[0]
         written = [
             tensor
-            for place, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
-            if tensor._version != version or (place == 0 and name in _CHANGE_GRADIENT_STATE and not isinstance(call, str))
+            for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
+            if tensor._version != version or (index == 0 and name in _CHANGE_GRADIENT_STATE and not isinstance(call, str))
         ]
         if not isinstance(call, str) and not written and not asks and not any(isinstance(each, Tensor) for each in results):
             return out  # a shape, a dtype: a property of tensors, not of their values
@@ -269,7 +269,7 @@ class Recorder(TorchFunctionMode):
             leaves = tuple(self._leaf(value) for value in flat)
         self._add_event(call, leaves, structure, out, results, written)
         if not self.events[-1].is_pure:
-            self.story.append((name, self.events[-1].place, described or tuple(map(self._describe, flat, leaves))))
+            self.call_log.append((name, self.events[-1].location, described or tuple(map(self._describe, flat, leaves))))
         elif "empty" in name:
             self._uninitialised |= {memory_of(value) for value in results if isinstance(value, Tensor)}
         if asks or (self.watch.gave_dynamic_shape and self.events[-1].is_pure):
@@ -277,7 +277,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _describe(self, value: Any, leaf: Any) -> Any:
-        """An argument in the story: its value, if it depends on the batch, buffers and constants alone."""
+        """An argument in the call log: its value, if it depends on the batch, buffers and constants alone."""
         if not isinstance(leaf, TensorKey):
             return value if isinstance(value, _NUMBERS) else type(value)
         if leaf not in self._pure or isinstance(value, AbsentTensor) or memory_of(value) in self._uninitialised:
@@ -306,7 +306,7 @@ class Recorder(TorchFunctionMode):
             return run()
         except ValuesNeeded as error:
             raise Refused(
-                f"a shape, or what Python does next, depends on the values of an activation ({error}) at {users_place()}",
+                f"a shape, or what Python does next, depends on the values of an activation ({error}) at {user_location()}",
                 "compute it inside a module that returns tensors of fixed shapes, and make that a unit (model.units); "
                 "use torch.where in place of boolean indices",
             ) from error
@@ -346,7 +346,7 @@ class Recorder(TorchFunctionMode):
                 grad=torch.is_grad_enabled(),
                 autocast=None if autocast == self._ambient_autocast else autocast,
                 is_pure=is_pure,
-                place=users_place(),
+                location=user_location(),
             )
         )
 
@@ -391,7 +391,7 @@ class Recorder(TorchFunctionMode):
                 continue
             raise Refused(
                 "the forward decides by the values of an activation, a parameter or a random number: "
-                f"{name}() of a tensor {list(tensor.shape)} at {users_place()}",
+                f"{name}() of a tensor {list(tensor.shape)} at {user_location()}",
                 "decide inside of a module, and make that a unit (model.units); what skips layers at random (layerdrop) "
                 "must be set to 0",
             )
@@ -401,7 +401,7 @@ class Recorder(TorchFunctionMode):
         numbers = [value for value in tree_flatten(out)[0] if isinstance(value, (int, float, complex, str, numpy.generic))]
         if numbers and self._unit_has_asked:
             raise Refused(
-                f"unit {name} ({type(module).__name__}), called at {users_place()}, reads values and returns {numbers[0]!r}: "
+                f"unit {name} ({type(module).__name__}), called at {user_location()}, reads values and returns {numbers[0]!r}: "
                 "in a record it would stay as it is now",
                 "return it as a tensor, or make a module around all that uses it a unit (model.units)",
             )
@@ -410,7 +410,7 @@ class Recorder(TorchFunctionMode):
         """Raises `Refused` if code between units has drawn from Python's or numpy's generators."""
         if python_random_state() != self._random_state:
             raise Refused(
-                f"the forward draws from Python's random or numpy's between units, before {users_place()}: layers would be "
+                f"the forward draws from Python's random or numpy's between units, before {user_location()}: layers would be "
                 "left out, or numbers be other ones, on every worker",
                 "set what does so to 0 (layerdrop), or draw with torch",
             )
@@ -419,7 +419,7 @@ class Recorder(TorchFunctionMode):
         """Raises `Refused` if code between units has set PyTorch's generator: a replay would not."""
         if not torch.equal(torch.random.get_rng_state(), self._torch_random_state):
             raise Refused(
-                f"the forward seeds PyTorch's generator between units, before {users_place()} (torch.manual_seed, "
+                f"the forward seeds PyTorch's generator between units, before {user_location()} (torch.manual_seed, "
                 "set_rng_state), and workers would not",
                 "leave it out: raypar seeds every layer of every microbatch; or do it inside of a module, and make that a unit "
                 "(model.units)",
@@ -431,7 +431,7 @@ class Recorder(TorchFunctionMode):
         changed = [name for name, value in now.items() if value != self._ambient_settings[name]]
         if changed:
             raise Refused(
-                f"the forward changes {changed[0]} between units, before {users_place()}, and workers would not",
+                f"the forward changes {changed[0]} between units, before {user_location()}, and workers would not",
                 "do it inside of a module, and make that a unit (model.units); or in the model function, for the whole run",
             )
 
@@ -467,7 +467,7 @@ class Recorder(TorchFunctionMode):
             constants=self.constants,
             facts=self.facts,
             passed_through=frozenset(self.passed_through),
-            story=(*self.story, ("return", "its end", described)),
+            call_log=(*self.call_log, ("return", "its end", described)),
         )
 
 
@@ -488,4 +488,4 @@ def _hidden_tensors(value: Any) -> Refused:
         cure = "set use_cache=False in the model's config"
     elif isinstance(value, (nn.Module,)) or callable(value):
         cure = "for checkpointing use use_reentrant=False; or make the module around it a unit (model.units)"
-    return Refused(f"{with_article(kind)} is passed between units at {users_place()}; it may hide tensors", cure)
+    return Refused(f"{with_article(kind)} is passed between units at {user_location()}; it may hide tensors", cure)

@@ -35,7 +35,7 @@ class InnerModuleUsed(BaseException):
         """The module's qualified name."""
 
 
-def users_place() -> str:
+def user_location() -> str:
     """File and line of the innermost frame that is neither PyTorch's nor raypar's nor Python's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -43,4 +43,4 @@ def users_place() -> str:
         if not file.startswith(_NOT_USERS) and (not file.startswith(_PYTHONS) or "site-packages" in file):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return "an unknown place"
+    return "an unknown location"

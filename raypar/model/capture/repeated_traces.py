@@ -30,7 +30,7 @@ class RepeatedTraces:
         if count < MANY_TRACES or guard is None:
             return
         event = made.events[guard.event]
-        read = f"{event.label.strip('_')}() at {event.place}"
+        read = f"{event.label.strip('_')}() at {event.location}"
         self.lines.setdefault(
             f"many traces: {read}",
             f"the forward reads {read} between units, and the answer is another for each batch: the forward has been "

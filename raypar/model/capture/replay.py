@@ -96,7 +96,7 @@ def _arguments(event: Event, values: Values, device: torch.device) -> tuple[Sequ
 
 
 def _plain_arguments(event: Event) -> tuple[int, tuple[str, ...]] | None:
-    """(number of arguments by place, names of the others) where no argument is a container; else None."""
+    """(number of positional arguments, names of the keyword arguments) where no argument is a container; else None."""
     args, kwargs = tree_unflatten(list(range(len(event.leaves))), event.structure)
     if [*args, *kwargs.values()] == list(range(len(event.leaves))):
         return len(args), tuple(kwargs)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from raypar.errors import error_message
 from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, absent_like
-from raypar.model.capture.refusal import Refused, users_place
+from raypar.model.capture.refusal import Refused, user_location
 
 SCALE = 0.1
 """Standard deviation of the numbers."""
@@ -27,7 +27,7 @@ def run_with_random_values(name: str, module: nn.Module, call: Callable[..., Any
     if first != second:
         raise Refused(
             f"the shape of what {name} ({type(module).__name__}) returns, or a number in it, depends on values: {first} and "
-            f"{second}, called at {users_place()}",
+            f"{second}, called at {user_location()}",
             "have it return tensors of fixed shapes, or name a module around it in model.units",
         )
     return tree_map(lambda value: absent_like(value) if isinstance(value, Tensor) else value, found[0])
@@ -61,7 +61,7 @@ def _run(seed: int, name: str, module: nn.Module, call: Callable[..., Any], args
         return call(module, *tree_map(real, args), **tree_map(real, kwargs))
     except ValuesNeeded as error:
         raise Refused(
-            f"unit {name} ({type(module).__name__}), called at {users_place()}, reads values that the capture has not got: "
+            f"unit {name} ({type(module).__name__}), called at {user_location()}, reads values that the capture has not got: "
             f"{error_message(error)}",
             "register every tensor that it reads as a parameter or buffer",
         ) from error

@@ -81,7 +81,7 @@ class Event:
     """Autocast, where users' code sets it between units; None: as it is around the model."""
     is_pure: bool
     """Whether it depends on batch fields, buffers and constants alone, without gradient or random numbers."""
-    place: str
+    location: str
     """File and line of the user's code that made the call."""
 
     @property
@@ -147,8 +147,8 @@ class Trace:
     """What is known of each tensor."""
     passed_through: frozenset[EventId]
     """Calls that returned one of their arguments."""
-    story: tuple[tuple[Any, ...], ...]
-    """(call, place, what its arguments are) of the events that are not pure, and of the end."""
+    call_log: tuple[tuple[Any, ...], ...]
+    """(call, location, what its arguments are) of the events that are not pure, and of the end."""
 
     @cached_property
     def output_leaves_without_tensors(self) -> tuple[Any, ...]:

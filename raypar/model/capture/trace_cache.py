@@ -86,7 +86,7 @@ class TraceCache:
         """What forwards have returned beside tensors, by leaf of the output."""
         self._form_numbers: weakref.WeakKeyDictionary[CutTrace, int] = weakref.WeakKeyDictionary()
         """Trace -> its index in `output_forms`."""
-        self._declared: CutTrace | None = None
+        self._first_trace: CutTrace | None = None
         """The first trace. It defines the layers; every later trace must have the same layers, values and parameters."""
         self._first_batch: Mapping[str, Tensor] = {}
         """The batch of the first trace."""
@@ -108,21 +108,21 @@ class TraceCache:
             for name, buffer in self.model.named_buffers():
                 if name in values:
                     buffer.copy_(values[name])
-            if not self._answers_as_before(self.declared, self._first_batch):
+            if not self._answers_as_before(self.first_trace, self._first_batch):
                 self._traces.clear()
                 self._last = None
                 self.trace_of(self._first_batch, training=True)
 
     @property
-    def declared(self) -> CutTrace:
+    def first_trace(self) -> CutTrace:
         """The first trace, which decides the layers."""
-        assert self._declared is not None, "the model has not been traced yet"
-        return self._declared
+        assert self._first_trace is not None, "the model has not been traced yet"
+        return self._first_trace
 
     def trace_for_layer(self, index: int, fields: Mapping[str, Tensor], *, training: bool) -> CutTrace:
         """A trace whose program of a layer is that for a batch. Raises `ModelError` as `trace_of` does."""
-        declared = self.declared
-        return declared if declared.is_fixed(index) else self.trace_of(fields, training=training)
+        first_trace = self.first_trace
+        return first_trace if first_trace.is_fixed(index) else self.trace_of(fields, training=training)
 
     def number_of_output_form(self, found: CutTrace) -> int:
         """The index in `output_forms` of what a trace has returned beside tensors."""
@@ -156,10 +156,10 @@ class TraceCache:
                 return cut
         start = time.perf_counter()
         made = self._trace(fields, training=training)
-        if self._declared is None:
-            self._declared, self._first_batch = made, dict(fields)
+        if self._first_trace is None:
+            self._first_trace, self._first_batch = made, dict(fields)
         else:
-            _check_fits(made, self._declared, training=training)
+            _check_fits(made, self._first_trace, training=training)
         self.repeated.add(signature, made.trace, kept[-1].trace if kept else None, time.perf_counter() - start)
         kept.append(made)
         while sum(map(len, self._traces.values())) > MOST_TRACES:
@@ -193,7 +193,7 @@ class TraceCache:
                     trace = self._record(given, training=training)
                     self._refuse_changed_state(before, trace)
                     made = cut_into_layers(trace, self._parameters_of_units())
-                    if self._declared is None:
+                    if self._first_trace is None:
                         self.written_buffers = (before.written_buffers() | before.replaced_buffers()) - before.statistics
                         self._refuse_memory(before, trace, given)
                     return made
@@ -219,7 +219,7 @@ class TraceCache:
             self.units,
             given,
             lambda fields: self.inputs.call(self.model, fields),
-            like=None if self._declared is None or training else self._declared.trace,
+            like=None if self._first_trace is None or training else self._first_trace.trace,
         )
 
     def _refuse_memory(self, before: _StateBefore, trace: Trace, given: Mapping[str, Tensor]) -> None:
@@ -232,9 +232,9 @@ class TraceCache:
         except Refused as error:
             what = f"uses something that the capture has not seen ({error.error.what})"
         else:
-            if again.story == trace.story:
+            if again.call_log == trace.call_log:
                 return
-            new = next((new for new, old in zip(again.story, trace.story, strict=False) if new != old), None)
+            new = next((new for new, old in zip(again.call_log, trace.call_log, strict=False) if new != old), None)
             if new is not None:
                 what = f"calls {new[0]} at {new[1]} with other arguments, or instead of another call"
         raise ModelError(
@@ -260,7 +260,7 @@ class TraceCache:
         for guard in trace.guards:
             for name in sorted(buffers_read_by(trace, guard.event) & written):
                 raise ModelError(
-                    f"the forward decides by the values of its buffer {name!r} at {trace.events[guard.event].place}, and "
+                    f"the forward decides by the values of its buffer {name!r} at {trace.events[guard.event].location}, and "
                     "changes that buffer: workers run a record, in which the decision stays as it was",
                     cure="decide without Python (torch.where), or inside of a module, and make that a unit (model.units)",
                 )
@@ -318,7 +318,7 @@ class TraceCache:
         return {unit: {names[id(p)] for p in module.parameters()} for unit, module in self.units.items()}
 
     def _refine(self, path: str) -> None:
-        if self._declared is not None:
+        if self._first_trace is not None:
             raise ModelError(
                 f"with this batch code between the units uses module {path!r}, which is inside of one",
                 cure=f"name it as a unit: model.units: [{path!r}, ...]",
@@ -409,24 +409,24 @@ def _restore_attributes(attributes: _Attributes) -> None:
             value.extend(content) if isinstance(value, list) else value.update(content)  # type: ignore[arg-type]
 
 
-def _check_fits(made: CutTrace, declared: CutTrace, *, training: bool) -> None:
+def _check_fits(made: CutTrace, first_trace: CutTrace, *, training: bool) -> None:
     """Raises `ModelError` unless what passes between the layers is what the first trace says."""
-    names, wanted = [layer.name for layer in made.layers], [layer.name for layer in declared.layers]
+    names, wanted = [layer.name for layer in made.layers], [layer.name for layer in first_trace.layers]
     if names != wanted:
         odd = next((a for a, b in zip(names, wanted, strict=False) if a != b), f"{len(names)} layers, not {len(wanted)}")
         raise _misfit(f"the units are called in another order ({odd})")
-    for index, (new, first) in enumerate(zip(made.layers, declared.layers, strict=True)):
+    for index, (new, first) in enumerate(zip(made.layers, first_trace.layers, strict=True)):
         for what, one, other in (("reads", new.reads, first.reads), ("writes", new.outputs, first.outputs)):
             if _names(one) != _names(other):
                 raise _misfit(f"layer {new.name!r} {what} {_names(one)}, not {_names(other)}")
         if not set(new.state) <= set(first.state):
             raise _misfit(f"layer {new.name!r} uses {', '.join(key.name for key in set(new.state) - set(first.state))}")
-        if declared.is_fixed(index) and (not new.is_bare_call or _bare_call(new) != _bare_call(first)):
+        if first_trace.is_fixed(index) and (not new.is_bare_call or _bare_call(new) != _bare_call(first)):
             raise _misfit(f"layer {new.name!r} does not call its module in the same way")
     for value, gradient in made.value_gradients.items() if training else ():
-        if gradient != declared.value_gradients[value]:
+        if gradient != first_trace.value_gradients[value]:
             raise _misfit(f"{value!r} carries {'a' if gradient else 'no'} gradient")
-    if (made.trace.output_structure, _kinds(made.trace)) != (declared.trace.output_structure, _kinds(declared.trace)):
+    if (made.trace.output_structure, _kinds(made.trace)) != (first_trace.trace.output_structure, _kinds(first_trace.trace)):
         raise _misfit("the model returns something else")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from raypar.model.capture.refusal import Refused, users_place
+from raypar.model.capture.refusal import Refused, user_location
 
 _KEPT = (bool, int, float, complex, str, type(None), Tensor)
 """Types of values that are looked at."""
@@ -34,12 +34,12 @@ class UnitAttributes:
         """An attribute is about to be set. `event`: number of the event that runs; None while code between units does."""
         if id(module) not in self._names:
             return
-        place, former = (id(module), key), vars(module).get(key)
-        if place in self._set:
-            former = self._set[place][1]
+        attribute, former = (id(module), key), vars(module).get(key)
+        if attribute in self._set:
+            former = self._set[attribute][1]
         elif not (isinstance(value, _KEPT) or isinstance(former, _KEPT)) or _is_same(value, former):
             return
-        self._set[place] = (event, former)
+        self._set[attribute] = (event, former)
 
     def is_set(self, module: nn.Module, key: str) -> bool:
         """Whether the forward has set an attribute."""
@@ -56,8 +56,8 @@ class UnitAttributes:
         reader = "code between units" if event is None else "another call"
         by = "code between units has set" if setter is None else "the call of a unit has set"
         raise Refused(
-            f"{reader} reads the attribute {key!r} of {self._names[id(module)]} ({type(module).__name__}) at {users_place()}, "
-            f"which {by}: in a record it would stay as it is now",
+            f"{reader} reads the attribute {key!r} of {self._names[id(module)]} ({type(module).__name__}) at "
+            f"{user_location()}, which {by}: in a record it would stay as it is now",
             "pass it as an argument, or return it as a tensor; or make a module around both a unit (model.units)",
         )
 
