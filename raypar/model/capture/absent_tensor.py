@@ -72,6 +72,9 @@ class AbsentTensor(Tensor):
             made = func(*tree_map(to_meta, args), **tree_map(to_meta, dict(kwargs or {})))
         except NotImplementedError as error:
             raise ValuesNeeded(str(func)) from error
+        if _changes_its_own_shape(func):  # shape and strides of the wrapper change too
+            with torch._C._DisableTorchDispatch():
+                func(*args, **(kwargs or {}))
         return tree_map(to_absent, made)
 
 
@@ -83,6 +86,11 @@ _READ_VALUES = frozenset(
         torch.ops.aten._pack_padded_sequence.default,
     )
 )
+
+
+def _changes_its_own_shape(func: Any) -> bool:
+    """Whether an operation gives its argument another shape in place, as `transpose_` does."""
+    return torch.Tag.inplace_view in func.tags
 
 
 def has_dynamic_shape(func: Any, args: Sequence[Any]) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from raypar.model.capture.replay import CPU, run_layer
+from raypar.model.capture.layer_programs import LayerProgram
+from raypar.model.capture.replay import CPU, check_against_record, run_layer
 from raypar.model.capture.trace import TensorKey
 from raypar.model.capture.trace_cache import TraceCache
 
@@ -36,6 +38,10 @@ class CapturedLayer(nn.Module):
         values = dict(zip((*program.read_keys, *state.field_keys), inputs, strict=True))
         values.update(constants if device == CPU else {key: value.to(device) for key, value in constants.items()})
         run_layer(program, self, values, device)
+        if program not in state.checked:
+            if not state.cache.first_trace.is_fixed(state.index):  # else it has the program of another batch
+                check_against_record(program, values, found.trace)
+            state.checked.add(program)
         outputs = [values[key] for key in program.output_keys]
         if found.returns_numbers and program is found.layers[-1]:
             outputs.append(torch.tensor(state.cache.number_of_output_form(found)))
@@ -59,6 +65,8 @@ class _CapturedLayerState:
         """The batch fields that it is given."""
         self.field_keys = tuple(TensorKey("field", name) for name in fields)
         """Their keys in traces."""
+        self.checked: weakref.WeakSet[LayerProgram] = weakref.WeakSet()
+        """Programs that have run once, and had the shapes of their record."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CapturedLayerState:
         return self

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from raypar.errors import ModelError
 from raypar.model.capture.layer_programs import LayerProgram
-from raypar.model.capture.trace import Event, TensorKey
+from raypar.model.capture.trace import Event, TensorKey, Trace
 
 CPU = torch.device("cpu")
 
@@ -29,6 +30,24 @@ def run_layer(program: LayerProgram, module: nn.Module, values: Values, device: 
         values[key] = values[key].clone()  # the layer owns what it writes into
     for event in program.events:
         run_event(event, module, values, device)
+
+
+def check_against_record(program: LayerProgram, values: Values, trace: Trace) -> None:
+    """Raises `ModelError` for a tensor of another shape or dtype than in the record: what Python code has made of the shape
+    then is wrong. `values`: all tensors of one call of the layer."""
+    for event in program.events:
+        for key in (*event.inputs, *event.makes):
+            value, fact = values.get(key), trace.facts.get(key)
+            if type(value) is not Tensor or fact is None:  # the part of a shard stands in for the whole
+                continue
+            if (tuple(value.shape), value.dtype) != (fact.shape, fact.dtype):
+                raise ModelError(
+                    f"layer {program.name!r}: a tensor of {event.label} at {event.location} is {list(value.shape)} "
+                    f"{value.dtype}, and was {list(fact.shape)} {fact.dtype} when the forward was recorded, with parameters "
+                    "without values",
+                    cure="make the module that computes it a unit (model.units), or the one around it; and report it: an "
+                    "operation of PyTorch has another shape on the meta device",
+                )
 
 
 def run_event(event: Event, module: nn.Module, values: Values, device: torch.device = CPU) -> Any:
