@@ -35,6 +35,7 @@ from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan import ParallelPlan
 from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_single_values, error_text, reraise_ctrl_c
+from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_sum_and_count import check_sum_and_count
 from raypar.worker.job_spec import JobSpec, Ref, loss_target_name
 from raypar.worker.measure_profile import read_microbatches
@@ -85,6 +86,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
     (batch,) = read_microbatches(spec, graph, [0])
     with guard.watching("the job's layers"):
         check_layer_shapes(spec, graph, batch)
+        check_capture_with_numbers(spec, graph)
     validation = 0
     if spec.validation is not None:
         with guard.watching("the job's layers"):

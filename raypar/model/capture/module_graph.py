@@ -72,6 +72,7 @@ def capture_module_graph(made: nn.Module, initial: InitialValues, request: Modul
     cache = trace_module(
         skeleton, buffers, batch, inputs, dtype=request.dtype, units=request.units, autocast_dtype=request.autocast_dtype
     )
+    cache.skeleton = skeleton
     refuse_parameter_aliasing([(name, made.get_submodule(name)) for name in cache.units])
     layers, ties = make_layers(cache, skeleton)
     cut = cache.first_trace
@@ -92,7 +93,7 @@ def capture_module_graph(made: nn.Module, initial: InitialValues, request: Modul
     )
 
 
-def _cache_of(graph: Graph) -> TraceCache | None:
+def traces_of(graph: Graph) -> TraceCache | None:
     """The traces of a captured model; None for other models."""
     shell = graph.layers[-1].build.skeleton if isinstance(graph.layers[-1].build, SkeletonCopier) else None
     return cache_of(shell) if isinstance(shell, CapturedLayer) else None
@@ -103,7 +104,7 @@ def set_captured_buffers(graph: Graph, initial: InitialValues, dtype: torch.dtyp
 
     `initial`: those values. Raises `ModelError` if it then calls other units than with the model function's values.
     """
-    cache = _cache_of(graph)
+    cache = traces_of(graph)
     if cache is not None:
         owned = {name for layer in graph.layers for _, name in layer.own_names or ()}
         cache.set_buffers(dict(initial.stream([name for name, _ in cache.model.named_buffers() if name in owned], dtype)))
@@ -111,14 +112,14 @@ def set_captured_buffers(graph: Graph, initial: InitialValues, dtype: torch.dtyp
 
 def check_captured_evaluation(graph: Graph, batch: Mapping[str, Tensor]) -> None:
     """Raises `ModelError` if a captured model in evaluation calls other units than in training, or calls them otherwise."""
-    cache = _cache_of(graph)
+    cache = traces_of(graph)
     if cache is not None:
         cache.trace_of({name: batch[name] for name in cache.inputs.fields}, training=False)
 
 
 def captured_outputs_on_meta(graph: Graph) -> dict[str, Tensor] | None:
     """Value -> meta tensor of each value that the loss reads of a captured model; None for other models."""
-    cache = _cache_of(graph)
+    cache = traces_of(graph)
     if cache is None:
         return None
     cut = cache.first_trace
@@ -130,13 +131,13 @@ def captured_outputs_on_meta(graph: Graph) -> dict[str, Tensor] | None:
 def buffers_written_in_capture(graph: Graph) -> frozenset[str]:
     """Names of the buffers that a captured model's forward writes in training, apart from running statistics and caches; empty
     for other models."""
-    cache = _cache_of(graph)
+    cache = traces_of(graph)
     return frozenset() if cache is None else cache.written_buffers
 
 
 def lines_about_repeated_traces(graph: Graph) -> dict[str, str]:
     """Key -> line for the user about a captured model that is traced again for most batches; empty for other models."""
-    cache = _cache_of(graph)
+    cache = traces_of(graph)
     return {} if cache is None else dict(cache.repeated.lines)
 
 
@@ -146,7 +147,7 @@ def refuse_parameters_in_no_unit(graph: Graph, given: Collection[str] = ()) -> N
 
     `given`: names of parameters that get their values elsewhere.
     """
-    cache, found = _cache_of(graph), list[str]()
+    cache, found = traces_of(graph), list[str]()
     for layer in graph.layers if cache is not None else ():
         module = shared_skeleton(layer)
         if all(LATER_USE in name or name in given for name in (layer.qualify(path) for path, _ in module.named_parameters())):

@@ -72,6 +72,8 @@ class TraceCache:
     ) -> None:
         self.model = model
         """The model, with absent parameters and real buffers."""
+        self.skeleton: nn.Module | None = None
+        """The model as it was made, on the meta device; None in tests that trace a module by itself."""
         self._made_training = [(part, part.training) for part in model.modules()]
         """Every module and its training mode as made: what a constructor has put into evaluation mode stays in it."""
         self.units = dict(units)
