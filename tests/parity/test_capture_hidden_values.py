@@ -167,7 +167,7 @@ class HookOfDivided(Blocks):
         (ReadsMask, "was made where the capture does not look", "return it from the module that makes it"),
         (CallsScript, "the TorchScript function 'scripted' is called between units", "call the Python function"),
         (ReadsObject, "was made where the capture does not look", "return it from the module that makes it"),
-        (ReadsNumber, "reads values and returns", "return it as a tensor"),
+        (ReadsNumber, "reads values or draws random numbers, and returns", "return it as a tensor"),
         (ReadsNumberOfActivation, "or a number in it, depends on values", "fixed shapes"),
         (ReadsLeftNumber, "reads the attribute 'scale' of blocks.0 (LeavesNumber)", "return it as a tensor"),
         (ChoosesKernel, "changes the attention kernels that may be used (sdpa_kernel)", "inside of a module"),

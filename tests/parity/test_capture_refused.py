@@ -123,27 +123,6 @@ class Backward(Base):
         return x + torch.utils.checkpoint.checkpoint(lambda y: self.blocks[0](y), x, use_reentrant=True)  # checkpoints
 
 
-class Doubled(torch.autograd.Function):
-    """An operation of the user's own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * 3
-
-
-bound_before = Doubled.apply
-
-
-class BoundFunction(Base):
-    def between(self, x: Tensor, index: int) -> Tensor:
-        y = bound_before(x)
-        return y * 2  # uses
-
-
 class Vmapped(Base):
     def between(self, x: Tensor, index: int) -> Tensor:
         return torch.vmap(lambda row: row * 2)(x)  # maps
@@ -167,7 +146,6 @@ HERE = Path(__file__)
         (HookOnTensor, "# hooks", "a hook on a tensor between units", "make that a unit"),
         (SetsData, "# sets", "an assignment to an attribute of a tensor", "make that a unit"),
         (WritesParameter, "# writes", "writes into parameter blocks.0.bias", "returns a new tensor"),
-        (BoundFunction, "# uses", "has got its gradient where the capture does not look", "call custom autograd functions"),
         (Backward, "# checkpoints", "a function is passed between units", "use_reentrant=False"),
     ],
 )
@@ -419,7 +397,7 @@ class Packs(nn.Module):
     "make, what, cure",
     [
         (LeavesTensor, "does not do the same when it is called again", "buffer"),
-        (CountsInDict, "does not do the same when it is called again", "buffer"),
+        (CountsInDict, "changes its attribute 'seen'", "buffer"),
         (CountsInGlobal, "does not do the same when it is called again", "buffer"),
         (ReplacesBuffer, "assigns a new tensor to its buffer 'average'", "copy_"),
         (DecidesByWrittenBuffer, "decides by the values of its buffer 'average'", "torch.where"),

@@ -51,7 +51,7 @@ class AbsentTensor(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation on meta tensors. Raises `ValuesNeeded` for one that reads values."""
-        if func in _READ_VALUES or has_dynamic_shape(func, args):
+        if func in READ_VALUES or has_dynamic_shape(func, args):
             raise ValuesNeeded(str(func))
         known: dict[int, Tensor] = {}
 
@@ -72,13 +72,15 @@ class AbsentTensor(Tensor):
             made = func(*tree_map(to_meta, args), **tree_map(to_meta, dict(kwargs or {})))
         except NotImplementedError as error:
             raise ValuesNeeded(str(func)) from error
+        if func is torch.ops.aten.convolution.default:
+            made = _in_layout_of_cpu(made, args)
         if _changes_its_own_shape(func):  # shape and strides of the wrapper change too
             with torch._C._DisableTorchDispatch():
                 func(*args, **(kwargs or {}))
         return tree_map(to_absent, made)
 
 
-_READ_VALUES = frozenset(
+READ_VALUES = frozenset(
     (
         torch.ops.aten._local_scalar_dense.default,
         torch.ops.aten.equal.default,
@@ -86,6 +88,18 @@ _READ_VALUES = frozenset(
         torch.ops.aten._pack_padded_sequence.default,
     )
 )
+"""Operations that read values: what they return, or what C++ code does next, depends on them."""
+
+
+def _in_layout_of_cpu(made: Tensor, args: Sequence[Any]) -> Tensor:
+    """The result of a convolution in the memory layout that CPU kernels give it: channels_last, if an argument has it."""
+    image, weight = (value for value in args[:2])
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(made.dim())
+    if layout is None or not any(
+        value.is_contiguous(memory_format=layout) and not value.is_contiguous() for value in (image, weight)
+    ):
+        return made
+    return made.contiguous(memory_format=layout)
 
 
 def _changes_its_own_shape(func: Any) -> bool:
@@ -111,4 +125,6 @@ def absent_like(tensor: Tensor) -> AbsentTensor:
 def memory_of(tensor: Tensor) -> int:
     """A number that is equal for tensors that share memory, absent or real."""
     within = tensor.meta if isinstance(tensor, AbsentTensor) else tensor
+    if within.layout is not torch.strided:
+        return id(within)
     return int(within.untyped_storage()._cdata)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
+import torch
+
 from raypar.model.capture.refusal import Refused
 from raypar.model.capture.trace import Event, TensorKey, Trace
 
@@ -66,6 +68,7 @@ class LayerProgram:
             and not self.fields
             and all(isinstance(leaf, TensorKey) and leaf.kind == "value" for leaf in self.events[0].leaves)
             and not self.copied
+            and self.events[0].result_form is None
             and [key for _, key in self.outputs] == [key for key in self.events[0].outputs if key is not None]
         )
 
@@ -177,6 +180,8 @@ def cut_into_layers(trace: Trace, parameters_of_unit: Mapping[str, Collection[st
                 state=state,
             )
         )
+    for draft in drafts:
+        _refuse_distant_derivatives(trace, draft)
     final = {key: value for value, key in outputs[-1]}
     return CutTrace(trace, tuple(layers), tuple(final[key] for key in trace.output_keys))
 
@@ -254,6 +259,20 @@ def _complete(
             draft.chosen.add(index)
             event = trace.events[index]
             keys += [*event.inputs, *(rewrite.before for rewrite in event.rewrites if rewrite.after in live)]
+
+
+def _refuse_distant_derivatives(trace: Trace, draft: _LayerDraft) -> None:
+    """Raises `Refused` for `torch.autograd.grad` by a tensor of another layer, unless the layer receives that alone: the graph
+    ends at what a layer receives."""
+    received = [key for key in draft.incoming if trace.facts[key].requires_grad]
+    for index in draft.own:
+        event = trace.events[index]
+        if event.call is torch.autograd.grad and len(received) > 1 and not set(received).isdisjoint(event.inputs):
+            raise Refused(
+                f"torch.autograd.grad at {event.location} is asked for derivatives by a tensor of an earlier layer, and reads "
+                f"{len(received)} such tensors: on workers the graph ends at each of them",
+                "make a module around all between the tensors and the call, and that a unit (model.units)",
+            )
 
 
 def _units_of(trace: Trace, draft: _LayerDraft) -> list[str]:

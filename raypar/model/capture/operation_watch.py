@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from raypar.model.capture.absent_tensor import AbsentTensor, has_dynamic_shape, memory_of
+from raypar.model.capture.absent_tensor import READ_VALUES, AbsentTensor, has_dynamic_shape, memory_of
 from raypar.model.capture.refusal import Refused, user_location
 from raypar.model.without_dynamo import without_dynamo
 
@@ -30,7 +32,7 @@ class OperationWatch(TorchDispatchMode):
         self.drew_random_numbers = False
         """Whether an operation of the present event has drawn random numbers."""
         self.gave_dynamic_shape = False
-        """Whether the shape of what one has returned depends on values."""
+        """Whether one has read values, so that the shape of what the event returns may depend on them."""
         self._parameters = parameters
         self._made: dict[int, Tensor] = {}
         """`memory_of` -> a tensor that an operation has made; kept, so that no number is used twice."""
@@ -43,6 +45,8 @@ class OperationWatch(TorchDispatchMode):
         """The name of the unit whose call it is; None if it is the call of a function."""
         self._given: Collection[int] = ()
         """`memory_of` the tensors among its arguments."""
+        self._deadline, self._seconds = math.inf, math.inf
+        """When the unit that runs must have ended, and how long it may take."""
         self._is_paused = False
         """Whether it notices nothing, because the operations are the recorder's own."""
 
@@ -60,6 +64,15 @@ class OperationWatch(TorchDispatchMode):
         return memory_of(tensor) in self._maker
 
     @contextlib.contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Context that refuses a unit which takes longer than this."""
+        self._deadline, self._seconds = time.monotonic() + seconds, seconds
+        try:
+            yield
+        finally:
+            self._deadline = math.inf
+
+    @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Context of the recorder's own operations."""
         before, self._is_paused = self._is_paused, True
@@ -75,7 +88,13 @@ class OperationWatch(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         draws = torch.Tag.nondeterministic_seeded in func.tags
         self.drew_random_numbers |= draws
-        self.gave_dynamic_shape |= has_dynamic_shape(func, args)
+        self.gave_dynamic_shape |= func in READ_VALUES or has_dynamic_shape(func, args)
+        if time.monotonic() > self._deadline:
+            raise Refused(
+                f"unit {self._unit} has run for {self._seconds:.0f} s while it was recorded, at {user_location()}: it reads values, "
+                "and may never end on small random numbers",
+                "give its loop a largest number of rounds",
+            )
         given = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         memories = {memory_of(value) for value in given}
         if self._unit is not None:

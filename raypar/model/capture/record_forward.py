@@ -33,7 +33,9 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
     """Let the recorder see calls that no function mode sees, until the stack ends."""
-    apply = torch.autograd.Function.__dict__["apply"]
+    # `Function.apply` calls that of its base, also where a name was bound to it before: `reverse = Reverse.apply`.
+    base = torch.autograd.function._SingleLevelFunction
+    apply = vars(torch._C._FunctionBase)["apply"]
 
     def recorded_apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
         original = apply.__get__(None, kind)
@@ -65,7 +67,7 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
         nn.modules.module.register_module_forward_hook(lambda module, args, out: recorder.note_inner_result(module, out)),
     ]
     changes: list[tuple[type, str, Any]] = [
-        (torch.autograd.Function, "apply", classmethod(recorded_apply)),
+        (base, "apply", classmethod(recorded_apply)),
         (torch.autocast, "__enter__", entered),
         (torch.jit.ScriptFunction, "__call__", called_script),
         *_changes_of_modules(recorder),

@@ -36,9 +36,12 @@ from raypar.model.capture.trace import (
     TensorKind,
     Trace,
     comparable,
+    form_of,
 )
 from raypar.model.capture.unit_attributes import UnitAttributes
 
+MOST_UNIT_SECONDS = 60.0
+"""How long a unit may run while it is recorded: without values, or on small random numbers."""
 _GIVE_ANSWERS = frozenset(
     ("__bool__", "item", "tolist", "__int__", "__float__", "__index__", "__complex__", "__contains__", "numpy", "__array__",
      "equal", "allclose", "is_nonzero")
@@ -205,7 +208,21 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is Tensor.__iter__:
             return iter(self.record(Tensor.unbind, (args[0], 0), {}, lambda: Tensor.unbind(args[0], 0)))
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            args = (args[0], self._read_slices(args[1]), *args[2:])
         return self.record(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    def _read_slices(self, index: Any) -> Any:
+        """An index with numbers in the place of tensors that are bounds of slices: reads of values, as `int()` is one."""
+        if isinstance(index, tuple):
+            return tuple(map(self._read_slices, index))
+        if not isinstance(index, slice):
+            return index
+
+        def number(bound: Any) -> Any:
+            return self.record(Tensor.__int__, (bound,), {}, lambda: int(bound)) if isinstance(bound, Tensor) else bound
+
+        return slice(number(index.start), number(index.stop), number(index.step))
 
     def call_unit(self, name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a unit: an event, unless an event is running."""
@@ -216,10 +233,13 @@ class Recorder(TorchFunctionMode):
 
         def run() -> Any:
             self._unit_has_asked = False
-            try:
-                out = call(module, *args, **kwargs)
-            except (RuntimeError, NotImplementedError, ValuesNeeded, TypeError, ValueError):
-                out = run_with_random_values(name, module, call, args, kwargs)
+            with self.watch.limited(MOST_UNIT_SECONDS):
+                try:
+                    out = call(module, *args, **kwargs)
+                except (RuntimeError, NotImplementedError, ValuesNeeded, TypeError, ValueError):
+                    out = run_with_random_values(name, module, call, args, kwargs)
+                    self._unit_has_asked = True
+            self._unit_has_asked |= self.watch.gave_dynamic_shape
             self._refuse_numbers_of_values(name, module, out)
             return out
 
@@ -279,8 +299,13 @@ class Recorder(TorchFunctionMode):
     def _describe(self, value: Any, leaf: Any) -> Any:
         """An argument in the call log: its value, if it depends on the batch, buffers and constants alone."""
         if not isinstance(leaf, TensorKey):
-            return value if isinstance(value, _NUMBERS) else type(value)
-        if leaf not in self._pure or isinstance(value, AbsentTensor) or memory_of(value) in self._uninitialised:
+            return comparable(value) if isinstance(value, _NUMBERS) else type(value)
+        if (
+            leaf not in self._pure
+            or isinstance(value, AbsentTensor)
+            or memory_of(value) in self._uninitialised
+            or value.is_sparse
+        ):
             return tuple(value.shape), value.dtype
         # Of one element `contiguous()` keeps any stride, with which `view` does not take another dtype.
         with self.watch.paused():
@@ -347,6 +372,7 @@ class Recorder(TorchFunctionMode):
                 autocast=None if autocast == self._ambient_autocast else autocast,
                 is_pure=is_pure,
                 location=user_location(),
+                result_form=form_of(out) if isinstance(call, str) and self._unit_has_asked else None,
             )
         )
 
@@ -399,9 +425,10 @@ class Recorder(TorchFunctionMode):
     def _refuse_numbers_of_values(self, name: str, module: nn.Module, out: Any) -> None:
         """Raises `Refused` if a unit that has read values returns a number: code after it would always get this one."""
         numbers = [value for value in tree_flatten(out)[0] if isinstance(value, (int, float, complex, str, numpy.generic))]
-        if numbers and self._unit_has_asked:
+        if numbers and (self._unit_has_asked or python_random_state() != self._random_state):
             raise Refused(
-                f"unit {name} ({type(module).__name__}), called at {user_location()}, reads values and returns {numbers[0]!r}: "
+                f"unit {name} ({type(module).__name__}), called at {user_location()}, reads values or draws "
+                f"random numbers, and returns {numbers[0]!r}: "
                 "in a record it would stay as it is now",
                 "return it as a tensor, or make a module around all that uses it a unit (model.units)",
             )
@@ -457,6 +484,12 @@ class Recorder(TorchFunctionMode):
         self._inside_event += 1
         self._refuse_python_random()
         leaves, structure = tree_flatten(out)
+        hidden = next((value for value in leaves if not isinstance(value, Tensor) and may_hide_tensors(value)), None)
+        if hidden is not None:
+            raise Refused(
+                f"the model returns {with_article(type(hidden).__name__)}, into which PyTorch does not look",
+                "return tensors, or tuples, lists and dicts of them (a ModelOutput of transformers, a registered pytree)",
+            )
         kept = tuple(self._leaf(value) for value in leaves)
         described = tuple(self._describe(value, leaf) for value, leaf in zip(leaves, kept, strict=True))
         return Trace(

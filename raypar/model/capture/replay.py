@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from raypar.errors import ModelError
 from raypar.model.capture.layer_programs import LayerProgram
-from raypar.model.capture.trace import Event, TensorKey, Trace
+from raypar.model.capture.trace import Event, TensorKey, Trace, form_of
 
 CPU = torch.device("cpu")
 
@@ -61,6 +61,8 @@ def run_event(event: Event, module: nn.Module, values: Values, device: torch.dev
     else:
         with _users_contexts(event, device):
             out = call(*args, **kwargs)
+    if event.result_form is not None:
+        _check_form(event, out)
     for rewrite in event.rewrites:
         if rewrite.before in values:
             values[rewrite.after] = values[rewrite.before]
@@ -73,6 +75,18 @@ def run_event(event: Event, module: nn.Module, values: Values, device: torch.dev
         if key is not None:
             values[key] = result
     return out
+
+
+def _check_form(event: Event, out: Any) -> None:
+    """Raises `ModelError` if a unit that reads values returns something of another form than in the record."""
+    tensors = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor)]
+    if all(type(value) is Tensor for value in tensors) and form_of(out) != event.result_form:  # no parts of shards
+        raise ModelError(
+            f"unit {event.label}, called at {event.location}, returns something of another form than in the record, for it "
+            f"reads values: {form_of(out)}, not {event.result_form}",
+            cure="have it return the same structure and shapes for all values; or make a module around all that uses it a unit "
+            "(model.units)",
+        )
 
 
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)

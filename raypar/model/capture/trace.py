@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 TensorKind = Literal["value", "parameter", "buffer", "field", "constant"]
 """Where a tensor comes from: an event of the trace, the model's state, the batch, or code that no event made."""
@@ -83,6 +84,8 @@ class Event:
     """Whether it depends on batch fields, buffers and constants alone, without gradient or random numbers."""
     location: str
     """File and line of the user's code that made the call."""
+    result_form: Any = None
+    """Of a unit that has read values, what it returned as `form_of` says it: for other values it may be another."""
 
     @property
     def is_unit(self) -> bool:
@@ -169,8 +172,13 @@ def comparable(answer: Any) -> Any:
         return ("array", tuple(answer.shape), str(answer.dtype), answer.tobytes())
     if isinstance(answer, float) and answer != answer:
         return "nan"
-    if isinstance(answer, list):
-        return ("list", repr(answer))
-    if isinstance(answer, tuple):
-        return ("tuple", tuple(map(comparable, answer)))
+    if isinstance(answer, (list, tuple)):
+        return (type(answer).__name__, tuple(map(comparable, answer)))
     return answer
+
+
+def form_of(result: Any) -> Any:
+    """The pytree structure of what a unit returned, with the shape and dtype of each tensor, so that two can be compared."""
+    leaves, structure = tree_flatten(result)
+    kinds = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
+    return structure, tuple(kinds)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError, RayparError
 from raypar.model.capture.absent_tensor import AbsentTensor
+from raypar.model.capture.attribute_state import is_changed, state_of
 from raypar.model.capture.forward_inputs import ForwardInputs
 from raypar.model.capture.layer_programs import CutTrace, LayerProgram, buffers_read_by, cut_into_layers
 from raypar.model.capture.record_forward import record_forward
@@ -256,7 +257,7 @@ class TraceCache:
 
     def _refuse_changed_state(self, before: _StateBefore, trace: Trace) -> None:
         """Raises `ModelError` for what a forward changes, and a replay would not change or not see."""
-        self._refuse_changed_attributes(before.attributes)
+        self._refuse_changed_attributes(before)
         self._refuse_replaced_parts(before.attributes)
         written = before.written_buffers() | before.statistics
         for guard in trace.guards:
@@ -293,15 +294,18 @@ class TraceCache:
                         "that is a unit (model.units)",
                     )
 
-    def _refuse_changed_attributes(self, attributes: _Attributes) -> None:
-        """Raises `ModelError` if code between units has set an attribute to another number or text: a replay would not."""
-        for _, module, former in self._glue_modules(attributes):
-            for key, value in vars(module).items():
-                if isinstance(value, (int, float, str)) and key in former and value != former[key]:
+    def _refuse_changed_attributes(self, before: _StateBefore) -> None:
+        """Raises `ModelError` if code between units has changed what an attribute holds: a replay would not."""
+        for name, module, _ in self._glue_modules(before.attributes):
+            for key, former in before.held.get(name, {}).items():
+                now = state_of(vars(module).get(key))
+                if is_changed(former, now):
+                    values = f" from {former!r} to {now!r}" if isinstance(former, (int, float, str)) else ""
                     raise ModelError(
-                        f"the forward of {type(module).__name__} changes its attribute {key!r} from {former[key]!r} to "
-                        f"{value!r}, and workers run a record of it, in which the attribute stays as it was",
-                        cure="leave it to a callback, or keep it in a module that is a unit (model.units)",
+                        f"the forward of {type(module).__name__} changes its attribute {key!r}{values}, and workers run a "
+                        "record of it, in which the attribute stays as it was",
+                        cure="leave it to a callback, keep it in a buffer (model.buffers), or in a module that is a unit "
+                        "(model.units)",
                     )
 
     def _forward_error(self, fields: Mapping[str, Tensor], error: BaseException) -> ModelError:
@@ -339,7 +343,13 @@ class TraceCache:
         # A batch of a new form may come inside of a recomputed layer, which keeps what autograd saves: not what a trace saves.
         own_hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
         try:
-            with preserve_random_state(), meta_operations_without_dynamo(), torch.enable_grad(), autocast, own_hooks:
+            with (
+                preserve_random_state(),
+                meta_operations_without_dynamo(),
+                torch.set_grad_enabled(training),
+                autocast,
+                own_hooks,
+            ):
                 yield before
         finally:
             _restore_attributes(before.attributes)
@@ -364,6 +374,12 @@ class _StateBefore:
         """The model."""
         self.attributes = _attributes_of(model)
         """The attributes of its modules."""
+        own = vars(nn.Module()).keys()
+        self.held = {
+            name: {key: state_of(value) for key, value in vars(module).items() if key not in own}
+            for name, module in model.named_modules()
+        }
+        """Module -> attribute -> what it held (`state_of`)."""
         self._buffers = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()]
         """(name, buffer, its version, its value)."""
         norms = norms_with_running_statistics(model)
@@ -423,7 +439,7 @@ def _check_fits(made: CutTrace, first_trace: CutTrace, *, training: bool) -> Non
                 raise _misfit(f"layer {new.name!r} {what} {_names(one)}, not {_names(other)}")
         if not set(new.state) <= set(first.state):
             raise _misfit(f"layer {new.name!r} uses {', '.join(key.name for key in set(new.state) - set(first.state))}")
-        if first_trace.is_fixed(index) and (not new.is_bare_call or _bare_call(new) != _bare_call(first)):
+        if first_trace.is_fixed(index) and not _is_same_call(new, first, training=training):
             raise _misfit(f"layer {new.name!r} does not call its module in the same way")
     for value, gradient in made.value_gradients.items() if training else ():
         if gradient != first_trace.value_gradients[value]:
@@ -441,10 +457,14 @@ def _kinds(trace: Trace) -> list[str]:
     return ["tensor" if isinstance(leaf, TensorKey) else "none" if leaf is None else "other" for leaf in trace.output_leaves]
 
 
-def _bare_call(layer: LayerProgram) -> tuple[Any, ...]:
-    """How a layer that does nothing else calls its module: the structure and order of the arguments, and contexts."""
-    (event,), names = layer.events, {key: name for name, key in layer.reads}
-    return event.structure, tuple(names[key] for key in event.inputs), event.grad, event.autocast
+def _is_same_call(layer: LayerProgram, first: LayerProgram, *, training: bool) -> bool:
+    """Whether a layer that did nothing but call its module still calls it so: with the same arguments, in the same contexts."""
+
+    def describe(program: LayerProgram) -> tuple[Any, ...]:
+        (event,), names = program.events, {key: name for name, key in program.reads}
+        return event.structure, tuple(names[key] for key in event.inputs), event.grad or not training, event.autocast
+
+    return layer.is_bare_call and describe(layer) == describe(first)
 
 
 def _misfit(what: str) -> ModelError:

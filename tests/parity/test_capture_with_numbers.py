@@ -1,0 +1,466 @@
+"""A captured model is compared with the user's own module on numbers before a run: what escapes the record is refused."""
+
+from __future__ import annotations
+
+import contextvars
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from helpers.captured_jobs import check_run, graph_of
+from torch import Tensor, nn
+
+from raypar.errors import ModelError
+from raypar.plan import ParallelPlan
+from raypar.worker.job_preflight import preflight
+from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
+from raypar.worker.run_in_one_process import OneProcessRun
+
+WIDTH = 4
+
+
+class Rows:
+    """Samples of four numbers, with a length from 1 to 4."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "length": torch.tensor(1 + index % 4), "y": torch.tensor(float(index % 3))}
+
+
+def loss(output: Any, target: Tensor) -> Tensor:
+    return (output.reshape(len(output), -1).sum(1) - target).square().mean()
+
+
+def job_of(make: Callable[..., nn.Module], **changed: Any) -> JobSpec:
+    job = JobSpec(
+        name=f"numbers of {make}",
+        seed=3,
+        steps=2,
+        batch_size=7,
+        microbatches=3,
+        model=Ref(make),
+        loss=Ref(loss),
+        data=DataSpec(Ref(Rows), target="y"),
+        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.05}), ()),
+    )
+    return replace(job, **changed)
+
+
+class Blocks(nn.Module):
+    """Linear layers, with what a test puts between them."""
+
+    def __init__(self, block: Callable[[], nn.Module] | None = None, count: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() if block else nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = self.between(block(x), number)
+        return x
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return x
+
+
+SCALE = [1.0]
+DEPTH: contextvars.ContextVar[float] = contextvars.ContextVar("depth", default=1.0)
+
+
+class ReadsGlobal(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * SCALE[0]
+
+
+class SetsGlobal(Blocks):
+    def __init__(self) -> None:
+        super().__init__(ReadsGlobal)
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        SCALE[0] = number + 2.0 if number < 2 else 1.0
+        return x
+
+
+class ReadsContext(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * DEPTH.get()
+
+
+class SetsContext(Blocks):
+    def __init__(self) -> None:
+        super().__init__(ReadsContext)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            token = DEPTH.set(number + 1.0)
+            x = block(x)
+            DEPTH.reset(token)
+        return x
+
+
+class ReadsTable(nn.Linear):
+    """Reads a table, an object or a number that others put into it."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.table: Any = None
+        self.options: dict[str, float] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) * self.options.get("scale", 1.0)
+        return x if self.table is None else x * self.table[-1]
+
+
+class SetsTable(Blocks):
+    def __init__(self) -> None:
+        super().__init__(ReadsTable)
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        for block in self.blocks:
+            block.table = torch.arange(1.0, WIDTH)
+        return x
+
+
+class SetsTuple(SetsTable):
+    def between(self, x: Tensor, number: int) -> Tensor:
+        for block in self.blocks:
+            block.table = (1, len(x) + 1)
+        return x
+
+
+class SharesOptions(Blocks):
+    """All blocks have one dict, which changes between them."""
+
+    def __init__(self) -> None:
+        super().__init__(ReadsTable)
+        self.options: dict[str, float] = {}
+        for block in self.blocks:
+            block.options = self.options
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            self.options["scale"] = number + 1.0
+            x = block(x)
+        return x
+
+
+class CallsBack(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        return change(super().forward(x))
+
+
+class LateLambda(Blocks):
+    def __init__(self) -> None:
+        super().__init__(CallsBack)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, lambda y: y * (number + 1))  # noqa: B023
+        return x
+
+
+class WarmsUp(nn.Linear):
+    """Counts its calls over microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * min(1.0, self.calls / 3)
+
+
+class KeepsAverage(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.average = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return super().forward(x) + self.average
+
+
+class OwnGenerator(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.random = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.random.random())
+
+
+class SwapsParameter(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        x = first(x)
+        x = torch.func.functional_call(second, {name: p.detach() for name, p in second.named_parameters()}, (x,)) + second(x)
+        return third(x)
+
+
+class LengthOfTable(Blocks):
+    """The length of a table that PyTorch makes of a value without telling Python the value."""
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        return super().forward(x) * len(torch.zeros(int(length.max()))) + len(torch.nn.functional.one_hot(length)[0])
+
+
+class FormatsField(Blocks):
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        return super().forward(x) * float(f"{length[0]}")
+
+
+class AsksForType(Blocks):
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return x * 2 if type(x) is torch.Tensor else x
+
+
+class CachedCasts(Blocks):
+    """Autocast that keeps the casts of weights, so that two uses of one add their gradients in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = (x @ self.weight) @ self.weight
+        return y.float()
+
+
+class WritesData(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.mul_(2)
+        return super().forward(x)
+
+
+class WritesDataOfSkip(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = WritesData()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x)
+        return self.blocks[2](self.blocks[1](y)) + y
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        SetsGlobal,
+        SetsContext,
+        SetsTable,
+        SetsTuple,
+        SharesOptions,
+        LateLambda,
+        lambda: Blocks(WarmsUp),
+        lambda: Blocks(KeepsAverage),
+        lambda: Blocks(OwnGenerator),
+        SwapsParameter,
+        AsksForType,
+        CachedCasts,
+        WritesDataOfSkip,
+    ],
+)
+def test_what_no_record_shows_is_refused_by_the_numbers(make: Callable[[], nn.Module]):
+    with pytest.raises(ModelError, match="do not compute what the module computes") as found:
+        preflight(job_of(make))
+    assert "your_own_model.md" in found.value.cure
+
+
+class GlueRandom(Blocks):
+    """Skips a block by a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(0)
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return x if self.random.random() < 0.999 else x * 2
+
+
+class GlueCounts(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"calls": 0}
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        self.state["calls"] += 1
+        return x if self.state["calls"] < 100 else x * 2
+
+
+class GlueTable(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = torch.zeros(())
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        self.calls += 1
+        return x if self.calls < 100 else x * 2
+
+
+class GlueNumpy(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = numpy.random.default_rng(0)
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return x if self.random.random() < 0.999 else x * 2
+
+
+@pytest.mark.parametrize("make", [GlueRandom, GlueCounts, GlueTable, GlueNumpy])
+def test_state_that_code_between_units_changes_is_refused_at_once(make: Callable[[], nn.Module]):
+    with pytest.raises(ModelError, match=r"changes its attribute|does not do the same"):
+        preflight(job_of(make))
+
+
+class Trims(nn.Linear):
+    """Returns as many tensors as the largest number in it says."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        y = super().forward(x)
+        return y, y * 2 if float(y.detach().abs().max()) > self.limit else None
+
+
+class UsesSecond(Blocks):
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.blocks[0] = Trims()
+        self.blocks[0].limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, more = self.blocks[0](x)
+        return self.blocks[2](self.blocks[1](y if more is None else y + more))
+
+
+def test_a_unit_that_returns_another_form_for_other_values_is_an_error_in_the_run():
+    job = job_of(UsesSecond, model=Ref(UsesSecond, {"limit": 1.0}))
+    with pytest.raises(ModelError, match="returns something of another form than in the record"):
+        preflight(job)
+    job = job_of(UsesSecond, model=Ref(UsesSecond, {"limit": 1e9}))
+    check_run(job, ParallelPlan.mesh(pp=2, layers=3), "1f1b")
+
+
+class Endless(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        while float(x.detach().norm()) < 100:
+            x = x * 0.5
+        return super().forward(x)
+
+
+def test_a_unit_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("raypar.model.capture.recorder.MOST_UNIT_SECONDS", 0.3)
+    with pytest.raises(ModelError, match=r"unit blocks.0 has run for 0 s while it was recorded"):
+        preflight(job_of(lambda: Blocks(Endless)))
+
+
+class Reverse(torch.autograd.Function):
+    """Gradient reversal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -gradients[0]
+
+
+reverse = Reverse.apply
+
+
+class Reverses(Blocks):
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return x + reverse(x) * 0.5
+
+
+class SlicesByField(Blocks):
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        return super().forward(x)[:, : length.max()]
+
+
+class OtherLayout(nn.Module):
+    """Convolutions of a channels_last image, and code that asks how it lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Conv2d(1, 1, 1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(len(x), 1, 2, 2).expand(-1, 3, -1, -1).contiguous(memory_format=torch.channels_last)[:, :1]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class AsksForLayout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Conv2d(3, 3, 1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(len(x), 1, 2, 2).repeat(1, 3, 1, 1).contiguous(memory_format=torch.channels_last)
+        for block in self.blocks:
+            x = block(x)
+            x = x if x.is_contiguous() else x * 2
+        return x
+
+
+class FillsWithNan(Blocks):
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return torch.nan_to_num(x.masked_fill(x.detach() > 9, float("nan")))
+
+
+@pytest.mark.parametrize(
+    "make", [Reverses, SlicesByField, OtherLayout, AsksForLayout, FillsWithNan, LengthOfTable, FormatsField]
+)
+def test_what_a_record_does_show_has_the_bits_of_the_module(make: type[nn.Module]):
+    job = job_of(make)
+    if make is not FormatsField:
+        preflight(job)
+        check_run(job, ParallelPlan.mesh(pp=2, dp=2, layers=len(graph_of(job).layers)), "1f1b")
+    else:
+        with pytest.raises(ModelError):
+            preflight(job)
+
+
+class AsksForGradients(Blocks):
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return x * 2 if torch.is_grad_enabled() else x
+
+
+def test_a_forward_in_evaluation_is_recorded_without_gradients():
+    job = job_of(AsksForGradients, validation=ValidationSpec(DataSpec(Ref(Rows), target="y"), every=1, samples=4), steps=1)
+    model = AsksForGradients()
+    with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=3), "1f1b", graph=preflight(job).graph) as run:
+        run.step(0)
+        model.load_state_dict({name: copies[0] for name, copies in run.parameters().items()})
+        rows = [Rows()[index] for index in range(4)]
+        x, y = (torch.stack([row[name] for row in rows]) for name in ("x", "y"))
+        with torch.no_grad():
+            wanted = loss(model(x), y)
+        assert run.validate(0) == pytest.approx(float(wanted), rel=1e-6)
