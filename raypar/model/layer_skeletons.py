@@ -9,6 +9,7 @@ hold.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -409,7 +410,19 @@ def make_skeletons(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, n
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     # Computed from parameters, as `torch.nn.utils.weight_norm` leaves it; PyTorch copies no such tensor.
                     memo.setdefault(id(value), value.detach())
-    return [(name, copy.deepcopy(module, memo)) for name, module in layers]
+    return [(name, _copy(name, module, memo)) for name, module in layers]
+
+
+def _copy(name: str, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy. Raises `ModelError` for a module with something in it that cannot be copied."""
+    try:
+        return copy.deepcopy(module, memo)
+    except (TypeError, NotImplementedError, pickle.PicklingError) as error:
+        raise ModelError(
+            f"{name or type(module).__name__} ({type(module).__name__}) cannot be copied, as every worker must: {error}",
+            cure="make what cannot be copied (locks, open files, generators, sparse tensors) in forward, when it is first "
+            "used; or give its class a __deepcopy__",
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)

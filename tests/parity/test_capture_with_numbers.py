@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -464,3 +465,38 @@ def test_a_forward_in_evaluation_is_recorded_without_gradients():
         with torch.no_grad():
             wanted = loss(model(x), y)
         assert run.validate(0) == pytest.approx(float(wanted), rel=1e-6)
+
+
+class FrozenNorm(Blocks):
+    """Keeps a norm in evaluation mode, as detection models do."""
+
+    def __init__(self, call: bool) -> None:
+        super().__init__()
+        self.norm = nn.Dropout(0.5)
+        if call:
+            self.train()
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return self.norm(x)
+
+
+def test_an_own_train_must_have_been_called():
+    with pytest.raises(ModelError, match="leaves norm in evaluation mode, and has not been called"):
+        preflight(job_of(FrozenNorm, model=Ref(FrozenNorm, {"call": False})))
+    preflight(job_of(FrozenNorm, model=Ref(FrozenNorm, {"call": True})))
+
+
+class HoldsLock(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_what_cannot_be_copied_is_named():
+    with pytest.raises(ModelError, match=r"HoldsLock .* cannot be copied.*lock"):
+        preflight(job_of(HoldsLock))

@@ -64,6 +64,7 @@ def capture_module_graph(made: nn.Module, initial: InitialValues, request: Modul
     """
     ((_, skeleton),) = make_skeletons([("", made)])
     _refuse_names(skeleton)
+    _refuse_own_train(skeleton)
     inputs = choose_forward_inputs(
         skeleton, request.fields(), input=request.input, target=request.target, wants_loss=request.wants_loss
     )
@@ -192,6 +193,21 @@ class _OutputBuilder:
             others = self._cache.output_forms[int(values[-1])]
         leaves = [other if index is None else values[index] for index, other in zip(self._indices, others, strict=True)]
         return tree_unflatten(leaves, self._structure)
+
+
+def _refuse_own_train(skeleton: nn.Module) -> None:
+    """Raises `ModelError` for a module whose own `train()` would leave parts of it in evaluation mode, if nobody has called it:
+    a loop of the user's own calls `model.train()`, and raypar takes the model as the function returns it."""
+    for name, module in skeleton.named_modules():
+        if type(module).train is not nn.Module.train and all(part.training for part in module.modules()):
+            ((_, copied),) = make_skeletons([("", module)])
+            left = next((path for path, part in copied.train().named_modules() if not part.training), None)
+            if left is not None:
+                raise ModelError(
+                    f"train() of {name or 'the model'} ({type(module).__name__}) leaves {left or 'itself'} in evaluation mode, "
+                    "and has not been called",
+                    cure="call model.train() in the model function, before it returns the model",
+                )
 
 
 def _refuse_names(model: nn.Module) -> None:

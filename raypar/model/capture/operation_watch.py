@@ -91,8 +91,8 @@ class OperationWatch(TorchDispatchMode):
         self.gave_dynamic_shape |= func in READ_VALUES or has_dynamic_shape(func, args)
         if time.monotonic() > self._deadline:
             raise Refused(
-                f"unit {self._unit} has run for {self._seconds:.0f} s while it was recorded, at {user_location()}: it reads values, "
-                "and may never end on small random numbers",
+                f"unit {self._unit} has run for {self._seconds:.0f} s while it was recorded, at {user_location()}: it reads "
+                "values, and may never end on small random numbers",
                 "give its loop a largest number of rounds",
             )
         given = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
