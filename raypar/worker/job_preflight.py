@@ -30,6 +30,7 @@ from raypar.model.layer_skeletons import (
     parameter_shapes,
     shared_skeleton,
 )
+from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.without_dynamo import meta_operations_without_dynamo
@@ -39,7 +40,7 @@ from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_sum_and_count import check_sum_and_count
 from raypar.worker.job_spec import JobSpec, Ref, loss_target_name
 from raypar.worker.measure_profile import read_microbatches
-from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, make_dataset
+from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, SampleOrder, SampleReader, make_dataset
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
 from raypar.worker.stage.loss_function import make_loss_function
@@ -80,7 +81,11 @@ def preflight(spec: JobSpec) -> PreflightResult:
     check_running_statistics(spec, graph)
     _check_written_buffers(spec, graph)
     with guard.watching("the job's data"):
-        samples = len(make_dataset(spec.data))
+        dataset = make_dataset(spec.data)
+        samples = len(dataset)
+        with preserve_random_state():
+            (first,) = SampleOrder(spec.seed, samples).ids(0, 1)
+            names = SampleReader(dataset, spec.data.names, (), spec.seed).field_names(first)
     if spec.steps < 1:
         raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")
     (batch,) = read_microbatches(spec, graph, [0])
@@ -94,9 +99,28 @@ def preflight(spec: JobSpec) -> PreflightResult:
         with guard.watching("the job's data"):
             size = len(make_dataset(spec.validation.data))
         validation = min(size, spec.validation.samples or size)
-    return PreflightResult(
-        graph, samples, validation, batch, graph.initial_values.notes if graph.initial_values is not None else ()
-    )
+    of_values = graph.initial_values.notes if graph.initial_values is not None else ()
+    return PreflightResult(graph, samples, validation, batch, (*of_values, *_notes_about_data(spec, graph, names, batch)))
+
+
+MASKED_LABEL = -100
+"""The label that PyTorch's cross-entropy leaves out, unless it is told another one."""
+
+
+def _notes_about_data(spec: JobSpec, graph: Graph, names: Sequence[str], batch: Mapping[str, Tensor]) -> list[str]:
+    """Lines about fields that nobody reads, and masked labels of a model that takes the mean over what is not masked."""
+    lines, target = [], loss_target_name(spec)
+    unread = [name for name in names if name not in {*graph.batch_fields, target}]
+    if unread:
+        lines.append(f"neither the model nor the loss reads these fields of the samples: {', '.join(unread)}")
+    labels = batch.get(target)
+    if spec.loss.is_loss_of_model and labels is not None and bool((labels == MASKED_LABEL).any()):
+        lines.append(
+            f"loss: model, and some of {target} are {MASKED_LABEL} (masked): the model takes the mean over the others in each "
+            "microbatch, so tokens of microbatches with fewer of them weigh more; for the mean over all tokens of a step "
+            "return (sum, count) from a loss of your own"
+        )
+    return lines
 
 
 def check_running_statistics(spec: JobSpec, graph: Graph) -> None:

@@ -491,3 +491,22 @@ def test_the_readmes_example_of_an_unmodified_model_is_a_job():
     exec(block, names)
     checked = preflight(names["trainer"].spec)
     assert [layer.name for layer in checked.graph.layers if "layers" in layer.name] == [f"model.layers.{i}" for i in range(4)]
+
+
+class MaskedTokens(TokenSamples):
+    """Tokens whose labels are masked in part, with a field that nobody reads."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        labels = sample["labels"].clone()
+        labels[: index % 4] = -100
+        return {**sample, "labels": labels, "weight": torch.ones(())}
+
+
+def test_fields_that_nobody_reads_and_masked_labels_are_told():
+    one, other = preflight(
+        spec_of((make_zoo_model, {"name": "llama"}), data={"function": MaskedTokens, "target": "labels"})
+    ).notes
+    assert one == "neither the model nor the loss reads these fields of the samples: weight"
+    assert "some of labels are -100 (masked)" in other and "(sum, count)" in other
+    assert preflight(spec_of((make_zoo_model, {"name": "llama"}))).notes == ()
