@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from helpers.tiny_job import Diary, write_job
 
 from raypar import Trainer
@@ -76,6 +77,15 @@ def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_whe
     named = b"".join(name.encode() + b"\0" + there[name].numpy().tobytes() for name in sorted(there))
     assert hashlib.sha256(named).hexdigest() == first
     assert nothing_left()
+
+    page = tmp_path / "tiny.html"
+    assert main(["report", str(folder), "--out", str(page)]) == 0
+    shown = re.sub(r"<style>.*?</style>", "", page.read_text(), flags=re.DOTALL)
+    assert shown.count("<svg") == 4 and "predicted before the run" in shown and "measured: step 12" in shown
+    words = " ".join(re.sub(r"<[^>]+>", " ", shown).split())
+    for told in ("steps 12 of 12", "layer0 .. layer1", "stage 1, replica 1 worker 3, node", f"torch {torch.__version__}"):
+        assert told in words, told
+    assert "not recorded" not in words and "://" not in shown
 
     assert job("--set", "plan.replicas=1", "--set", "plan.schedule=gpipe", "--stop-at-step", "5") == 0
     assert hash_in(capfd.readouterr().out) != first
