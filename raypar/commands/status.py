@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raypar.console.run_status import RunStatus
-    from raypar.read_run_lines import Line
     from raypar.run_folder import RunFolder
 
 
@@ -89,7 +88,9 @@ def read_status(folder: RunFolder, now: float) -> RunStatus:
     return status_of_lines(folder, list(folder.read_lines(folder.metrics)), list(folder.read_lines(folder.events)), now)
 
 
-def status_of_lines(folder: RunFolder, metrics: Sequence[Line], events: Sequence[Line], now: float) -> RunStatus:
+def status_of_lines(
+    folder: RunFolder, metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], now: float
+) -> RunStatus:
     """The status of the run in a folder, from the lines of its metrics.jsonl and events.jsonl."""
     from raypar.console.run_status import build_run_status
 

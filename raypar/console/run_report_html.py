@@ -19,7 +19,7 @@ from raypar.planner.plan_search import format_mib
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """The page's content security policy."""
 
-MEMORY_NOUNS = {**STATE_KIND_NOUNS, **KEPT_NOUNS}
+MEMORY_NOUNS: dict[str, str] = {**{str(k): noun for k, noun in STATE_KIND_NOUNS.items()}, **KEPT_NOUNS}
 """Kind of memory -> its name."""
 MEMORY_COLOURS = {
     "parameter": "#2B7BBA", "gradient": "#7FB2DC", "master": "#1F5A8A", "optimizer": "#7A4FA3", "buffer": "#6B7480",
