@@ -210,6 +210,20 @@ def test_more_workers_than_the_cluster_can_ever_have_is_an_error_with_numbers_at
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_doctor_asks_the_cluster_and_finds_it_well(tmp_path, capfd, monkeypatch):
+    import ray
+
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    address = ray.get_runtime_context().gcs_address
+    main(["doctor", "--address", address, "--run-dir", str(tmp_path / "runs"), "--json"])
+    told = {check["subject"]: check for check in json.loads(capfd.readouterr().out)["checks"]}
+    for subject in ("PyTorch", "GPUs", "cluster", "clocks", "versions", "kernels", "runs folder"):
+        assert told[subject]["level"] == "ok", told[subject]
+    assert told["cluster"]["text"] == f"1 of 1 nodes at {address} answer"
+    assert list(tmp_path.iterdir()) == [] and nothing_left()
+
+
 def test_a_damaged_checkpoint_is_skipped_and_one_that_cannot_be_written_does_not_stop_training(job, tmp_path, capfd):
     assert job("--stop-at-step", "8", "--set", "validation=null", "--set", "plan.stages=1", "--set", "plan.replicas=1") == 0
     checkpoints = tmp_path / "runs/tiny/checkpoints"
