@@ -219,9 +219,10 @@ def _plan_tables(report: RunReport) -> str:
     heads = ["stage", "layers", "number of layers", "parameters", "replicas", "shards", *["position"] * chunks]
     rows = [_stage_cells(stage, chunks) for stage in report.stages]
     text = _table(heads, rows, numbers=(2, 3, 4, 5, 6), names=(1,))
-    seats = [(escape(w.seat), escape(w.process) or "not recorded", escape(w.layers)) for w in report.workers]
+    known = any(worker.process for worker in report.workers)
+    seats = [(escape(w.seat), *[escape(w.process) or "not recorded"] * known, escape(w.layers)) for w in report.workers]
     more = report.all_workers - len(report.workers)
-    text += _table(("seat", "worker", "layers"), seats, names=(2,))
+    text += _table(["seat", *["worker"] * known, "layers"], seats, names=(2 if known else 1,))
     return text + (f"<p>And {count_noun(more, 'worker')} more.</p>" if more > 0 else "")
 
 
@@ -241,8 +242,9 @@ def _memory(report: RunReport) -> str:
             text += f'<p>Predicted: what the job keeps. Measured: the largest resident memory of the whole process, in which \
 Python, PyTorch and Ray have several hundred MiB of their own.</p><ul class="keys">{keys}</ul>'
         most = max((sum(worker.predicted.values()) for worker in report.workers), default=0)
-        rows = [_memory_cells(worker, kinds, most) for worker in report.workers]
-        heads = ["seat", *["predicted", "MiB"] * bool(kinds), "measured peak, MiB"]
+        measured = any(worker.peak_bytes for worker in report.workers)
+        rows = [_memory_cells(worker, kinds, most)[: None if measured else -1] for worker in report.workers]
+        heads = ["seat", *["predicted", "MiB"] * bool(kinds), *["measured peak, MiB"] * measured]
         text += _table(heads, rows, numbers=(2, 3) if kinds else (1,))
         more = report.all_workers - len(report.workers)
         text += f"<p>And {count_noun(more, 'worker')} more.</p>" if more > 0 else ""

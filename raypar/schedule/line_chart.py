@@ -79,13 +79,15 @@ def line_chart_svg(
 ) -> str:
     """The series as a complete SVG document. `zero`: whether the value axis begins at 0; else it fits the values.
 
-    Of a noisy series the range of its values is drawn faintly and their mean as a line. The last value stands beside the line.
+    Of a noisy series the range of its values is drawn faintly and their mean as a line. The value at its end stands beside
+    each line.
     """
     shown = [(one, [p for p in one.points if abs(p[1]) <= LARGEST]) for one in series]
     shown = [(one, points) for one, points in shown if points]
     values = [value for _, points in shown for _, value in points]
     steps = [step for _, points in shown for step, _ in points]
-    labels = [_end_label(points) for _, points in shown]
+    ends = [_line_end(one, points) for one, points in shown]
+    labels = [_end_label(value) for value in ends]
     right = 28.0 + max((estimate_text_width(text, _FONT) for text in labels), default=0.0)
     axis = _ValueAxis.of(values, zero)
     top, bottom = 40.0, 40.0 + _PLOT_HEIGHT
@@ -101,7 +103,7 @@ def line_chart_svg(
     body += _draw_axes(axis, (first, last), x, y, (top, bottom), width - right, (x_name, y_name))
     for one, points in shown:
         body += _draw_series(one, points, x, y)
-    body += _draw_end_labels(shown, labels, width - right + 8, y)
+    body += _draw_end_labels(list(zip([one.colour for one, _ in shown], ends, labels, strict=True)), width - right + 8, y)
     height = round(bottom + 46)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -162,9 +164,18 @@ def _format(value: float) -> str:
     return f"{value:,.4g}" if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.3g}"
 
 
-def _end_label(points: Sequence[Point]) -> str:
-    """The last value, with zeros at its end: the values of several lines are compared."""
-    value = points[-1][1]
+def _is_smoothed(series: ChartSeries, points: Sequence[Point]) -> bool:
+    """Whether the mean of a series is drawn, and not its every point."""
+    return series.noisy and len(points) > SMOOTH_BUCKETS
+
+
+def _line_end(series: ChartSeries, points: Sequence[Point]) -> float:
+    """The value at which the line of a series ends: its last one, or the last mean."""
+    return bucket_means(points, SMOOTH_BUCKETS)[-1][1] if _is_smoothed(series, points) else points[-1][1]
+
+
+def _end_label(value: float) -> str:
+    """The value at the end of a line, with zeros at its end: the values of several lines are compared."""
     return f"{value:#.4g}".rstrip(".") if 1e-3 <= abs(value) < 1e4 else _format(value)
 
 
@@ -218,7 +229,7 @@ def _draw_series(
     series: ChartSeries, points: Sequence[Point], x: Callable[[float], float], y: Callable[[float], float]
 ) -> list[str]:
     """The line of a series; of a noisy one its range too; dots where there are few."""
-    smooth = series.noisy and len(points) > SMOOTH_BUCKETS
+    smooth = _is_smoothed(series, points)
 
     def path(of: Sequence[Point]) -> str:
         return "M" + "L".join(f"{x(step):.1f} {y(value):.1f}" for step, value in of)
@@ -232,7 +243,7 @@ def _draw_series(
         )
     line = bucket_means(points, SMOOTH_BUCKETS) if smooth else downsample_min_max(points, MOST_BUCKETS)
     if smooth:
-        line = [points[0], *line, points[-1]]
+        line = [points[0], *line, (points[-1][0], line[-1][1])]
     out.append(f'<path d="{path(line)}" fill="none" stroke="{series.colour}" stroke-width="2" stroke-linejoin="round"/>')
     if len(points) == 1 or (series.dots and len(points) <= SMOOTH_BUCKETS):
         out += [
@@ -243,14 +254,10 @@ def _draw_series(
     return out
 
 
-def _draw_end_labels(
-    shown: Sequence[tuple[ChartSeries, Sequence[Point]]], labels: Sequence[str], x: float, y: Callable[[float], float]
-) -> list[str]:
-    """The last value of each series beside the plot, moved apart where they would overlap."""
+def _draw_end_labels(ends: Sequence[tuple[str, float, str]], x: float, y: Callable[[float], float]) -> list[str]:
+    """(colour, value, text) of the ends of lines: the texts beside the plot, moved apart where they would overlap."""
     out, free = [], -math.inf
-    for at, colour, label in sorted(
-        (y(points[-1][1]), one.colour, label) for (one, points), label in zip(shown, labels, strict=True)
-    ):
+    for at, colour, label in sorted((y(value), colour, label) for colour, value, label in ends):
         at = max(at, free)
         free = at + _FONT + 3
         out.append(f'<text x="{x:.1f}" y="{at + 4:.1f}" font-size="{_FONT:g}" font-weight="600" fill="{colour}">{label}</text>')

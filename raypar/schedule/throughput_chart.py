@@ -30,6 +30,7 @@ _RATE_HEIGHT, _WORKERS_HEIGHT, _ROW_HEIGHT, _LABEL = 260.0, 74.0, 17.0, 12.0
 _MOST_ROWS = 6
 _BINS = 320
 _MOST_PAUSES = 400
+_MOST_LINES = 120
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,15 @@ def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str
     """The history as a complete SVG document: samples/s above, workers as a step line below, on one time axis.
 
     Samples/s are means over a 320th of the time, or over two median steps where those are longer. Labels of marks that are
-    close to each other stand in several rows; those for which there is no room are left out (their tooltips are not). Without
+    close to each other stand in several rows; those for which there is no room are left out (their tooltips are not). Of very
+    many marks only the beginnings of their lines are drawn, above the plot, so that they do not cover it. Without
     `title` the drawing begins with its legend. Its size is bounded, however many steps, pauses and workers there were.
     """
     extent = history.end_s or 1.0
     late = [estimate_text_width(mark.shown, _LABEL) for mark in history.marks if mark.at_s > 0.75 * extent]
     sheet = _Sheet(extent, width, left=76.0, right=28.0 + max(late, default=0.0))
-    rows = _rows(history.marks, sheet)
+    crowded = len(history.marks) > _MOST_LINES
+    rows = [None] * len(history.marks) if crowded else _rows(history.marks, sheet)
     head = 0.0 if title else 44.0
     top = 92.0 - head + _ROW_HEIGHT * (1 + max((row for row in rows if row is not None), default=0))
     middle = top + _RATE_HEIGHT
@@ -92,7 +95,7 @@ def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str
         *_draw_workers(history.workers, sheet, middle + 26, bottom),
     ]
     for mark, row in zip(history.marks, rows, strict=True):
-        body += _draw_mark(mark, row, sheet, top, bottom)
+        body += _draw_mark(mark, row, sheet, top, top if crowded else bottom)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f"font-family=\"Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif\" fill=\"{INK}\">\n"
@@ -159,7 +162,7 @@ def _draw_mark(mark: ChartMark, row: int | None, sheet: _Sheet, top: float, bott
     x, colour = sheet.x(mark.at_s), MARK_KINDS[mark.kind][0]
     y = top if row is None else top - 6 - _ROW_HEIGHT * row
     label = "" if row is None else f'<text x="{x + 5:.2f}" y="{y - 2:g}" font-size="{_LABEL:g}">{escape(mark.shown)}</text>'
-    start = y if row is None else y - 11
+    start = y if row is None and bottom > top else y - 11
     return [
         f'<g fill="{colour}"><title>{escape(mark.label)}, at {mark.at_s:.1f} s</title>'
         f'<path d="M{x:.2f} {start:g}V{bottom:g}" stroke="{colour}" stroke-width="1.4" stroke-dasharray="5 3"/>{label}</g>'
