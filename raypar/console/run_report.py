@@ -178,8 +178,11 @@ def build_run_report(status: RunStatus, files: RunFiles, now: float, clean: Call
 
 
 def _number(value: Any) -> float | None:
-    """A finite number; None for anything else."""
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+    """A finite number; None for anything else, also for an integer that no float holds."""
+    try:
+        return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 # -- the summary -----------------------------------------------------------------------------------------------------------

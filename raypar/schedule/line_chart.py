@@ -136,7 +136,9 @@ class _ValueAxis:
     def share(self, value: float) -> float:
         """Where a value stands between the axis's ends: 0 to 1."""
         if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            return (math.log(value) - math.log(self.low)) / (
+                math.log(self.high) - math.log(self.low)
+            )  # a quotient may overflow
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:

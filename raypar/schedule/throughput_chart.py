@@ -76,7 +76,7 @@ def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str
     many marks only the beginnings of their lines are drawn, above the plot, so that they do not cover it. Without
     `title` the drawing begins with its legend. Its size is bounded, however many steps, pauses and workers there were.
     """
-    extent = history.end_s or 1.0
+    extent = max(history.end_s, 1e-3) if history.end_s else 1.0  # rates over shorter times may overflow
     late = [estimate_text_width(mark.shown, _LABEL) for mark in history.marks if mark.at_s > 0.75 * extent]
     sheet = _Sheet(extent, width, left=76.0, right=28.0 + max(late, default=0.0))
     crowded = len(history.marks) > _MOST_LINES

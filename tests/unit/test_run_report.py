@@ -257,7 +257,8 @@ def test_downsampling_keeps_least_and_largest_values_and_order():
 
 @pytest.mark.parametrize(
     "values",
-    [[], [0.0], [5.0] * 3, [1e-12, 2e-12], [1e300, -1e300], [1e-5, 1e5], [float("nan"), 1.0], [float("inf")], [-1.0, 1.0],
+    [[], [0.0], [5.0] * 3, [1e-12, 2e-12], [1e300, -1e300], [1e-300, 1e30], [1e-5, 1e5],
+     [float("nan"), 1.0], [float("inf")], [-1.0, 1.0],
      [1.7e308, -1.7e308], [5e-324, 1e-323]],
 )  # fmt: skip
 @pytest.mark.parametrize("zero", [False, True])
