@@ -355,7 +355,7 @@ class RunRecorder:
             facts = {"predicted_ms": request.predicted.makespan_ms, "predicted_bubble": request.predicted.bubble_of_total}
             facts["predicted_for"] = processors_of_prediction(request.profile.processors, plan.world)
         if plan.world * request.batching.count <= MOST_PREDICTED:
-            with contextlib.suppress(RayparError):  # a schedule from a file is not known by its name
+            with contextlib.suppress(Exception):  # what is only shown must not end a run; a file's schedule has no known name
                 sheets = memory_sheets(request.profile, plan, schedule, request.batching)
                 facts["predicted_memory_bytes"] = [{**sheet.state, **sheet.kept} for sheet in sheets]
         return facts

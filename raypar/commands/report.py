@@ -64,10 +64,10 @@ def report_page(folder: RunFolder, now: float, clean: Callable[[str], str], know
 
 
 def read_job_without_secrets(folder: RunFolder, known: list[str]) -> str | None:
-    """The job file, written anew without secrets; None if there is none, or if it cannot be read as YAML."""
+    """The job file, written anew without secrets; of one that is no YAML the reason; None if there is none."""
     import os
 
-    from raypar.console.redact_secrets import redact_value
+    from raypar.console.redact_secrets import redact_text, redact_value
     from raypar.errors import ConfigError
     from raypar.safe_yaml import dump_yaml, parse_yaml
     from raypar.untrusted_files import read_limited_text
@@ -77,7 +77,7 @@ def read_job_without_secrets(folder: RunFolder, known: list[str]) -> str | None:
     try:
         job = parse_yaml(read_limited_text(folder.job, follow=False), folder.job.name)
     except ConfigError as error:
-        return f"(the job file cannot be read: {error.what})"
+        return f"(the job file cannot be read: {redact_text(error.what, known)})"
     text = dump_yaml(redact_value(job, known))
     return (
         text

@@ -128,7 +128,7 @@ class RunReport:
     all_workers: int
     """Number of workers of the plan, of which `workers` are the first."""
     story: tuple[tuple[float | None, str, str], ...]
-    """(time, kind of event, line)."""
+    """(time, kind of event, line); the end of a run that failed is of the kind `failed`."""
     lines_left_out: int
     """Lines of the story that are left out after the first `FIRST_LINES`."""
     job: str
@@ -411,7 +411,8 @@ def tell_story(events: Sequence[Line], text: Callable[[object], str]) -> list[tu
             continue
         if event["kind"] == "checkpoint":
             line = f"step {event['step']}: checkpoint saved"
-        told.append((event.get("time"), str(event["kind"])[:40], text(line)))
+        kind = "failed" if event.get("end") == "failed" else str(event["kind"])[:40]
+        told.append((event.get("time"), kind, text(line)))
     return told
 
 

@@ -28,8 +28,9 @@ MEMORY_COLOURS = {
 """Kind of memory -> its colour in bars."""
 
 STORY_TONES = {
-    "lost": "bad", "driver": "bad", "node": "bad", "warning": "warn", "recovering": "warn", "draining": "warn",
-   "waiting": "warn",    "straggler": "warn", "joined": "good", "generation": "good", "started": "good", "end": "good",
+    "lost": "bad", "driver": "bad", "node": "bad", "failed": "bad",
+    "warning": "warn", "recovering": "warn", "draining": "warn", "waiting": "warn", "straggler": "warn",
+    "joined": "good", "generation": "good", "started": "good", "end": "good",
 }  # fmt: skip
 """Kind of event -> the tone of its line."""
 
@@ -81,7 +82,7 @@ section>.scroll+.scroll{margin-top:18px}
 .story li{display:grid;grid-template-columns:5em 1fr;gap:12px;padding:4px 0;border-bottom:1px solid var(--soft)}
 .story li:last-child{border-bottom:0}
 .story time{color:var(--quiet);font-variant-numeric:tabular-nums;white-space:nowrap}
-.story span{white-space:pre-line;overflow-wrap:anywhere}
+.story span{white-space:pre-line;overflow-wrap:anywhere;padding-left:17px;text-indent:-17px}
 .story span::before{content:"";display:inline-block;width:8px;height:8px;border-radius:50%;margin-right:9px;
 background:var(--line);vertical-align:1px}
 .story .good::before{background:var(--good)}.story .warn::before{background:var(--warn)}

@@ -104,12 +104,12 @@ def predict_memory(
     profile: ModelProfile, plan: ParallelPlan, schedule: Schedule, batching: Microbatches
 ) -> tuple[MemorySheet, ...]:
     """By rank: the memory that a worker is predicted to hold; empty if the profile does not suffice for a prediction."""
-    from raypar.errors import PlanError
+    from raypar.errors import RayparError
     from raypar.planner.memory_sheet import memory_sheets
 
     try:
         return memory_sheets(profile, plan, schedule, batching)
-    except PlanError:
+    except RayparError:
         return ()
 
 
