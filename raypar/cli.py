@@ -31,6 +31,8 @@ COMMANDS = {
     "plan": "placement, memory and predicted step time of a job's plan",
     "simulate": "a schedule's makespan, bubble and memory, and its picture",
     "status": "phase, speed and workers of a run, and what has happened to it",
+    "report": "a run as one HTML file, to be read without raypar",
+    "doctor": "whether this machine, and a cluster, are fit for raypar, with cures",
     "drain": "announce that a node will leave: runs move their work off it",
     "export": "the whole model of a run as one file",
     "prepare": "a memory-mapped token file from a text",

@@ -6,7 +6,6 @@ that is allowed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,7 +27,9 @@ def _count(most: int) -> Check:
 
 
 def _number(most: float) -> Check:
-    return lambda value: type(value) in (int, float) and math.isfinite(value) and 0 <= value <= most
+    return lambda value: (
+        type(value) in (int, float) and 0 <= value <= most
+    )  # NaN is not; an integer may be too large for a float
 
 
 def _real(value: Any) -> bool:
@@ -45,6 +46,10 @@ def _list_of(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
+def _mapping_of(check: Check) -> Check:
+    return lambda value: isinstance(value, dict) and all(_text(key) and check(each) for key, each in value.items())
+
+
 def _records(fields: Mapping[str, Check], *required: str) -> Check:
     return _list_of(lambda value: isinstance(value, dict) and _wrong(value, fields, required) is None)
 
@@ -55,14 +60,16 @@ WHO: dict[str, Check] = {
     "worker": WORKER, "coordinate": _text, "node": _text, "pid": _count(2**31), "host": _text,
 }  # fmt: skip
 """Fields of one worker, in events and in members.json."""
-_STAGES = _records({"replicas": _count(MAX_WORKER_NUMBER), "shards": _count(MAX_WORKER_NUMBER)}, "replicas")
+_STAGES = _records(dict.fromkeys(("first", "last", "position", "replicas", "shards"), _count(MAX_WORKER_NUMBER)), "replicas")
+_BYTES = _count(2**63)
+_LAYERS = _records({"name": _text, "parameters": _BYTES, "parameter_bytes": _BYTES}, "name")
 
 EVENT: dict[str, Check] = WHO | {
     "kind": _text, "time": TIME, "text": _text, "why": _text, "generation": _count(MAX_GENERATIONS), "step": STEP,
     "done": STEP,
     "plan": _text, "schedule": _text, "schedule_was": _text, "schedule_why": _text, "shards": _text, "shards_was": _text,
     "pause_s": _number(MAX_TIME_S), "again": STEP, "moved_elements": _count(2**63), "state": _text, "path": _text,
-    "end": _text, "precision": _text,
+    "end": _text, "precision": _text, "fingerprint": _mapping_of(_text),
 }  # fmt: skip
 NEEDED = {
     "lost": ("worker",), "joined": ("worker",), "draining": ("worker",), "generation": ("generation", "workers"),
@@ -74,7 +81,11 @@ METRICS: dict[str, Check] = {
     "count": _real, "count_per_s": _real, "bubble": _real, "seconds": _number(MAX_TIME_S),
     "samples_per_s": _number(1e18), "peak_rss_bytes": lambda value: isinstance(value, list),
 }  # fmt: skip
-PLAN: dict[str, Check] = {"schedule": _text, "stages": lambda value: bool(value) and _STAGES(value)}
+PLAN: dict[str, Check] = {
+    "schedule": _text, "stages": lambda value: bool(value) and _STAGES(value), "layers": _LAYERS, "workers": _list_of(_text),
+    "predicted_memory_bytes": _list_of(_mapping_of(_BYTES)), "predicted_ms": _number(MAX_TIME_S),
+    "predicted_bubble": _real, "predicted_for": _text,
+}  # fmt: skip
 MEMBERS: dict[str, Check] = {
     "time": TIME, "phase": _text, "generation": _count(MAX_GENERATIONS), "step": STEP, "plan": _text, "schedule": _text,
     "members": _records(WHO), "spares": _records(WHO), "wanted": WORKER, "why": _text, "driver_pid": _count(2**31),

@@ -59,6 +59,8 @@ class DriverStartup:
         text = f"{count_of(len(hellos), 'worker')} on {count_of(len(set(nodes.values())), 'node')}: pids {pids}"
         precision = request.contract.get("precision")
         facts = {"precision": precision["compute"]} if precision else {}
+        first = next((hellos[n].fingerprint for n in members if n in hellos), {})
+        facts["fingerprint"] = dict(first)  # of one worker: differences between workers are warnings
         parts.side_effects.note("started", text=text, workers=[parts.registry.worker_facts(n) for n in members], **facts)
         parts.side_effects.aside(recorder.note_generation, plan, [hellos[n].node[:8] for n in members if n in hellos])
         for line in recorder.compare_fingerprints(list(hellos.values())):

@@ -30,6 +30,8 @@ from raypar.elastic.actions import Teardown
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CheckpointError, RayparError
 from raypar.plan import ParallelPlan
+from raypar.planner.memory_sheet import memory_sheets
+from raypar.planner.plan_report import layers_as_dicts, processors_of_prediction
 from raypar.read_run_lines import Line, jsonl_line_sort_key
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint import checkpoint_files
@@ -39,6 +41,9 @@ from raypar.worker.process.environment_and_signals_guard import EnvironmentGuard
 
 RETOLD = 1000
 """How many of the last lines a new driver sends to the client again: more than the client can have missed."""
+
+MOST_PREDICTED = 2048
+"""Workers x microbatches of a plan whose memory is predicted again while the run lasts: that takes some milliseconds."""
 
 COMPARED = 3
 """How many of the last steps in metrics.jsonl are compared with the journal, to see whether the file is this run's."""
@@ -336,9 +341,24 @@ class RunRecorder:
             "schedule": schedule,
             "stages": [asdict(stage) for stage in plan.stages],
             "workers": [plan.coordinate(rank) for rank in range(plan.world)],
+            "layers": layers_as_dicts(self.request.profile),
             **({"recompute": list(plan.recompute)} if plan.recompute else {}),
+            **self._predictions(plan, schedule),
         }
         self._replace(run.plan, json.dumps(facts, indent=1) + "\n")
+
+    def _predictions(self, plan: ParallelPlan, schedule: str) -> dict[str, Any]:
+        """What is predicted of a plan, for plan.json: the memory of workers; of the job's own plan the step too."""
+        request = self.request
+        facts: dict[str, Any] = {}
+        if (plan, schedule) == (request.plan, request.schedule_name):
+            facts = {"predicted_ms": request.predicted.makespan_ms, "predicted_bubble": request.predicted.bubble_of_total}
+            facts["predicted_for"] = processors_of_prediction(request.profile.processors, plan.world)
+        if plan.world * request.batching.count <= MOST_PREDICTED:
+            with contextlib.suppress(Exception):  # what is only shown must not end a run; a file's schedule has no known name
+                sheets = memory_sheets(request.profile, plan, schedule, request.batching)
+                facts["predicted_memory_bytes"] = [{**sheet.state, **sheet.kept} for sheet in sheets]
+        return facts
 
     def _replace(self, path: Path, text: str) -> None:
         """Replace a file that `raypar status` reads, or keep it as it was: a full disk must not end the run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -85,6 +85,13 @@ def write_option_output_file(file: str, text: str, option: str) -> None:
 
 def read_status(folder: RunFolder, now: float) -> RunStatus:
     """The status of the run in a folder."""
+    return status_of_lines(folder, list(folder.read_lines(folder.metrics)), list(folder.read_lines(folder.events)), now)
+
+
+def status_of_lines(
+    folder: RunFolder, metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], now: float
+) -> RunStatus:
+    """The status of the run in a folder, from the lines of its metrics.jsonl and events.jsonl."""
     from raypar.console.run_status import build_run_status
 
     cluster = folder.read_document(folder.cluster, damaged=True)
@@ -94,8 +101,8 @@ def read_status(folder: RunFolder, now: float) -> RunStatus:
         steps=read_job_step_count(folder),
         plan=folder.read_document(folder.plan, damaged=True),
         members=folder.read_document(folder.members, damaged=True),
-        metrics=list(folder.read_lines(folder.metrics)),
-        events=list(folder.read_lines(folder.events)),
+        metrics=metrics,
+        events=events,
         cluster=cluster,
         gone=find_dead_local_nodes(cluster or {}),
         resumable=has_checkpoints(folder),

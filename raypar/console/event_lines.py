@@ -62,7 +62,7 @@ def recovering_line(event: Event) -> str:
     plan = f" = {event['plan']}" if event.get("plan") else ""
     text = f"trying generation {event['generation']}: {count_noun(len(event['workers']), 'worker')}{plan}"
     if event.get("state") in STATE_SOURCES:
-        text += f"; {STATE_SOURCES[event['state']].format(step=event['step'])}"
+        text += f"; {STATE_SOURCES[event['state']].format(step=event.get('step', 0))}"
     elif event.get("moved_elements"):
         text += f"; {count_noun(event['moved_elements'], 'parameter')} and their optimizer state move"
     return text
@@ -125,7 +125,7 @@ def checkpoint_line(event: Event) -> str:
 def end_line(event: Event) -> str:
     """The line when the run has ended."""
     why = event.get("why") or event.get("text")
-    return f"{event.get('end') or 'ended'} after {count_noun(event.get('step', event.get('done', 0)), 'step')}" + (
+    return f"{event.get('end') or 'ended'} after {count_noun(event.get('step') or event.get('done') or 0, 'step')}" + (
         f": {strip_ray_details(why)}" if why else ""
     )
 

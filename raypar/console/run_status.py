@@ -196,7 +196,9 @@ def describe_plan_file(plan: Mapping[str, Any] | None) -> str | None:
     """The plan of a plan.json in words: `2 stages x 2 replicas`; None if it does not say."""
     if not plan or "stages" not in plan:
         return None
-    return describe_mesh([stage["replicas"] for stage in plan["stages"]], [stage.get("shards", 1) for stage in plan["stages"]])
+    return describe_mesh(
+        [stage["replicas"] for stage in plan["stages"]], [stage.get("shards") or 1 for stage in plan["stages"]]
+    )
 
 
 def recent_event_lines(events: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, str]]:

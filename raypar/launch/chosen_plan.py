@@ -14,6 +14,8 @@ from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from raypar.config import Job, PlanConfig
+    from raypar.plan import Microbatches
+    from raypar.planner.memory_sheet import MemorySheet
     from raypar.planner.model_profile import ModelProfile
     from raypar.planner.stage_balance import StageBalance
     from raypar.schedule.instructions import Schedule
@@ -39,6 +41,8 @@ class ChosenPlan:
     """The planner's reasons, one or more lines; empty for a plan that was given with its split points."""
     balance: StageBalance | None = None
     """Which split points were chosen, and why; None for a plan that gives them itself."""
+    memory: tuple[MemorySheet, ...] = ()
+    """By rank: the memory that the worker is predicted to hold; empty if it cannot be predicted."""
 
 
 PlanChooser = Callable[["PreflightResult"], ChosenPlan]
@@ -83,7 +87,8 @@ def choose_plan(
         choice = search_plans(profile, workers, spec.batching)
         timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.batching)
         made = registry.build_schedule(choice.schedule, MicrobatchRouting(choice.plan, spec.batching))
-        return ChosenPlan(choice.plan, choice.schedule, made, timeline, profile, plan_report(choice))
+        memory = predict_memory(profile, choice.plan, made, spec.batching)
+        return ChosenPlan(choice.plan, choice.schedule, made, timeline, profile, plan_report(choice), memory=memory)
     why, balance = "", None
     if balanced and fixed.has_movable_split_points:
         balance = balance_stages(profile, fixed, make_schedule or schedule, spec.batching)
@@ -91,7 +96,21 @@ def choose_plan(
     routing = MicrobatchRouting(fixed, spec.batching)
     made = registry.build_schedule(schedule, routing) if make_schedule is None else make_schedule(routing)
     timeline, _ = predict_step(profile, fixed, made, spec.batching)
-    return ChosenPlan(fixed, schedule, made, timeline, profile, why, balance)
+    memory = predict_memory(profile, fixed, made, spec.batching)
+    return ChosenPlan(fixed, schedule, made, timeline, profile, why, balance, memory)
+
+
+def predict_memory(
+    profile: ModelProfile, plan: ParallelPlan, schedule: Schedule, batching: Microbatches
+) -> tuple[MemorySheet, ...]:
+    """By rank: the memory that a worker is predicted to hold; empty if the profile does not suffice for a prediction."""
+    from raypar.errors import RayparError
+    from raypar.planner.memory_sheet import memory_sheets
+
+    try:
+        return memory_sheets(profile, plan, schedule, batching)
+    except RayparError:
+        return ()
 
 
 def make_plan_chooser(job: Job, spec: JobSpec, workers: int | None = None) -> PlanChooser:
@@ -161,8 +180,8 @@ def describe_recomputation(plan: ParallelPlan, schedule: Schedule) -> str:
 
 
 def plan_json(chosen: ChosenPlan) -> str:
-    """The text of a run folder's plan.json: schedule, stages, workers, and the predicted step."""
-    from raypar.planner.plan_report import processors_of_prediction, stage_balance_as_dict
+    """The text of a run folder's plan.json: schedule, stages, workers, layers, and the predicted step and memory."""
+    from raypar.planner.plan_report import layers_as_dicts, processors_of_prediction, stage_balance_as_dict
 
     facts: dict[str, Any] = {
         "schedule": chosen.schedule_name,
@@ -171,8 +190,11 @@ def plan_json(chosen: ChosenPlan) -> str:
     }
     if chosen.plan.recompute:
         facts["recompute"] = list(chosen.plan.recompute)
+    facts["layers"] = layers_as_dicts(chosen.profile)
     facts |= {"predicted_ms": chosen.predicted.makespan_ms, "predicted_bubble": chosen.predicted.bubble_of_total}
     facts["predicted_for"] = processors_of_prediction(chosen.profile.processors, chosen.plan.world)
+    if chosen.memory:
+        facts["predicted_memory_bytes"] = [{**sheet.state, **sheet.kept} for sheet in chosen.memory]
     if chosen.balance is not None:
         facts["stage_balance"] = stage_balance_as_dict(chosen.balance)
     return json.dumps(facts, indent=1) + "\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raypar.plan import ParallelPlan
+from raypar.planner.model_profile import ModelProfile
 from raypar.planner.plan_search import EvaluatedCandidate, PlanChoice, format_mib
 from raypar.planner.stage_balance import MIN_GAIN_MS, MIN_GAIN_SHARE, StageBalance
 from raypar.schedule.step_timeline import Timeline
@@ -84,6 +85,22 @@ def stage_balance_as_dict(balance: StageBalance) -> dict[str, object]:
         "by_number_of_layers": cut(balance.even, balance.even_step, balance.even_lacks_bytes),
         "by_measured_times": cut(balance.best, balance.best_step, balance.best_lacks_bytes),
     }
+
+
+def layers_as_dicts(profile: ModelProfile) -> list[dict[str, object]]:
+    """By layer, for plan.json: its name, the number of elements of its parameters and their bytes, whole.
+
+    A tied parameter counts in each of its layers for the bytes, and in one of them for the elements.
+    """
+    outline = profile.state.outline if profile.state is not None else None
+    found: list[dict[str, object]] = []
+    for index, layer in enumerate(profile.layers):
+        facts: dict[str, object] = {"name": layer.name, "parameter_bytes": layer.parameter_bytes}
+        if outline is not None and len(outline.elements) == len(profile.layers):
+            elements = outline.elements[index]
+            facts["parameters"] = sum(size for name, size in elements.items() if name not in outline.buffers)
+        found.append(facts)
+    return found
 
 
 def fewer_shards_warnings(plan: ParallelPlan, min_workers: int) -> list[str]:

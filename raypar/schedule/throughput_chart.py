@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, pairwise
 
+from raypar.schedule.line_chart import downsample_min_max
 from raypar.schedule.svg_style import INK, LINE, QUIET, estimate_text_width, mix_with_white
 from raypar.schedule.text_grid import round_tick_step
 
@@ -28,6 +29,8 @@ _RATE_COLOUR, _WORKERS_COLOUR, _PAUSE_COLOUR = "#2B7BBA", "#4D4D4D", "#F6E4E1"
 _RATE_HEIGHT, _WORKERS_HEIGHT, _ROW_HEIGHT, _LABEL = 260.0, 74.0, 17.0, 12.0
 _MOST_ROWS = 6
 _BINS = 320
+_MOST_PAUSES = 400
+_MOST_LINES = 120
 
 
 @dataclass(frozen=True)
@@ -69,30 +72,34 @@ def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str
     """The history as a complete SVG document: samples/s above, workers as a step line below, on one time axis.
 
     Samples/s are means over a 320th of the time, or over two median steps where those are longer. Labels of marks that are
-    close to each other stand in several rows; those for which there is no room are left out (their tooltips are not).
+    close to each other stand in several rows; those for which there is no room are left out (their tooltips are not). Of very
+    many marks only the beginnings of their lines are drawn, above the plot, so that they do not cover it. Without
+    `title` the drawing begins with its legend. Its size is bounded, however many steps, pauses and workers there were.
     """
-    extent = history.end_s or 1.0
+    extent = max(history.end_s, 1e-3) if history.end_s else 1.0  # rates over shorter times may overflow
     late = [estimate_text_width(mark.shown, _LABEL) for mark in history.marks if mark.at_s > 0.75 * extent]
     sheet = _Sheet(extent, width, left=76.0, right=28.0 + max(late, default=0.0))
-    rows = _rows(history.marks, sheet)
-    top = 92.0 + _ROW_HEIGHT * (1 + max((row for row in rows if row is not None), default=0))
+    crowded = len(history.marks) > _MOST_LINES
+    rows = [None] * len(history.marks) if crowded else _rows(history.marks, sheet)
+    head = 0.0 if title else 44.0
+    top = 92.0 - head + _ROW_HEIGHT * (1 + max((row for row in rows if row is not None), default=0))
     middle = top + _RATE_HEIGHT
     bottom = middle + 26 + _WORKERS_HEIGHT
     height = round(bottom + 48)
     body = [
-        f'<text x="24" y="44" font-size="22" font-weight="600">{escape(title)}</text>',
-        *_draw_legend(history, 74),
+        *([f'<text x="24" y="44" font-size="22" font-weight="600">{escape(title)}</text>'] if title else []),
+        *_draw_legend(history, 74 - head),
         *_draw_pauses(history.pauses, sheet, top, bottom),
         *_draw_time_axis(sheet, top, bottom),
         *_draw_rates(history.steps, sheet, top, middle),
         *_draw_workers(history.workers, sheet, middle + 26, bottom),
     ]
     for mark, row in zip(history.marks, rows, strict=True):
-        body += _draw_mark(mark, row, sheet, top, bottom)
+        body += _draw_mark(mark, row, sheet, top, top if crowded else bottom)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f"font-family=\"Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif\" fill=\"{INK}\">\n"
-        f"<title>{escape(title)}</title>\n"
+        f"<title>{escape(title or 'throughput')}</title>\n"
         f'<rect width="{width}" height="{height}" fill="#FFFFFF"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
@@ -155,7 +162,7 @@ def _draw_mark(mark: ChartMark, row: int | None, sheet: _Sheet, top: float, bott
     x, colour = sheet.x(mark.at_s), MARK_KINDS[mark.kind][0]
     y = top if row is None else top - 6 - _ROW_HEIGHT * row
     label = "" if row is None else f'<text x="{x + 5:.2f}" y="{y - 2:g}" font-size="{_LABEL:g}">{escape(mark.shown)}</text>'
-    start = y if row is None else y - 11
+    start = y if row is None and bottom > top else y - 11
     return [
         f'<g fill="{colour}"><title>{escape(mark.label)}, at {mark.at_s:.1f} s</title>'
         f'<path d="M{x:.2f} {start:g}V{bottom:g}" stroke="{colour}" stroke-width="1.4" stroke-dasharray="5 3"/>{label}</g>'
@@ -165,8 +172,30 @@ def _draw_mark(mark: ChartMark, row: int | None, sheet: _Sheet, top: float, bott
 def _draw_pauses(pauses: Sequence[tuple[float, float]], sheet: _Sheet, top: float, bottom: float) -> list[str]:
     return [
         f'<rect x="{sheet.x(start):.2f}" y="{top:g}" width="{max(1.0, sheet.x(end) - sheet.x(start)):.2f}" '
-        f'height="{bottom - top:g}" fill="{_PAUSE_COLOUR}"><title>pause of {end - start:.2f} s</title></rect>'
-        for start, end in pauses
+        f'height="{bottom - top:g}" fill="{_PAUSE_COLOUR}"><title>{text}</title></rect>'
+        for start, end, text in _visible_pauses(pauses, sheet)
+    ]
+
+
+def _visible_pauses(pauses: Sequence[tuple[float, float]], sheet: _Sheet) -> list[tuple[float, float, str]]:
+    """(from, to, tooltip); of more pauses than can be told apart, those less than a pixel from each other are one."""
+    near = sheet.extent / max(1.0, sheet.end - sheet.left) if len(pauses) > _MOST_PAUSES else -1.0
+    groups: list[list[tuple[float, float]]] = []
+    for pause in pauses:
+        if groups and pause[0] - groups[-1][-1][1] <= near:
+            groups[-1].append(pause)
+        else:
+            groups.append([pause])
+    return [
+        (
+            group[0][0],
+            max(end for _, end in group),
+            f"{len(group)} pauses of " * (len(group) > 1)
+            + "pause of " * (len(group) == 1)
+            + f"{sum(end - start for start, end in group):.2f} s"
+            + " in all" * (len(group) > 1),
+        )
+        for group in groups
     ]
 
 
@@ -203,6 +232,7 @@ def _draw_workers(workers: Sequence[tuple[float, int]], sheet: _Sheet, top: floa
     most = max((count for _, count in workers), default=1) or 1
     out = _draw_value_axis("workers", most, 4, sheet, top, bottom, least=1.0)
     if workers:
+        workers = [(at, round(count)) for at, count in downsample_min_max(workers, 2 * _BINS)]
         y = _scale(most, top, bottom)
         ends = [*(at for at, _ in workers[1:]), sheet.extent]
         line = f"M{sheet.x(workers[0][0]):.2f} {y(workers[0][1]):.2f}"

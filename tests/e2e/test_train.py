@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from helpers.tiny_job import Diary, write_job
 
 from raypar import Trainer
@@ -76,6 +77,15 @@ def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_whe
     named = b"".join(name.encode() + b"\0" + there[name].numpy().tobytes() for name in sorted(there))
     assert hashlib.sha256(named).hexdigest() == first
     assert nothing_left()
+
+    page = tmp_path / "tiny.html"
+    assert main(["report", str(folder), "--out", str(page)]) == 0
+    shown = re.sub(r"<style>.*?</style>", "", page.read_text(), flags=re.DOTALL)
+    assert shown.count("<svg") == 4 and "predicted before the run" in shown and "measured: step 12" in shown
+    words = " ".join(re.sub(r"<[^>]+>", " ", shown).split())
+    for told in ("steps 12 of 12", "layer0 .. layer1", "stage 1, replica 1 worker 3, node", f"torch {torch.__version__}"):
+        assert told in words, told
+    assert "not recorded" not in words and "://" not in shown
 
     assert job("--set", "plan.replicas=1", "--set", "plan.schedule=gpipe", "--stop-at-step", "5") == 0
     assert hash_in(capfd.readouterr().out) != first
@@ -198,6 +208,20 @@ def test_more_workers_than_the_cluster_can_ever_have_is_an_error_with_numbers_at
     error = capfd.readouterr().err
     assert "8 workers of 1 CPU" in error and "has 5 CPUs" in error and "cure:" in error
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_doctor_asks_the_cluster_and_finds_it_well(tmp_path, capfd, monkeypatch):
+    import ray
+
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    address = ray.get_runtime_context().gcs_address
+    main(["doctor", "--address", address, "--run-dir", str(tmp_path / "runs"), "--json"])
+    told = {check["subject"]: check for check in json.loads(capfd.readouterr().out)["checks"]}
+    for subject in ("PyTorch", "GPUs", "cluster", "clocks", "versions", "kernels", "runs folder"):
+        assert told[subject]["level"] == "ok", told[subject]
+    assert told["cluster"]["text"] == f"1 of 1 nodes at {address} answer"
+    assert list(tmp_path.iterdir()) == [] and nothing_left()
 
 
 def test_a_damaged_checkpoint_is_skipped_and_one_that_cannot_be_written_does_not_stop_training(job, tmp_path, capfd):

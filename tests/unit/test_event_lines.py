@@ -218,3 +218,7 @@ def test_json_lines_carry_the_events_as_they_are():
     event = {"kind": "lost", "worker": 3, "pid": 77}
     (line,) = printed(event, as_json=True)
     assert event.items() <= json.loads(line).items()
+
+
+def test_the_end_after_no_known_number_of_steps_is_told():
+    assert event_line({"kind": "end", "end": "failed", "step": None}) == "failed after 0 steps"

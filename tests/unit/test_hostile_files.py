@@ -103,6 +103,7 @@ COMMANDS: dict[str, list[str]] = {
     "resume": ["resume", "{place}/runs/tiny"],
     "status": ["status", "{place}/runs/tiny"],
     "status of the last run": ["status", "--run-dir", "{place}/runs"],
+    "report": ["report", "{place}/runs/tiny", "--out", "{place}/run.html"],
     "status --svg": ["status", "{place}/runs/tiny", "--svg", "{place}/run.svg"],
     "train": ["train", "{place}/tiny.yaml"],
     "train --resume": ["train", "{place}/tiny.yaml", "--resume"],
@@ -618,6 +619,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "event of a kind that is a list": ("status", line("events.jsonl", kind=["lost"])),
     "event lost without a worker": ("status", line("events.jsonl", kind="lost")),
     "event at a time that is a text": ("status", line("events.jsonl", kind="note", time="now")),
+    "event at a time of 400 digits": ("status", line("events.jsonl", kind="note", text="x", time=10**400)),
     "event at no time": ("status", line("events.jsonl", kind="generation", generation=3, workers=[], time=None)),
     "event at a time without end": ("status", line("events.jsonl", kind="note", text="x", time=1e300)),
     "event of an endless generation": ("status", line("events.jsonl", kind="generation", generation=10**15, workers=[])),
@@ -625,6 +627,10 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "event of a pause that is a text": (
         "status",
         line("events.jsonl", kind="generation", generation=3, workers=[], pause_s="x"),
+    ),
+    "shards null in a plan": (
+        "status",
+        both(document("members.json", plan=None), document("plan.json", stages=[{"replicas": 1, "shards": None}])),
     ),
     "event of the end without a word": ("status", line("events.jsonl", kind="end", step=4)),
     "metrics of a list": ("resume", text(METRICS, "[1]\n")),
@@ -656,6 +662,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "event of 100,000 brackets that are not closed": ("status", text(EVENTS, "[" * DEEP)),
     "event of a number of 5,000 digits": ("status", text(EVENTS, '{"kind": "note", "time": ' + "9" * 5000 + "}")),
     "metrics with a loss of 400 digits": ("status", line("metrics.jsonl", step=5, loss=10**400, seconds=1, samples_per_s=1)),
+    "metrics with seconds of 400 digits": ("status", line("metrics.jsonl", step=5, loss=1.0, seconds=10**400, samples_per_s=1)),
     "metrics with memory that is null": (
         "status --svg",
         line("metrics.jsonl", step=5, loss=1, seconds=1, samples_per_s=1, time=1006, peak_rss_bytes=None),
@@ -685,6 +692,8 @@ def test_a_hostile_file_is_refused_in_two_lines_and_nothing_else_is_opened(
 ):
     case = CASES[name]
     case.spoil(place)
+    if case.command == "status":
+        assert run("report", place, capsys)[0] == 2 and not (place / "run.html").exists()
     code, out, err, opened = run(case.command, place, capsys)
     lines = [line for line in err.splitlines() if not line.startswith("warning: skipped")]
     assert code == 2, out + err
@@ -757,6 +766,9 @@ def test_a_damaged_line_ends_nothing_and_status_shows_what_is_left(
     command, spoil = DAMAGED[name]
     before = lines_of(place)
     spoil(place)
+    if command == "status" and "gigabyte" not in name:
+        code, out, err, opened = run("report", place, capsys)
+        assert (code, err) == (0, "") and "tiny" in (place / "run.html").read_text() and "outside" not in str(opened), out
     assert lines_of(place) <= before
     code, out, err, opened = run(command, place, capsys)
     if command.startswith("status"):

@@ -43,6 +43,7 @@ EDGE_FILES = (
     "callbacks",
     "launch",
     "console",
+    "doctor",
     "trainer_arguments",
     "trainer",
     "commands",

@@ -1,0 +1,68 @@
+"""Tries, in a process of its own, whether PyTorch, torchvision, NCCL and Ray can be imported, for `raypar doctor`.
+
+`python -m raypar.actors.library_probe torch torchvision nccl` prints a JSON line for each, as soon as it is known: where one
+hangs, those before it are known.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from raypar.errors import RayparError
+
+
+def probe_torch() -> dict[str, Any]:
+    """For which CUDA PyTorch was built, and the names of the GPUs that it sees."""
+    import torch
+
+    return {"cuda": torch.version.cuda, "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}
+
+
+def probe_torchvision() -> dict[str, Any]:
+    """Nothing, if torchvision can be imported."""
+    import torchvision
+
+    return {"version": str(torchvision.__version__)}
+
+
+def probe_nccl() -> dict[str, Any]:
+    """The NCCL that CuPy finds, in words."""
+    from raypar.comm.nccl import bindings
+
+    found = bindings.find_nccl_installation()
+    bindings.check_nccl_installation(found)
+    return {"text": str(found)}
+
+
+def probe_ray() -> dict[str, Any]:
+    """Nothing, if Ray can be imported."""
+    import ray
+
+    return {"version": str(ray.__version__)}
+
+
+PROBES: dict[str, Callable[[], dict[str, Any]]] = {
+    "torch": probe_torch,
+    "torchvision": probe_torchvision,
+    "nccl": probe_nccl,
+    "ray": probe_ray,
+}
+"""Name -> what tries it."""
+
+
+def probe(name: str) -> dict[str, Any]:
+    """What a probe has found, or its error: broken libraries raise anything."""
+    try:
+        return PROBES[name]()
+    except RayparError as error:
+        return {"error": error.what, "cure": error.cure}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        print("\n" + json.dumps({each: probe(each)}), flush=True)
