@@ -212,7 +212,7 @@ def refuse_shared_statistics(layer: str, module: nn.Module, seen: MutableMapping
 
 def _memory(tensor: Tensor) -> int:
     """A number that is equal for tensors that share memory, real ones and recorded ones (`model.deferred_init`)."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -500,3 +500,38 @@ class HoldsLock(Blocks):
 def test_what_cannot_be_copied_is_named():
     with pytest.raises(ModelError, match=r"HoldsLock .* cannot be copied.*lock"):
         preflight(job_of(HoldsLock))
+
+
+class OverlappingBuffers(Blocks):
+    """Writes a buffer of which another one is a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.zeros(WIDTH))
+        self.register_buffer("part", self.whole[:2])
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        with torch.no_grad():
+            self.whole.add_(1)
+        return x * self.part.sum()
+
+
+def test_written_buffers_that_share_memory_are_refused():
+    with pytest.raises(ModelError, match="the buffers whole and part share memory"):
+        preflight(job_of(OverlappingBuffers, buffers="last"))
+
+
+class HoldsSparse(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = torch.eye(WIDTH).to_sparse()
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return torch.sparse.mm(self.graph, x.T).T
+
+
+def test_a_sparse_tensor_is_computed_or_refused_with_its_name():
+    try:
+        preflight(job_of(HoldsSparse))
+    except ModelError as error:
+        assert "HoldsSparse" in error.what or "sparse" in error.what

@@ -75,6 +75,7 @@ def capture_module_graph(made: nn.Module, initial: InitialValues, request: Modul
     )
     cache.skeleton = skeleton
     refuse_parameter_aliasing([(name, made.get_submodule(name)) for name in cache.units])
+    _refuse_written_overlaps(made, cache.written_buffers)
     layers, ties = make_layers(cache, skeleton)
     cut = cache.first_trace
     if not cut.outputs:
@@ -207,6 +208,20 @@ def _refuse_own_train(skeleton: nn.Module) -> None:
                     f"train() of {name or 'the model'} ({type(module).__name__}) leaves {left or 'itself'} in evaluation mode, "
                     "and has not been called",
                     cure="call model.train() in the model function, before it returns the model",
+                )
+
+
+def _refuse_written_overlaps(made: nn.Module, written: Collection[str]) -> None:
+    """Raises `ModelError` for a buffer that the forward writes, and that lies in the memory of another one: workers keep each
+    buffer by itself."""
+    names: dict[int, str] = {}
+    for name, buffer in made.named_buffers() if written else ():
+        if buffer.layout is torch.strided and not buffer.is_meta:
+            other = names.setdefault(buffer.untyped_storage().data_ptr(), name)
+            if other != name and not {name, other}.isdisjoint(written):
+                raise ModelError(
+                    f"the buffers {other} and {name} share memory, and the forward writes into it: workers keep each by itself",
+                    cure="register one of them, and make the other in forward",
                 )
 
 
