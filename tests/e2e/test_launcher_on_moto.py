@@ -125,13 +125,9 @@ def test_ray_up_and_ray_down_with_the_aws_file(aws: Any, tmp_path: Path, request
         (stubs / name).write_text(RECORDER.format(python=sys.executable, log=str(log), name=name))
         (stubs / name).chmod(0o755)
     ray = shutil.which("ray", path=str(Path(sys.executable).parent)) or "ray"
-    env = os.environ | {
-        "PATH": f"{stubs}:{os.environ['PATH']}",
-        "TERM": "dumb",
-        "TMPDIR": str(tmp_path),
-        "LOGNAME": f"moto-{os.getpid()}",
-    }
-    sockets = f"/tmp/ray_ssh_{hashlib.sha256(env['LOGNAME'].encode()).hexdigest()[:10]}"  # Ray's folder for connections of ssh
+    user = f"moto-{os.getpid()}"
+    env = os.environ | {"PATH": f"{stubs}:{os.environ['PATH']}", "TERM": "dumb", "TMPDIR": str(tmp_path), "LOGNAME": user}
+    sockets = f"/tmp/ray_ssh_{hashlib.sha256(user.encode()).hexdigest()[:10]}"  # Ray's folder for connections of ssh
     request.addfinalizer(lambda: shutil.rmtree(sockets, ignore_errors=True))
 
     def run(*command: str) -> str:

@@ -277,8 +277,7 @@ def _checks(config: Any, cloud: str) -> Iterator[Iterator[str]]:
     file = MODELS[cloud].model_validate(config)
     yield rule_complaints(file)
     yield ray_schema_complaints(config)
-    if isinstance(file, AwsFile):
-        yield ec2_complaints(config)
+    yield API_CHECKS[cloud](config)
     yield _shell_complaints(file)
 
 
@@ -429,6 +428,32 @@ def _values_not_in_enum(value: Any, shape: Any) -> Iterator[str]:
             yield from _values_not_in_enum(inner, shape.member)
     elif getattr(shape, "enum", None) and value not in shape.enum:
         yield f"{value!r} is no {shape.name}"
+
+
+def compute_engine_complaints(config: dict[str, Any]) -> Iterator[str]:
+    """What Google's own description of an Instance does not know."""
+    schema = json.loads((ROOT / "tests/data/compute_v1_instance.json").read_text())
+    validator = jsonschema.Draft202012Validator({"$ref": "#/definitions/Instance", **schema})
+    for name, kind in config["available_node_types"].items():
+        for error in validator.iter_errors(kind["node_config"]):
+            yield f"gcp: {name}: {'.'.join(map(str, error.absolute_path))}: {error.message[:200]}"
+
+
+def arm_template_complaints(config: dict[str, Any]) -> Iterator[str]:
+    """What the template by which Ray makes VMs on Azure does not take. The zone is no parameter of it: Ray reads it itself."""
+    import ray.autoscaler
+
+    template = Path(ray.autoscaler.__file__).parent / "_private/_azure/azure-vm-template.json"
+    kinds: dict[str, tuple[type, ...]] = {"string": (str,), "int": (int,), "object": (dict,), "bool": (bool,), "array": (list,)}
+    taken = {name: kinds.get(each["type"], ()) for name, each in json.loads(template.read_text())["parameters"].items()}
+    for name, kind in config["available_node_types"].items():
+        for key, value in kind["node_config"]["azure_arm_parameters"].items():
+            if key != "availability_zone" and not isinstance(value, taken.get(key, ())):
+                yield f"azure: {name}: {key}: {value!r}"
+
+
+API_CHECKS = {"aws": ec2_complaints, "gcp": compute_engine_complaints, "azure": arm_template_complaints}
+"""By the clouds' own descriptions: they keep our models from knowing what does not exist."""
 
 
 def _shell_complaints(file: LauncherFile) -> Iterator[str]:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from helpers.file_mutations import misspelt, of_another_type, removed, replaced
 from helpers.kuberay_manifests import MANIFESTS, complaints_about_documents, complaints_about_manifest_text
-from helpers.launcher_files import MODELS, complaints_about_launcher_config, complaints_about_launcher_text
+from helpers.launcher_files import API_CHECKS, MODELS, complaints_about_launcher_config, complaints_about_launcher_text
 from helpers.script_checks import program
 from helpers.shell_and_docker_files import (
     complaints_about_dockerfile,
@@ -121,6 +121,24 @@ def test_every_key_of_a_launcher_file_is_known_needed_and_of_its_type(cloud: str
     mutants = [*misspelt(config), *removed(config), *of_another_type(config)]
     assert [name for name, mutant in mutants if not complaints_about_launcher_config(mutant, cloud)] == []
     assert len(mutants) >= 200
+
+
+@pytest.mark.parametrize("cloud", MODELS)
+def test_the_clouds_own_descriptions_know_every_key_of_a_node(cloud: str):
+    """Apart from our model, which so cannot know what does not exist: each key of each `node_config` misspelt."""
+    config = yaml.safe_load(text_of(f"{cloud}.yaml"))
+    assert list(API_CHECKS[cloud](config)) == []
+    missed, count = [], 0
+    for name, kind in config["available_node_types"].items():
+        for what, mutant in misspelt(kind["node_config"]):
+            if what.startswith("azure_arm_parameters ->"):
+                continue
+            changed = {"available_node_types": {name: {"node_config": mutant}}}
+            count += 1
+            if not list(API_CHECKS[cloud](changed)) and "billingProfile.maxPrice" not in what:  # an object to the template
+                missed.append(what)
+    assert missed == []
+    assert count >= LEAST_MUTATIONS
 
 
 def test_launcher_files_differ_only_in_what_the_clouds_differ():
@@ -259,6 +277,44 @@ def test_every_key_of_a_manifest_is_known_and_of_its_type(name: str):
     missed = [what for what, mutant in mutants if not complaints_about_documents(mutant, name)]
     assert [what for what in missed if not what.endswith(INTEGERS_ALLOWED)] == []
     assert len(mutants) >= 2 * LEAST_MUTATIONS
+
+
+def test_rays_autoscaler_reads_the_cluster_as_it_is_meant():
+    """By the code that turns a RayCluster into node types inside the head's pod."""
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+    cluster = yaml.safe_load(text_of("kuberay/raycluster.yaml"))
+    cluster["metadata"]["namespace"] = "default"
+    config = _derive_autoscaling_config_from_ray_cr(cluster)
+    gigabyte = 2**30
+    assert config["idle_timeout_minutes"] == 5
+    assert config["available_node_types"] == {
+        "headgroup": {
+            "min_workers": 0,
+            "max_workers": 0,
+            "node_config": {},
+            "resources": {"CPU": 0, "memory": 8 * gigabyte},
+            "labels": {"market": "on-demand"},
+        },
+        "spot": {
+            "min_workers": 0,
+            "max_workers": 8,
+            "node_config": {},
+            "resources": {"CPU": 8, "memory": 24 * gigabyte},
+            "labels": {"market": "spot"},
+            "idle_timeout_s": 300.0,
+            "priority": 10,
+        },
+        "ondemand": {
+            "min_workers": 0,
+            "max_workers": 2,
+            "node_config": {},
+            "resources": {"CPU": 8, "memory": 24 * gigabyte},
+            "labels": {"market": "on-demand"},
+            "idle_timeout_s": 120.0,
+            "priority": 0,
+        },
+    }
 
 
 def test_the_job_has_the_cluster_of_the_cluster_file():
