@@ -55,9 +55,12 @@ trap end_cluster EXIT
 
 # Ports other than the head's are any free ones. A node that fails takes neither the job nor the other nodes' step with it.
 any_ports=(--min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0 --num-cpus="$cpus" --block)
+head_ports=(--port="$port")
+if python -c 'import grpc' 2>/dev/null; then   # with it Ray serves clients, at one port for all clusters unless told otherwise
+    head_ports+=(--ray-client-server-port="$((port + 1))")
+fi
 srun --nodes=1 --ntasks=1 --cpus-per-task="$cpus" --overlap --nodelist="$head_node" \
-    ray start --head --node-ip-address="$head_ip" \
-    --port="$port" --include-dashboard=false \
+    ray start --head --node-ip-address="$head_ip" "${head_ports[@]}" --include-dashboard=false \
     --temp-dir="/tmp/ray-$SLURM_JOB_ID" "${any_ports[@]}" &
 steps+=("$!")
 
