@@ -268,3 +268,19 @@ def test_stdout_is_pure_json_whatever_else_prints_there():
         ["sh", "-c", '"$0" -c "$1" 2>&-', sys.executable, textwrap.dedent(code)], capture_output=True, text=True, timeout=60
     )
     assert closed.stdout == '{"a": 1}\nafter\n'
+
+
+def test_the_json_of_train_is_pure_while_ray_and_the_jobs_code_print(tmp_path, monkeypatch, capfd):
+    from raypar.launch import Result
+
+    def train(job, tell, **rest):
+        print("(autoscaler) Adding 1 node")
+        tell({"kind": "stage", "stage": "checked", "text": "checked"})
+        return Result({}, "runs/small", "done", 8)
+
+    (tmp_path / "small.yaml").write_text(JOB)
+    monkeypatch.setattr("raypar.launch.train_job_in_new_folder", train)
+    assert main(["train", str(tmp_path / "small.yaml"), "--json"]) == 0
+    printed = capfd.readouterr()
+    assert [json.loads(line)["kind"] for line in printed.out.splitlines()] == ["stage", "stage", "result"]
+    assert printed.err == "(autoscaler) Adding 1 node\n"
