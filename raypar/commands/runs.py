@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             server = connect_job_server(address)
             place = server.name
-            rows = list_cluster_runs(server, args.last, now)
+            rows = list_cluster_runs(server, args.last)
         if args.json:
             print(json.dumps([row.facts() for row in rows]), file=out)
         else:
@@ -106,7 +106,7 @@ def read_run_row(run: RunFolder, now: float) -> RunRow:
         return RunRow(name=run.name, path=str(run.path), state="unreadable", why=error.what)
 
 
-def list_cluster_runs(server: JobServer, last: int, now: float) -> list[RunRow]:
+def list_cluster_runs(server: JobServer, last: int) -> list[RunRow]:
     """The rows of the jobs that were submitted last, in that order."""
     import time
 
@@ -114,11 +114,11 @@ def list_cluster_runs(server: JobServer, last: int, now: float) -> list[RunRow]:
 
     jobs = sorted(map(parse_job, server.jobs()), key=lambda job: job.started_s or 0.0)[-last or None :]
     until_s = time.monotonic() + DEADLINE_S
-    newest_first = [read_job_row(server, job, now, with_log=time.monotonic() < until_s) for job in reversed(jobs)]
+    newest_first = [read_job_row(server, job, with_log=time.monotonic() < until_s) for job in reversed(jobs)]
     return newest_first[::-1]
 
 
-def read_job_row(server: JobServer, job: ClusterJob, now: float, *, with_log: bool) -> RunRow:
+def read_job_row(server: JobServer, job: ClusterJob, *, with_log: bool) -> RunRow:
     """The row of a job, with what its log says of its run."""
     from raypar.console.run_table import RunRow
     from raypar.errors import ClusterError
@@ -137,7 +137,7 @@ def read_job_row(server: JobServer, job: ClusterJob, now: float, *, with_log: bo
         steps=said.steps,
         loss=said.loss,
         started_s=job.started_s,
-        updated_s=job.ended_s if job.over else now,
+        updated_s=job.ended_s,
         why=said.waiting or "" if waits else said.end or job.message,
         submission_id=job.submission_id,
     )

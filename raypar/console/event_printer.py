@@ -178,15 +178,14 @@ class EventPrinter:
             lines.append(f"validation loss {self.validation:.4f}")
         if result.sample:
             lines += ["sample:", *("    " + line for line in result.sample.splitlines())]
-        name = result.handle
         if result.picture_path:
             lines.append(
                 f"picture: {result.picture_path} (the schedule as predicted and as measured; trace.json opens in Perfetto)"
             )
         if result.end == "stopped":
-            lines.append(f"next: raypar resume {name}, also under another plan: raypar resume {name} --set plan.stages=...")
+            lines.append(f"next: {result.resume_advice}")
         else:
-            lines.append(f"next: raypar export {name} --out model.safetensors; train again with --set plan.schedule=zb-h1")
+            lines.append(f"next: {result.export_advice}")
         if result.weights_sha256:
             lines.append(f"weights sha256 {result.weights_sha256}")
         self.line("\n".join(lines))

@@ -30,7 +30,7 @@ class RunRow:
     started_s: float | None = None
     """When it was started or resumed; of a job: submitted."""
     updated_s: float | None = None
-    """When it was last heard of, or ended."""
+    """When it was last heard of, or ended; of a job that has not ended None."""
     why: str = ""
     """What it waits for, or why it ended."""
     path: str | None = None
@@ -109,7 +109,7 @@ def _loss(row: RunRow) -> str:
 
 
 def _when(row: RunRow, now: float) -> str:
-    """When it was last heard of: `14:03:59 (5 s ago)`, with the date if that is more than a day ago."""
+    """When it was last heard of, or a job was submitted: `14:03:59 (5 s ago)`, with the date if that is more than a day ago."""
     at = row.updated_s if row.updated_s is not None else row.started_s
     if at is None:
         return "-"

@@ -132,6 +132,6 @@ def read_log_facts(log: str) -> LogFacts:
             facts |= {"step": int(found["step"] or found["done"]), "end": line.strip(), "waiting": None}
         elif found := _WAITING.match(line):
             facts["waiting"] = found[1]
-        elif line.startswith("["):  # a stage of the start-up
+        elif line.startswith(("[", "the cluster has room for ")):  # a stage of the start-up; the end of a wait
             facts["waiting"] = None
     return LogFacts(**facts)

@@ -110,13 +110,12 @@ def submission_error(error: Exception, server: JobServer, submission_id: str | N
 @contextlib.contextmanager
 def _quiet_ray_log() -> Iterator[None]:
     """Keep Ray from telling every file that it leaves out of the package; what goes wrong is raised."""
-    logger = logging.getLogger("ray")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # several of Ray's loggers have levels of their own
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logging.disable(before)
 
 
 @contextlib.contextmanager
