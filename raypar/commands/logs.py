@@ -57,10 +57,10 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
 
     Raises `ClusterError` for a run that has neither a process on this machine nor news for `GONE_S`.
     """
-    import json
     import time
 
     from raypar.commands.status import read_job_step_count
+    from raypar.console.json_stdout import json_text
     from raypar.console.run_log import RunLog, exit_code_of_end, with_kind
     from raypar.console.run_status import find_end_event
     from raypar.errors import ClusterError
@@ -75,7 +75,7 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
         end = find_end_event(metrics, events, {}) or (None if metrics or events else end)
         if as_json:
             entries = sorted((*metrics, *events), key=lambda entry: entry.get("time") or 0.0)
-            out.writelines(json.dumps(with_kind(entry)) + "\n" for entry in entries)
+            out.writelines(json_text(with_kind(entry)) + "\n" for entry in entries)
         else:
             out.writelines(line + "\n" for line in log.lines(metrics, events))
         out.flush()

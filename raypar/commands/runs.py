@@ -33,10 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the list, the last one last; exit code 0, also if it is empty."""
-    import json
     import time
 
-    from raypar.console.json_stdout import json_stdout
+    from raypar.console.json_stdout import json_stdout, json_text
     from raypar.console.run_table import format_run_table
     from raypar.errors import ConfigError
     from raypar.launch.job_server import connect_job_server, find_server_address
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             place = server.name
             rows = list_cluster_runs(server, args.last)
         if args.json:
-            print(json.dumps([row.facts() for row in rows]), file=out)
+            print(json_text([row.facts() for row in rows]), file=out)
         else:
             print(format_run_table(rows, now) if rows else f"no runs in {place}", file=out)
     return 0

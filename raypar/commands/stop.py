@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Stop the run and say what it has left; see above for the exit codes."""
-    import json
-
-    from raypar.console.json_stdout import json_stdout
+    from raypar.console.json_stdout import json_stdout, json_text
     from raypar.errors import ConfigError
     from raypar.launch.cluster_jobs import match_job, parse_job
     from raypar.launch.job_server import connect_job_server, find_server_address
@@ -51,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             server = connect_job_server(address)
             facts = stop_job(server, match_job(args.run, [*map(parse_job, server.jobs())], server.name), args.wait_s)
         text = facts.pop("text")
-        print(json.dumps(facts) if args.json else text, file=out)
+        print(json_text(facts) if args.json else text, file=out)
     return 0
 
 

@@ -9,6 +9,7 @@ Exit codes: 0 done (with --no-wait: submitted), 1 failed, 2 bad input, 130 stopp
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar submit`."""
     parser.add_argument("job", help="job file (YAML), in the working directory")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="override a job key")
-    add_address_argument(parser)
+    add_address_argument(parser, "RAY_API_SERVER_ADDRESS, else RAY_ADDRESS")
     parser.add_argument("--working-dir", type=Path, default=Path(), metavar="DIR", help="sent along (default: this one)")
     parser.add_argument("--submission-id", metavar="ID", help="the job's id on the cluster (default: Ray makes one)")
     parser.add_argument("--no-wait", action="store_true", help="do not follow the job's log")
@@ -39,11 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON lines: submitted, log, end")
 
 
-def add_address_argument(parser: argparse.ArgumentParser) -> None:
+def add_address_argument(parser: argparse.ArgumentParser, default: str = "RAY_API_SERVER_ADDRESS") -> None:
     """`--address`, which submit, runs, logs and stop share."""
-    parser.add_argument(
-        "--address", metavar="URL", help="the cluster's job server, http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS)"
-    )
+    parser.add_argument("--address", metavar="URL", help=f"the cluster's job server, http://HEAD:8265 (default: {default})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     runtime_env = make_runtime_env(args.working_dir)
     with json_stdout(args.json) as out:
         printer = JobPrinter(out, as_json=args.json)
-        server = connect_job_server(find_server_address(args.address))
+        server = connect_job_server(find_server_address(args.address) or os.environ.get("RAY_ADDRESS"))
         submission_id = submit_job(server, job.name, entrypoint, runtime_env, args.submission_id)
         printer.submitted(submission_id, job.name, server.name, entrypoint)
         if args.no_wait:

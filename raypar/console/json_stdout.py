@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import math
 import os
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 
 @contextlib.contextmanager
@@ -32,6 +34,23 @@ def json_stdout(as_json: bool) -> Iterator[TextIO]:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         yield out
         out.flush()
+
+
+def json_text(value: Any) -> str:
+    """The value as JSON; NaN and infinities, which JSON has not, are null."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value))
+
+
+def _finite(value: Any) -> Any:
+    """The value with None for every number that is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_stdout_of_process(stream: TextIO) -> bool:

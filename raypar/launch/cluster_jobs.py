@@ -56,7 +56,7 @@ class ClusterJob:
     def command_exit_code(self) -> int:
         """The exit code by which `raypar submit` tells how the job ended: 0 done, 130 stopped, else the job's own, or 1."""
         if self.state == "failed":
-            return self.exit_code or 1
+            return self.exit_code if self.exit_code is not None and 0 < self.exit_code < 256 else 1
         return STOPPED_CODE if self.state == "stopped" else 0
 
 
@@ -66,15 +66,20 @@ def parse_job(record: Mapping[str, Any]) -> ClusterJob:
     state, code = STATES.get(str(record.get("status")), "running"), record.get("driver_exit_code")
     code = code if isinstance(code, int) else None
     return ClusterJob(
-        submission_id=str(record["submission_id"]),
-        name=str(metadata[NAME_KEY]) if isinstance(metadata, dict) and NAME_KEY in metadata else None,
+        submission_id=printable(record["submission_id"]),
+        name=printable(metadata[NAME_KEY]) if isinstance(metadata, dict) and NAME_KEY in metadata else None,
         state="stopped" if state == "failed" and code == STOPPED_CODE else state,
         exit_code=code,
-        message=str(record.get("message") or ""),
-        entrypoint=str(record.get("entrypoint") or ""),
+        message=printable(record.get("message") or ""),
+        entrypoint=printable(record.get("entrypoint") or ""),
         started_s=_seconds(record.get("start_time")),
         ended_s=_seconds(record.get("end_time")),
     )
+
+
+def printable(value: object) -> str:
+    """The value as text without what a terminal would obey: others may have chosen it."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in str(value))
 
 
 def _seconds(milliseconds: object) -> float | None:
@@ -127,11 +132,11 @@ def read_log_facts(log: str) -> LogFacts:
             except ValueError:
                 facts["loss"] = None
         elif found := _RUN.search(line):
-            facts |= {"run": found["run"] or found["again"], "waiting": None}
+            facts |= {"run": printable(found["run"] or found["again"]), "waiting": None}
         elif found := _END.match(line):
-            facts |= {"step": int(found["step"] or found["done"]), "end": line.strip(), "waiting": None}
+            facts |= {"step": int(found["step"] or found["done"]), "end": printable(line.strip()), "waiting": None}
         elif found := _WAITING.match(line):
-            facts["waiting"] = found[1]
+            facts["waiting"] = printable(found[1])
         elif line.startswith(("[", "the cluster has room for ")):  # a stage of the start-up; the end of a wait
             facts["waiting"] = None
     return LogFacts(**facts)

@@ -32,6 +32,7 @@ def job(submission_id="a", status="RUNNING", name="quickstart", start=1000, **mo
         ("FAILED", 130, "stopped", 130),
         ("FAILED", 2, "failed", 2),
         ("FAILED", None, "failed", 1),
+        ("FAILED", -9, "failed", 1),
     ],
 )
 def test_a_stopped_job_is_told_from_a_finished_one_by_the_exit_code(status, code, state, command_code):
@@ -42,6 +43,7 @@ def test_a_stopped_job_is_told_from_a_finished_one_by_the_exit_code(status, code
 def test_a_job_of_another_program_has_no_name():
     found = parse_job({"submission_id": "x", "status": "PENDING", "metadata": None})
     assert (found.name, found.state, found.started_s, found.over) == (None, "pending", None, False)
+    assert job(name="a\x1b[2Jb").name == "a?[2Jb", "what others have chosen does not move the cursor"
 
 
 def test_what_a_log_says():

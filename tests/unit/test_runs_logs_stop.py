@@ -107,6 +107,9 @@ def test_runs_lists_a_folder_in_the_order_of_starts_also_as_json(tmp_path, capfd
     ]
     assert main(["runs", "--last", "1", "--run-dir", str(tmp_path / "runs")]) == 0
     assert [line.split()[0] for line in capfd.readouterr().out.splitlines()] == ["name", "later"]
+    make_run(Path("runs"), "odd", [step(8, 3000.0, float("nan"))], started_s=3000.0)
+    assert main(["runs", "--json", "--last", "1"]) == 0
+    assert '"loss": null' in capfd.readouterr().out, "JSON has no NaN"
     assert main(["runs", "--run-dir", "runs", "--address", "http://a:1"]) == 2
     assert "give one of them" in capfd.readouterr().err
 
