@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 STEPS, STOPPED_AFTER, PATIENCE_S = 160, 40, 240.0
 SMALL = [f"steps={STEPS}", "model.args.width=64", *(f"{p}.args.context=64" for p in ("model", "data", "validation"))]
-STOP_WAIT_S = 30
-"""How long the job server waits for a job that it has asked to stop before it kills it; its own default is 3 s."""
+STOPPED_CODE = 130
+"""Exit code by which `raypar submit` and `raypar logs --follow` tell a stopped job from a finished one."""
 
 
 def free_port() -> int:
@@ -42,7 +42,7 @@ def cluster(nodes: int, home: Path) -> Iterator[str]:
     temp = Path(tempfile.mkdtemp(prefix="raypar-", dir="/tmp"))  # short: Ray puts its sockets in it
     port, server = free_port(), free_port()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
+    quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     env |= {**quiet, "HOME": str(home), "PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     env["TMPDIR"] = str(temp)  # the job server leaves sockets there
@@ -96,35 +96,31 @@ def wait_until(fact, what: str, node: "subprocess.Popen[bytes]", log: Path) -> N
         time.sleep(0.1)
 
 
-class JobServer:
-    """`ray job ...` on the cluster at `address`; what is called is told."""
+class Cluster:
+    """raypar's commands for jobs of the cluster at `address`; what is called is told, and what it prints."""
 
     def __init__(self, address: str) -> None:
-        self.address = address
-        self.env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+        self.env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_API_SERVER_ADDRESS": address}
 
-    def submit(self, name: str, *settings: str, wait: bool = True) -> str:
-        """What the job has printed, if it is waited for."""
-        train = ["python", "-m", "raypar", "train", "jobs/quickstart.yaml"]
-        train += [word for setting in settings for word in ("--set", setting)]
-        options = ["--submission-id", name, *([] if wait else ["--no-wait"])]
-        return self._call("submit", *options, "--working-dir", ".", "--", *train)
+    def submit(self, submission_id: str, *settings: str, wait: bool = True) -> str:
+        """What is printed: if the job is waited for, its log."""
+        words = [word for setting in settings for word in ("--set", setting)]
+        more = [] if wait else ["--no-wait"]
+        return self.call("submit", "jobs/quickstart.yaml", "--submission-id", submission_id, *more, *words)
 
-    def stop(self, name: str) -> None:
-        self._call("stop", name)
-
-    def _call(self, verb: str, *words: str) -> str:
-        print(f"\n$ ray job {verb} {shlex.join(words)}", flush=True)
+    def call(self, *words: str, expected: int = 0) -> str:
+        """What `raypar WORDS` prints. Ends the program unless it has the `expected` exit code."""
+        print(f"\n$ raypar {shlex.join(words)}", flush=True)
         said = []
-        command = [*RAY, "job", verb, "--address", self.address, *words]
+        command = [sys.executable, "-m", "raypar", *words]
         with subprocess.Popen(
             command, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as called:
             for line in called.stdout:
                 print(f"  {line}", end="", flush=True)
                 said.append(line)
-        if called.returncode:
-            sys.exit(f"`ray job {verb}` ended with exit code {called.returncode}")
+        if called.returncode != expected:
+            sys.exit(f"`raypar {words[0]}` ended with exit code {called.returncode} instead of {expected}")
         return "".join(said)
 
 
@@ -153,18 +149,21 @@ def main() -> None:
     home.mkdir(parents=True, exist_ok=True)
     run = home / "raypar/runs/quickstart"
     with cluster(given.nodes, home) as address:
-        server = JobServer(address)
-        in_peace = weights(server.submit("in_peace", *SMALL, *given.settings, "name=in_peace"))
-        server.submit("first", *SMALL, *given.settings, wait=False)
+        jobs = Cluster(address)
+        in_peace = weights(jobs.submit("in_peace", *SMALL, *given.settings, "name=in_peace"))
+        jobs.submit("first", *SMALL, *given.settings, wait=False)
         until = time.monotonic() + PATIENCE_S
         while steps_done(run) < STOPPED_AFTER:
             if time.monotonic() > until:
                 sys.exit(f"the run has done {steps_done(run)} steps in {PATIENCE_S:.0f} s")
             time.sleep(0.05)
-        server.stop("first")
+        jobs.call("runs")
+        jobs.call("stop", "quickstart")
+        jobs.call("logs", "first", "--follow", expected=STOPPED_CODE)
         left = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
         print(f"\nafter {steps_done(run)} of {STEPS} steps it was stopped; left in {run}/checkpoints: {', '.join(left)}")
-        said = server.submit("second", *SMALL, *given.settings)
+        said = jobs.submit("second", *SMALL, *given.settings)
+        jobs.call("runs")
     resumed = weights(said)
     print(f"\nundisturbed            {in_peace}\nstopped and submitted  {resumed}")
     good = in_peace == resumed and bool(left) and "from step_" in said and not (run.parent / "quickstart-2").exists()

@@ -1,6 +1,6 @@
 """The command line: imports and runs one subcommand, and turns errors into two lines and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 bad input (nothing was started), 130 Ctrl-C.
+Exit codes: 0 done, 1 failed, 2 bad input (nothing was started), 130 stopped by the user (Ctrl-C, SIGTERM, `raypar stop`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ COMMANDS = {
     "resume": "train on from a run's last checkpoint, under another plan if you like",
     "plan": "placement, memory and predicted step time of a job's plan",
     "simulate": "a schedule's makespan, bubble and memory, and its picture",
+    "submit": "train a job on a cluster, by its job server",
+    "runs": "the runs in a folder, or the jobs of a cluster: state, step, loss",
+    "logs": "what a run or a submitted job has printed; -f follows it",
+    "stop": "let a run or a submitted job save a checkpoint and end",
     "status": "phase, speed and workers of a run, and what has happened to it",
     "report": "a run as one HTML file, to be read without raypar",
     "doctor": "whether this machine, and a cluster, are fit for raypar, with cures",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from raypar.errors import ConfigError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
@@ -46,6 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print stages, layers, replicas, sizes per worker, the imbalance of blocks and the predicted step; exit code 0."""
+    from raypar.console.json_stdout import json_stdout
+
+    with json_stdout(args.json) as out:
+        return show_plan(args, out)
+
+
+def show_plan(args: argparse.Namespace, out: TextIO) -> int:
+    """See `run`; prints to `out`."""
     from raypar.config import load_job
     from raypar.model.layer_skeletons import layer_sizes
     from raypar.planner.plan_search import predict_step
@@ -98,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         found["choice"] = plan_report_as_dict(shown.choice)
         parts.append(plan_report(shown.choice))
     if args.json:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(found), file=out, flush=True)
         return 0
     print("\n\n".join(part for part in parts if part), flush=True)
     if args.svg is not None:

@@ -30,17 +30,19 @@ def run(args: argparse.Namespace) -> int:
     from raypar.config import load_job
     from raypar.console.event_printer import EventPrinter
     from raypar.console.fault_summary import COUNTED
+    from raypar.console.json_stdout import json_stdout
     from raypar.launch import raise_run_failure, resume_job
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
     from raypar.run_folder import RunFolder
 
-    folder = RunFolder.find(args.run, choose_lasting_run_dir(args.run_dir))
-    job = load_job(folder.job, args.overrides)
-    console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start)
-    console.faults += [event for event in folder.read_lines(folder.events) if event["kind"] in COUNTED]
-    console({"kind": "stage", "stage": "read", "text": f"run {folder.name} found in {folder.path}: {job.steps} steps"})
-    result = resume_job(
-        job, folder, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
-    )
-    raise_run_failure(result)
-    return console.finish(result)
+    with json_stdout(args.json) as out:
+        folder = RunFolder.find(args.run, choose_lasting_run_dir(args.run_dir))
+        job = load_job(folder.job, args.overrides)
+        console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out)
+        console.faults += [event for event in folder.read_lines(folder.events) if event["kind"] in COUNTED]
+        console({"kind": "stage", "stage": "read", "text": f"run {folder.name} found in {folder.path}: {job.steps} steps"})
+        result = resume_job(
+            job, folder, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
+        )
+        raise_run_failure(result)
+        return console.finish(result)

@@ -50,26 +50,28 @@ def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
     from raypar.config import load_job
     from raypar.console.event_printer import EventPrinter
+    from raypar.console.json_stdout import json_stdout
     from raypar.launch import raise_run_failure, train_job_in_new_folder
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir, find_unfinished_run, is_submitted_job
 
-    job = load_job(args.job, args.overrides)
-    job = job.model_copy(update={"run_dir": str(choose_lasting_run_dir(job.run_dir))})
-    console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start)
-    console({"kind": "stage", "stage": "read", "text": f"job {job.name} read from {args.job}: {job.steps} steps"})
-    former = None
-    if is_submitted_job() if args.resume is None else args.resume:
-        former, why = find_unfinished_run(job)
-        if why:
-            console({"kind": "note", "text": why})
-    if former is not None:
-        result = resume_existing_run(job, former, console, args)
-    else:
-        result = train_job_in_new_folder(
-            job, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
-        )
-    raise_run_failure(result)
-    return console.finish(result)
+    with json_stdout(args.json) as out:
+        job = load_job(args.job, args.overrides)
+        job = job.model_copy(update={"run_dir": str(choose_lasting_run_dir(job.run_dir))})
+        console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out)
+        console({"kind": "stage", "stage": "read", "text": f"job {job.name} read from {args.job}: {job.steps} steps"})
+        former = None
+        if is_submitted_job() if args.resume is None else args.resume:
+            former, why = find_unfinished_run(job)
+            if why:
+                console({"kind": "note", "text": why})
+        if former is not None:
+            result = resume_existing_run(job, former, console, args)
+        else:
+            result = train_job_in_new_folder(
+                job, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
+            )
+        raise_run_failure(result)
+        return console.finish(result)
 
 
 def resume_existing_run(job: Job, former: RunFolder, console: EventPrinter, args: argparse.Namespace) -> Result:

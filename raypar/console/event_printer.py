@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import deque
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.console.event_lines import EventNarrator, count_noun, replay_line
 from raypar.console.fault_summary import COUNTED, summarize_faults
+from raypar.console.json_stdout import json_text
 
 if TYPE_CHECKING:
     from raypar.launch.result import Result
@@ -65,7 +65,7 @@ class EventPrinter:
         if event["kind"] == "stage":
             event = {**event, "seconds": round(time.monotonic() - self.start_s, 3)}
         if self.as_json:
-            self.line(json.dumps({"time": time.time(), **event}))
+            self.line(json_text({"time": time.time(), **event}))
             return
         kind = event["kind"]
         if kind in COUNTED:
@@ -168,7 +168,7 @@ class EventPrinter:
         """Print the result; its last line is the hash of the weights. Returns the exit code."""
         if self.as_json:
             facts = {k: v for k, v in vars(result).items() if k not in ("history", "error")}
-            self.line(json.dumps({"kind": "result", **facts}))
+            self.line(json_text({"kind": "result", **facts}))
             return 0
         lines = [f"{result.why}: {result.done} steps, {self.speed()}"]
         survived = summarize_faults(self.faults)
@@ -178,15 +178,14 @@ class EventPrinter:
             lines.append(f"validation loss {self.validation:.4f}")
         if result.sample:
             lines += ["sample:", *("    " + line for line in result.sample.splitlines())]
-        name = result.handle
         if result.picture_path:
             lines.append(
                 f"picture: {result.picture_path} (the schedule as predicted and as measured; trace.json opens in Perfetto)"
             )
         if result.end == "stopped":
-            lines.append(f"next: raypar resume {name}, also under another plan: raypar resume {name} --set plan.stages=...")
+            lines.append(f"next: {result.resume_advice}")
         else:
-            lines.append(f"next: raypar export {name} --out model.safetensors; train again with --set plan.schedule=zb-h1")
+            lines.append(f"next: {result.export_advice}")
         if result.weights_sha256:
             lines.append(f"weights sha256 {result.weights_sha256}")
         self.line("\n".join(lines))

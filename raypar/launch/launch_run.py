@@ -24,6 +24,7 @@ from raypar.user_code_errors import error_text, recording_ctrl_c, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
+    from raypar.actors.placement_queue import PlacementQueue
     from raypar.actors.run_request import RunRequest
 
 MakeRequest = Callable[[RunFolder, "str | None"], "RunRequest"]
@@ -134,15 +135,33 @@ def _connect_and_follow(
             if connection.kind == "joined":  # Ray gives every worker its own processor, on some machine
                 request = replace(request, profile=replace(request.profile, processors=None))
 
-            def tell_and_watch(event: dict[str, Any]) -> None:
-                nonlocal begun
-                begun = begun or event["kind"] in ("step", "checkpoint")
-                tell(event)
+            with contextlib.ExitStack() as stack:
+                queue = None
+                if connection.kind != "own":
+                    queue = stack.enter_context(_placement_turn(folder.name, chosen.plan.world, options, tell))
 
-            return _follow(request, folder, tell_and_watch, tell.note_driver_answer)
+                def tell_and_watch(event: dict[str, Any]) -> None:
+                    nonlocal begun
+                    begun = begun or event["kind"] in ("step", "checkpoint")
+                    if queue is not None and (begun or event.get("stage") == "started"):
+                        queue.leave()
+                    tell(event)
+
+                return _follow(request, folder, tell_and_watch, tell.note_driver_answer)
         finally:
             if not begun and not folder.metrics.exists():  # on a full disk metrics.jsonl may be missing after steps
                 shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _placement_turn(
+    run: str, workers: int, options: LaunchOptions, tell: EventHandler
+) -> contextlib.AbstractContextManager[PlacementQueue]:
+    """The run's turn to be placed on a cluster that it shares with others; see `actors/placement_queue.py`."""
+    from raypar.actors.placement_queue import placement_turn
+    from raypar.launch.ray_job_resubmission import QUEUE_S, is_submitted_job
+
+    wait_s = max(options.wait_for_workers_s, QUEUE_S) if is_submitted_job() else options.wait_for_workers_s
+    return placement_turn(run, workers, wait_s, lambda text: tell({"kind": "waiting", "text": text}))
 
 
 def _most_workers(chosen: ChosenPlan, options: LaunchOptions) -> int:

@@ -16,6 +16,9 @@ SUBMITTED_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray's job server gives to every job's command."""
 RUNS_FOLDER = "raypar"
 """Folder below the home directory of the user who runs the head of the cluster."""
+QUEUE_S = 24 * 3600.0
+"""How long a submitted job waits behind others for room on the cluster, unless `wait_for_workers_s` is longer: jobs are
+submitted to be run one after the other."""
 
 
 def is_submitted_job() -> bool:

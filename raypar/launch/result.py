@@ -9,6 +9,7 @@ from typing import Any
 
 from raypar.atomic_write import write_text_atomically
 from raypar.errors import Interrupted, RayparError
+from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.run_folder import ERROR_FILE, resume_argument
 from raypar.traceback_filter import TRACEBACK_VARIABLE, full_traceback, remove_raypar_frames, shows_raypar_frames
 
@@ -44,6 +45,21 @@ class Result:
     def handle(self) -> str:
         """The argument by which `raypar resume` and `raypar export` find the run."""
         return resume_argument(self.path)
+
+    @property
+    def resume_advice(self) -> str:
+        """How the run is resumed: where a submitted job ran, on the cluster, nobody types commands."""
+        if is_submitted_job():
+            return "submit the same job again, also under another plan: it goes on from there"
+        return f"raypar resume {self.handle}, also under another plan: raypar resume {self.handle} --set plan.stages=..."
+
+    @property
+    def export_advice(self) -> str:
+        """What can be done with a run that has done all its steps."""
+        export = f"raypar export {self.handle} --out model.safetensors"
+        if is_submitted_job():
+            return f"on the head: {export}"
+        return f"{export}; train again with --set plan.schedule=zb-h1"
 
     @property
     def checkpoint(self) -> Any:
@@ -97,7 +113,7 @@ def raise_run_failure(result: Result) -> None:
         raise RayparError(f"this driver gave way to another after {result.done} steps: {result.why}", cure="follow that one")
     if result.end == "interrupted":
         at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"
-        cure = f"raypar resume {result.handle}"
+        cure = "submit the same job again: it goes on from there" if is_submitted_job() else f"raypar resume {result.handle}"
         if not (Path(result.path) / "job.yaml").is_file():  # its functions have no names: only the script can make them
             cure = f"give Trainer resume_from_checkpoint={result.path!r}"
         cure = cure if result.checkpoint_path else ""

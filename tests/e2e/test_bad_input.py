@@ -82,7 +82,7 @@ def test_bad_input_is_one_message_with_a_cure_and_starts_nothing(case, tmp_path,
 def test_more_workers_than_the_cluster_has_processors(tmp_path, monkeypatch, capfd):
     """Stages, replicas and shards multiply; what they come to is said with the numbers."""
     monkeypatch.chdir(Path(__file__).parents[1])
-    joined = contextlib.nullcontext(RayConnection("joined", "joined", "nowhere:0"))
+    joined = contextlib.nullcontext(RayConnection("own", "a local Ray cluster", "nowhere:0"))
     monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", lambda *given: joined)
     monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: ClusterCapacity(1, 4, 4, None))
     sets = [*GPT, "plan.replicas=2", "plan.shards=2"]

@@ -134,7 +134,7 @@ def test_bad_input_found_during_a_run_is_a_failed_run():
 def test_a_run_that_cannot_begin_leaves_no_run_folder(tmp_path, monkeypatch, capfd):
     @contextlib.contextmanager
     def connected(*arguments):
-        yield RayConnection("joined", "joined", "nowhere:0")
+        yield RayConnection("own", "a local Ray cluster", "nowhere:0")
 
     def taken(*arguments):
         assert (tmp_path / "runs/tiny").exists()

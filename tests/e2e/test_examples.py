@@ -33,6 +33,17 @@ def test_a_submitted_job_that_is_stopped_and_submitted_again_ends_with_the_weigh
 
 
 @pytest.mark.chaos
+def test_a_sweep_of_ray_tune_trains_each_trial_and_its_runs_take_turns_on_a_small_cluster(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "sweep.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "waiting for 2 CPUs" in done.stdout + done.stderr
+    *_, low, middle, high, best = done.stdout.splitlines()
+    assert [line.split()[1] for line in (low, middle, high)] == ["0.001", "0.003", "0.01"]
+    assert best.startswith("best: lr ") and {path.name for path in tmp_path.glob("lr_*")} == {"lr_0.001", "lr_0.003", "lr_0.01"}
+
+
+@pytest.mark.chaos
 def test_a_ray_program_trains_on_its_own_cluster_with_stages_replicas_and_shards(tmp_path):
     with connect_ray(None, 8, EXAMPLES.parent):
         address = ray.get_runtime_context().gcs_address

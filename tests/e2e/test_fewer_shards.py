@@ -132,6 +132,7 @@ def test_a_run_may_fall_to_fewer_shards_on_any_cluster(kind, monkeypatch, tmp_pa
         return Result({}, str(folder.path), "failed", 0)
 
     monkeypatch.setattr(launch_run, "_follow", follow)
+    monkeypatch.setattr(launch_run, "_placement_turn", lambda *given: nullcontext())
     spec, plan = six_heads(), ParallelPlan.mesh(tp=4, layers=4)
     folder = RunFolder.create(tmp_path, "run")
     options = LaunchOptions(make_folder=lambda chosen: folder, elastic=ElasticConfig(min_workers=1))

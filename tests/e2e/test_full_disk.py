@@ -110,7 +110,7 @@ def test_a_read_only_disk_is_two_lines(tmp_path, monkeypatch, capsys):
 def test_a_job_that_cannot_be_kept_is_not_started_and_leaves_no_run_folder(tmp_path, monkeypatch, capsys):
     @contextmanager
     def connected(*given):
-        yield RayConnection("joined", "joined", "nowhere:0")
+        yield RayConnection("own", "a local Ray cluster", "nowhere:0")
 
     monkeypatch.chdir(Path(__file__).parents[1])
     monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
@@ -154,7 +154,7 @@ def test_a_run_folder_without_metrics_is_not_removed_when_steps_were_seen(tmp_pa
 
     @contextmanager
     def connected(*given):
-        yield RayConnection("joined", "joined", "nowhere:0")
+        yield RayConnection("own", "a local Ray cluster", "nowhere:0")
 
     def follow(request, tell, heard):
         tell({"kind": "step", **LINE, "count_per_s": 1.0, "bubble": 0.0, "eta_s": 1.0})

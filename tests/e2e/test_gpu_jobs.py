@@ -32,7 +32,7 @@ def joined(monkeypatch, cluster):
     @contextlib.contextmanager
     def connected(address, workers, folder, nodes, gpus):
         asked.append(gpus)
-        yield RayConnection("joined", "joined", "nowhere:0")
+        yield RayConnection("own", "a local Ray cluster", "nowhere:0")
 
     monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
     monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: cluster)

@@ -59,7 +59,7 @@ HEAVY = {"torch", "ray", "cupy", "numpy", "pydantic"}
 ONLY_IN = {
     "cupy": ("comm/nccl/bindings.py",),
     "pydantic": ("config/",),
-    "ray": ("actors/", "launch/make_run_request.py", "launch/result.py"),
+    "ray": ("actors/", "launch/make_run_request.py", "launch/result.py", "launch/submit_to_job_server.py"),
 }
 THIRD_PARTY = HEAVY | {"yaml", "safetensors"}
 IMPURE = {"time", "random", "os", "datetime", "secrets", "socket", "subprocess", "threading", "multiprocessing"}

@@ -8,8 +8,8 @@ from helpers import checkpoint_folders as checkpoint_files
 from raypar.cli import main
 from raypar.commands import train
 from raypar.config import load_job
-from raypar.errors import ActiveError, OutlivedError
-from raypar.launch import Result
+from raypar.errors import ActiveError, Interrupted, OutlivedError
+from raypar.launch import Result, raise_run_failure
 from raypar.launch.ray_job_resubmission import SUBMITTED_VARIABLE, choose_lasting_run_dir, find_unfinished_run
 from raypar.run_folder import RunFolder
 from raypar.worker.job_spec import contract_of_job
@@ -130,3 +130,17 @@ def test_a_driver_that_outlived_its_client_is_waited_for(home, launched, monkeyp
     answers[:] = [ActiveError("a run called 'small' is active", "end that one")]
     assert main(["train", "small.yaml"]) == 1
     assert "is active" in capsys.readouterr().err
+
+
+def test_the_advice_in_a_submitted_jobs_log_is_right_for_who_reads_it(home, monkeypatch):
+    stopped_run = Result({}, str(home / "raypar/runs/small"), "stopped", 5)
+    assert stopped_run.resume_advice == "submit the same job again, also under another plan: it goes on from there"
+    assert stopped_run.export_advice.startswith("on the head: raypar export ")
+    (home / "raypar/runs/small").mkdir(parents=True)
+    (home / "raypar/runs/small/job.yaml").write_text(JOB)
+    ended = Result({}, stopped_run.path, "interrupted", 5, why="SIGTERM", checkpoint_path="/c/step_00000005")
+    with pytest.raises(Interrupted) as told:
+        raise_run_failure(ended)
+    assert told.value.cure == "submit the same job again: it goes on from there"
+    monkeypatch.delenv(SUBMITTED_VARIABLE)
+    assert stopped_run.resume_advice.startswith("raypar resume ")

@@ -1,0 +1,93 @@
+"""`raypar logs RUN`: prints the log of a run from its folder, or that of a cluster's submitted job (--address, or
+RAY_API_SERVER_ADDRESS); -f follows it to its end.
+
+Exit codes: 0 printed, of a followed run or job: as `raypar submit` (0 done, 1 failed, 130 stopped); 2 no such run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, TextIO
+
+from raypar.commands.submit import RUN_HELP, add_address_argument, follow_to_the_end
+
+if TYPE_CHECKING:
+    from raypar.run_folder import RunFolder
+
+POLL_S = 0.5
+"""How often a followed run's files are looked at."""
+GONE_S = 30.0
+"""How long a followed run without a process on this machine may write nothing."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `raypar logs`."""
+    parser.add_argument("run", help=RUN_HELP)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
+    parser.add_argument("--run-dir", help="where runs lie (default runs/); given, the cluster is not asked")
+    add_address_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the log; see above for the exit codes."""
+    from raypar.console.json_stdout import json_stdout
+    from raypar.launch.cluster_jobs import match_job, parse_job
+    from raypar.launch.job_printer import JobPrinter
+    from raypar.launch.job_server import connect_job_server, find_server_address
+    from raypar.run_folder import RunFolder
+
+    address = find_server_address(args.address) if args.run_dir is None else None
+    with json_stdout(args.json) as out:
+        if address is None:
+            folder = RunFolder.find(args.run, args.run_dir or "runs/", with_job=False)
+            return print_run_log(folder, out, follow=args.follow, as_json=args.json)
+        server = connect_job_server(address)
+        job = match_job(args.run, [*map(parse_job, server.jobs())], server.name)
+        printer = JobPrinter(out, as_json=args.json)
+        if args.follow:
+            return printer.ended(follow_to_the_end(server, job, printer))
+        printer.log(server.log(job.submission_id))
+        printer.finish_line()
+        return 0
+
+
+def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool) -> int:
+    """Print the run's events and steps; with `follow` until it has ended. Returns the exit code.
+
+    Raises `ClusterError` for a run that has neither a process on this machine nor news for `GONE_S`.
+    """
+    import time
+
+    from raypar.commands.status import read_job_step_count
+    from raypar.console.json_stdout import json_text
+    from raypar.console.run_log import RunLog, exit_code_of_end, with_kind
+    from raypar.console.run_status import find_end_event
+    from raypar.errors import ClusterError
+    from raypar.launch.new_run_lines import NewLines
+
+    log, end = RunLog(read_job_step_count(folder)), None
+    files = NewLines(folder.metrics), NewLines(folder.events)
+    heard_s = time.monotonic()
+    while True:
+        locked = folder.is_locked()  # before the files: then they hold all that the process has written
+        metrics, events = files[0].read(), files[1].read()
+        end = find_end_event(metrics, events, {}) or (None if metrics or events else end)
+        if as_json:
+            entries = sorted((*metrics, *events), key=lambda entry: entry.get("time") or 0.0)
+            out.writelines(json_text(with_kind(entry)) + "\n" for entry in entries)
+        else:
+            out.writelines(line + "\n" for line in log.lines(metrics, events))
+        out.flush()
+        if not follow:
+            return 0
+        if end is not None and not locked:
+            return exit_code_of_end(str(end["end"]))
+        heard_s = time.monotonic() if metrics or events or locked else heard_s
+        if time.monotonic() - heard_s > GONE_S:
+            raise ClusterError(
+                f"run {folder.name} has written nothing for {GONE_S:.0f} s, and no process of this machine trains it",
+                cure=f"`raypar status {folder.path}` says what it was doing; `raypar resume {folder.path}` goes on from its "
+                "last checkpoint",
+            )
+        time.sleep(POLL_S)

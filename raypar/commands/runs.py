@@ -1,0 +1,142 @@
+"""`raypar runs`: lists the runs in a runs folder; with --address (or RAY_API_SERVER_ADDRESS) a cluster's submitted jobs.
+
+State, step and loss of a run are those of its folder, of a job those that its log says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from typing import TYPE_CHECKING
+
+from raypar.commands.submit import add_address_argument
+
+if TYPE_CHECKING:
+    from raypar.console.run_table import RunRow
+    from raypar.launch.cluster_jobs import ClusterJob
+    from raypar.launch.job_server import JobServer
+    from raypar.run_folder import RunFolder
+
+TAIL_BYTES = 256 << 10
+"""How much of a run's metrics and events is read: the last steps, and the end."""
+DEADLINE_S = 60.0
+"""How long the logs of a cluster's jobs may take to read, all together; those that are not read have no step and loss."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `raypar runs`."""
+    parser.add_argument("--run-dir", help="where runs lie (default runs/); given, the cluster is not asked")
+    add_address_argument(parser)
+    parser.add_argument("--last", type=int, default=20, metavar="N", help="show the last N (default 20; 0: all)")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list, the last one last; exit code 0, also if it is empty."""
+    import time
+
+    from raypar.console.json_stdout import json_stdout, json_text
+    from raypar.console.run_table import format_run_table
+    from raypar.errors import ConfigError
+    from raypar.launch.job_server import connect_job_server, find_server_address
+
+    if args.last < 0:
+        raise ConfigError(f"--last {args.last}", cure="give a number of runs, or 0 for all")
+    if args.address is not None and args.run_dir is not None:
+        raise ConfigError("--address lists a cluster's jobs, --run-dir the runs in a folder", cure="give one of them")
+    address = find_server_address(args.address) if args.run_dir is None else None
+    now = time.time()
+    with json_stdout(args.json) as out:
+        if address is None:
+            place = f"{args.run_dir or 'runs/'}"
+            rows = list_runs_in_folder(args.run_dir or "runs/", args.last, now)
+        else:
+            server = connect_job_server(address)
+            place = server.name
+            rows = list_cluster_runs(server, args.last)
+        if args.json:
+            print(json_text([row.facts() for row in rows]), file=out)
+        else:
+            print(format_run_table(rows, now) if rows else f"no runs in {place}", file=out)
+    return 0
+
+
+def list_runs_in_folder(run_dir: str, last: int, now: float) -> list[RunRow]:
+    """The rows of the runs below `run_dir` that were started or resumed last, in that order."""
+    from raypar.run_folder import RunFolder, check_local_path
+    from raypar.untrusted_files import explain_read_errors
+
+    root = check_local_path(run_dir, "--run-dir")
+    with explain_read_errors(root):
+        folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+        runs = [RunFolder(path) for path in folders if (path / "job.yaml").exists() or (path / "checkpoints").is_dir()]
+    runs.sort(key=lambda run: read_start_time(run) or 0.0)
+    return [read_run_row(run, now) for run in runs[-last or None :]]
+
+
+def read_start_time(run: RunFolder) -> float | None:
+    """When the run was started or resumed."""
+    for path in (run.cluster, run.job, run.path):
+        with contextlib.suppress(OSError):
+            return path.lstat().st_mtime
+    return None
+
+
+def read_run_row(run: RunFolder, now: float) -> RunRow:
+    """The row of the run in a folder. A file that cannot be read is left out."""
+    from raypar.commands.status import read_job_step_count
+    from raypar.console.run_table import RunRow, build_run_row
+    from raypar.errors import ConfigError
+    from raypar.launch.new_run_lines import NewLines
+
+    try:
+        return build_run_row(
+            run.name,
+            str(run.path),
+            steps=read_job_step_count(run),
+            metrics=NewLines(run.metrics, TAIL_BYTES).read(),
+            events=NewLines(run.events, TAIL_BYTES).read(),
+            members=run.read_document(run.members, damaged=True),
+            locked=run.is_locked(),
+            started_s=read_start_time(run),
+            now=now,
+        )
+    except ConfigError as error:
+        return RunRow(name=run.name, path=str(run.path), state="unreadable", why=error.what)
+
+
+def list_cluster_runs(server: JobServer, last: int) -> list[RunRow]:
+    """The rows of the jobs that were submitted last, in that order."""
+    import time
+
+    from raypar.launch.cluster_jobs import parse_job
+
+    jobs = sorted(map(parse_job, server.jobs()), key=lambda job: job.started_s or 0.0)[-last or None :]
+    until_s = time.monotonic() + DEADLINE_S
+    newest_first = [read_job_row(server, job, with_log=time.monotonic() < until_s) for job in reversed(jobs)]
+    return newest_first[::-1]
+
+
+def read_job_row(server: JobServer, job: ClusterJob, *, with_log: bool) -> RunRow:
+    """The row of a job, with what its log says of its run."""
+    from raypar.console.run_table import RunRow
+    from raypar.errors import ClusterError
+    from raypar.launch.cluster_jobs import LogFacts, read_log_facts
+
+    said = LogFacts()
+    if with_log and job.state != "pending":
+        with contextlib.suppress(ClusterError):  # its node is gone
+            said = read_log_facts(server.log(job.submission_id))
+    waits = said.waiting is not None and job.state == "running"
+    starting = job.state == "running" and said.step is None
+    return RunRow(
+        name=said.run or job.name,
+        state="waiting" if waits else "starting" if starting else job.state,
+        step=said.step,
+        steps=said.steps,
+        loss=said.loss,
+        started_s=job.started_s,
+        updated_s=job.ended_s,
+        why=said.waiting or "" if waits else said.end or job.message,
+        submission_id=job.submission_id,
+    )

@@ -1,0 +1,46 @@
+"""Reads what is new in metrics.jsonl or events.jsonl, or only the last lines of a long file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+from raypar.read_run_lines import Line, read_valid_lines
+from raypar.untrusted_files import open_regular_file
+
+PIECE_BYTES = 16 << 20
+"""The most that is read at a time."""
+
+
+class NewLines:
+    """The lines that have been added to one file since the last look."""
+
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+        self.path = path
+        """The file; it may not exist yet."""
+        self.offset = 0
+        """Where the next look begins."""
+        if last_bytes is not None:
+            with contextlib.suppress(OSError):
+                self.offset = max(0, path.lstat().st_size - last_bytes)
+
+    def read(self) -> list[Line]:
+        """The valid new lines, whole ones only; of a file that was shortened all lines. Raises `ConfigError`."""
+        if not os.path.lexists(self.path):
+            return []
+        with open_regular_file(self.path, follow=False) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < self.offset:
+                self.offset = 0
+            file.seek(self.offset)
+            found: list[Line] = []
+            while piece := file.read(PIECE_BYTES):
+                whole = piece[: piece.rfind(b"\n") + 1] or (piece if len(piece) == PIECE_BYTES else b"")
+                if not whole:
+                    break
+                found += read_valid_lines(self.path.name, io.BytesIO(whole))
+                self.offset += len(whole)
+                file.seek(self.offset)
+            return found

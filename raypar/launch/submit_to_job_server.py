@@ -1,0 +1,132 @@
+"""Submits a job file to a cluster's job server: the command that runs there, the files that go along, and the submission."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raypar.errors import ClusterError, ConfigError, error_first_line
+from raypar.launch.cluster_jobs import NAME_KEY
+from raypar.launch.job_server import ADDRESS_VARIABLE, JobServer
+
+EXCLUDES = ("runs/", ".git/", ".venv/")
+"""What of the working directory is not sent, beside what its .gitignore and .rayignore name."""
+SUBMIT_S = 300.0
+"""How long packing and sending the working directory may take."""
+STOP_WAIT_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
+"""Environment variable that says how long Ray waits for a job that it has asked to stop, before it kills it."""
+STOP_WAIT_S = 120
+"""Its value for submitted jobs, unless the user sets another: Ray's own 3 s are too short to save a checkpoint."""
+
+
+def make_entrypoint(job: str, working_dir: Path, overrides: Sequence[str], resume: bool | None) -> str:
+    """The shell command that trains the job file `job` in a copy of `working_dir`. Raises `ConfigError`."""
+    root = Path(os.path.abspath(working_dir))
+    if not root.is_dir():
+        raise ConfigError(f"--working-dir {working_dir} is no folder", cure="give the folder with the job's functions")
+    path = Path(os.path.abspath(job))
+    if not path.is_relative_to(root):
+        raise ConfigError(
+            f"the job file {job} is not in the working directory {root}, so the cluster would not get it",
+            cure="run `raypar submit` in the folder with the job's functions, or give that folder as --working-dir",
+        )
+    words = ["python", "-m", "raypar", "train", str(path.relative_to(root))]
+    words += [word for override in overrides for word in ("--set", override)]
+    words += [] if resume is None else ["--resume" if resume else "--no-resume"]
+    return shlex.join(words)
+
+
+def make_runtime_env(working_dir: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The job's runtime environment: its files, and time to save when it is stopped. Raises `ConfigError`."""
+    wait = environ.get(STOP_WAIT_VARIABLE, str(STOP_WAIT_S))
+    if not wait.isdecimal():
+        raise ConfigError(f"{STOP_WAIT_VARIABLE}={wait!r}", cure="give whole seconds, such as 120")
+    return {"working_dir": os.path.abspath(working_dir), "excludes": list(EXCLUDES), "env_vars": {STOP_WAIT_VARIABLE: wait}}
+
+
+def submit_job(server: JobServer, name: str, entrypoint: str, runtime_env: Mapping[str, Any], submission_id: str | None) -> str:
+    """Submit; returns the submission id.
+
+    Raises `ClusterError` if Ray refuses, or after `SUBMIT_S`; `ConfigError` for an id that is taken, or without `ray[default]`.
+    """
+    found: list[Any] = []
+
+    def send() -> None:
+        try:
+            with _only_address(server.url), _quiet_ray_log():
+                from ray.job_submission import JobSubmissionClient
+
+                client = JobSubmissionClient(server.url, headers=dict(server.headers))
+                found.append(
+                    client.submit_job(
+                        entrypoint=entrypoint,
+                        submission_id=submission_id,
+                        runtime_env=dict(runtime_env),
+                        metadata={NAME_KEY: name},
+                    )
+                )
+        except Exception as error:  # told by the waiting thread
+            found.append(error)
+
+    thread = threading.Thread(target=send, name="raypar-submit", daemon=True)  # Ray's client has no deadlines
+    thread.start()
+    thread.join(SUBMIT_S)
+    if not found:
+        raise ClusterError(
+            f"{server.name} has not taken the job and its working directory within {SUBMIT_S:.0f} s",
+            cure="look at the network and at the folder's size: .rayignore names what need not be sent",
+        )
+    if isinstance(found[0], Exception):
+        raise submission_error(found[0], server, submission_id) from found[0]
+    return str(found[0])
+
+
+def submission_error(error: Exception, server: JobServer, submission_id: str | None) -> Exception:
+    """The error for what Ray's client has raised."""
+    text = error_first_line(error)
+    if "ray[default]" in str(error) or isinstance(error, ImportError):
+        return ConfigError(
+            f"submitting needs Ray's job client, which is not installed here ({text})", cure="pip install 'raypar[jobs]'"
+        )
+    if "already exists" in str(error):
+        return ConfigError(
+            f"a job {submission_id!r} has been submitted to {server.name} before",
+            cure="choose another --submission-id, or leave it out",
+        )
+    if "exceeds the maximum size" in str(error):
+        return ConfigError(
+            f"the working directory is too large to be sent: {text}",
+            cure="name what the job does not need in a file .rayignore there (patterns as in .gitignore), or keep it elsewhere",
+        )
+    return ClusterError(f"{server.name} did not take the job: {text}", cure="the head's dashboard.log says more")
+
+
+@contextlib.contextmanager
+def _quiet_ray_log() -> Iterator[None]:
+    """Keep Ray from telling every file that it leaves out of the package; what goes wrong is raised."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # several of Ray's loggers have levels of their own
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def _only_address(url: str) -> Iterator[None]:
+    """Let Ray's client use `url`, though it would prefer the address in the environment."""
+    before = os.environ.get(ADDRESS_VARIABLE)
+    os.environ[ADDRESS_VARIABLE] = url
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(ADDRESS_VARIABLE, None)
+        else:
+            os.environ[ADDRESS_VARIABLE] = before
