@@ -27,7 +27,6 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(home):
-    pytest.importorskip("aiohttp_cors", reason="Ray's job server is not installed: pip install 'ray[default]'")
     with cluster(1, home) as found:
         yield found
 

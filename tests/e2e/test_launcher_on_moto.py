@@ -20,9 +20,6 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("moto", reason="needs moto, of the extra `test`")
-pytest.importorskip("boto3", reason="needs boto3, of the extra `test`")
-
 ROOT = Path(__file__).parents[2]
 REGION = "us-west-2"
 TOKEN = "not-a-secret-but-treated-as-one"

@@ -46,7 +46,6 @@ echo "scontrol $*" >>"$SLURM_STUB_LOG"
 
 
 @pytest.mark.chaos
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_a_slurm_job_that_is_stopped_is_queued_again_and_goes_on(tmp_path: Path, request: pytest.FixtureRequest):
     """The weights are those of one plain process; nothing is left, neither processes nor the token."""
     stubs, job_id = tmp_path / "stubs", str(os.getpid())

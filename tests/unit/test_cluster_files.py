@@ -14,7 +14,6 @@ import yaml
 from helpers.file_mutations import misspelt, of_another_type, removed, replaced
 from helpers.kuberay_manifests import MANIFESTS, complaints_about_documents, complaints_about_manifest_text
 from helpers.launcher_files import API_CHECKS, MODELS, complaints_about_launcher_config, complaints_about_launcher_text
-from helpers.script_checks import program
 from helpers.shell_and_docker_files import (
     complaints_about_dockerfile,
     complaints_about_dockerignore,
@@ -24,10 +23,6 @@ from helpers.shell_and_docker_files import (
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
 LEAST_MUTATIONS = 10
-
-needs_linters = pytest.mark.skipif(
-    program("shellcheck") is None or program("hadolint") is None, reason="needs shellcheck and hadolint, of the extra `test`"
-)
 
 
 def text_of(name: str) -> str:
@@ -95,13 +90,11 @@ LAUNCHER_MISTAKES: dict[str, list[tuple[str, str]]] = {
 }
 
 
-@needs_linters
 @pytest.mark.parametrize("cloud", MODELS)
 def test_launcher_files_say_what_they_should(cloud: str):
     assert complaints_about_launcher_text(text_of(f"{cloud}.yaml"), cloud) == []
 
 
-@needs_linters
 @pytest.mark.parametrize("cloud", MODELS)
 def test_mistakes_in_launcher_files_are_found(cloud: str):
     text, missed = text_of(f"{cloud}.yaml"), []
@@ -113,7 +106,6 @@ def test_mistakes_in_launcher_files_are_found(cloud: str):
     assert len(mistakes) >= LEAST_MUTATIONS
 
 
-@needs_linters
 @pytest.mark.parametrize("cloud", MODELS)
 def test_every_key_of_a_launcher_file_is_known_needed_and_of_its_type(cloud: str):
     config = yaml.safe_load(text_of(f"{cloud}.yaml"))
@@ -383,13 +375,11 @@ DOCKERFILES = {
 }
 
 
-@needs_linters
 def test_the_slurm_script_says_what_it_should():
     assert complaints_about_slurm_script(text_of("slurm.sh")) == []
     assert (CLUSTER / "slurm.sh").stat().st_mode & 0o111
 
 
-@needs_linters
 def test_mistakes_in_the_slurm_script_are_found():
     text = text_of("slurm.sh")
     missed = [each for each in SLURM_MISTAKES if not complaints_about_slurm_script(replaced(text, *each))]
@@ -397,14 +387,12 @@ def test_mistakes_in_the_slurm_script_are_found():
     assert len(SLURM_MISTAKES) >= LEAST_MUTATIONS
 
 
-@needs_linters
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_dockerfiles_say_what_they_should(name: str):
     assert complaints_about_dockerfile(text_of(name)) == []
     assert complaints_about_dockerignore(text_of(f"{name}.dockerignore")) == []
 
 
-@needs_linters
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_mistakes_in_dockerfiles_are_found(name: str):
     text, mistakes = text_of(name), DOCKER_MISTAKES + DOCKERFILES[name]
