@@ -224,7 +224,7 @@ class NcclTransport(PendingOperations):
                 return
             self._closed = True
             if self._aborted is None:
-                lost = any(peer not in self._posted_by for peer in self._gone)
+                lost = any(peer not in self._posted_by for peer in tuple(self._gone))  # threads may add to it
                 gently = self._broken is None and not lost and not any(f.in_flight for f in self._handles)
                 gently = gently and self.mailbox.send_goodbye(self._streams.values(), LAUNCH_S)
                 self._aborted = "the transport was closed"
