@@ -535,3 +535,24 @@ def test_a_sparse_tensor_is_computed_or_refused_with_its_name():
         preflight(job_of(HoldsSparse))
     except ModelError as error:
         assert "HoldsSparse" in error.what or "sparse" in error.what
+
+
+class PaddedEncoder(nn.Module):
+    """An encoder of PyTorch's with a padding mask, which makes nested tensors of it in evaluation."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+        self.embed, self.encoder = nn.Linear(1, WIDTH), nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        mask = torch.arange(WIDTH) >= length[:, None]
+        return self.encoder(self.embed(x[..., None]), src_key_padding_mask=mask)[:, 0]
+
+
+def test_nested_tensors_are_refused_with_their_switch():
+    validation = ValidationSpec(DataSpec(Ref(Rows), target="y"), every=1, samples=4)
+    with pytest.raises(ModelError) as found:
+        preflight(job_of(PaddedEncoder, model=Ref(PaddedEncoder, {"nested": True}), validation=validation))
+    assert "enable_nested_tensor=False" in found.value.cure
+    preflight(job_of(PaddedEncoder, model=Ref(PaddedEncoder, {"nested": False}), validation=validation))

@@ -63,6 +63,17 @@ _NEVER_REPLAYED = {
 }
 """Functions between units that a replay would leave out -> what to call them."""
 
+_FIXED_SHAPES = (
+    "compute it inside a module that returns tensors of fixed shapes, and make that a unit (model.units); use torch.where in "
+    "place of boolean indices"
+)
+_CURES_BY_OPERATION = {
+    "_pack_padded_sequence": "put packing, the recurrent net and pad_packed_sequence(..., total_length=...) inside a module, "
+    "and make that a unit (model.units)",
+    "_nested_tensor": "make nn.TransformerEncoder with enable_nested_tensor=False",
+}
+"""Part of the name of an operation that needs values -> its own cure."""
+
 
 class Recorder(TorchFunctionMode):
     """Records the calls that are made while it is entered. `record_forward.py` is the way to use it."""
@@ -332,8 +343,7 @@ class Recorder(TorchFunctionMode):
         except ValuesNeeded as error:
             raise Refused(
                 f"a shape, or what Python does next, depends on the values of an activation ({error}) at {user_location()}",
-                "compute it inside a module that returns tensors of fixed shapes, and make that a unit (model.units); "
-                "use torch.where in place of boolean indices",
+                next((cure for part, cure in _CURES_BY_OPERATION.items() if part in str(error)), _FIXED_SHAPES),
             ) from error
 
     def _add_event(
