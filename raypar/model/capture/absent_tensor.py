@@ -93,11 +93,8 @@ READ_VALUES = frozenset(
 
 def _in_layout_of_cpu(made: Tensor, args: Sequence[Any]) -> Tensor:
     """The result of a convolution in the memory layout that CPU kernels give it: channels_last, if an argument has it."""
-    image, weight = (value for value in args[:2])
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(made.dim())
-    if layout is None or not any(
-        value.is_contiguous(memory_format=layout) and not value.is_contiguous() for value in (image, weight)
-    ):
+    if layout is None or not any(value.is_contiguous(memory_format=layout) and not value.is_contiguous() for value in args[:2]):
         return made
     return made.contiguous(memory_format=layout)
 

@@ -70,6 +70,7 @@ _FIXED_SHAPES = (
 _CURES_BY_OPERATION = {
     "_pack_padded_sequence": "put packing, the recurrent net and pad_packed_sequence(..., total_length=...) inside a module, "
     "and make that a unit (model.units)",
+    "sparse": "multiply sparse tensors inside a module that returns dense ones, and make that a unit (model.units)",
     "_nested_tensor": "make nn.TransformerEncoder with enable_nested_tensor=False",
 }
 """Part of the name of an operation that needs values -> its own cure."""
