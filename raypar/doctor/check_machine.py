@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from raypar.doctor.finding import Finding, NotKnown, not_checked
+from raypar.doctor.finding import Finding, Level, NotKnown, not_checked
 from raypar.doctor.machine_facts import FolderFacts, HostFacts, LimitFacts, ProcessorFacts, TokenFacts
 
 GOOD = {
@@ -117,7 +117,7 @@ def check_gpus(
 
 def check_nccl(nccl: Mapping[str, Any] | NotKnown, has_gpus: bool, versions: Mapping[str, str] | NotKnown) -> list[Finding]:
     """CuPy and NCCL, which only jobs on GPUs need."""
-    level = "failure" if has_gpus else "ok"
+    level: Level = "failure" if has_gpus else "ok"
     cupy = "" if isinstance(versions, NotKnown) else versions.get("cupy", "")
     if cupy and parse_version(cupy) < CUPY_FROM:
         cure = f"install {CUPY_FROM[0]} or later: pip install -e '.[cuda13]', or cuda12"
@@ -127,7 +127,7 @@ def check_nccl(nccl: Mapping[str, Any] | NotKnown, has_gpus: bool, versions: Map
     if isinstance(nccl, NotKnown):
         return [not_checked("CuPy and NCCL", nccl)]
     if nccl.get("error"):
-        return [Finding(level, "CuPy and NCCL", str(nccl["error"]), str(nccl.get("cure") or ""))]  # type: ignore[arg-type]
+        return [Finding(level, "CuPy and NCCL", str(nccl["error"]), str(nccl.get("cure") or ""))]
     return [Finding("ok", "CuPy and NCCL", str(nccl.get("text")))]
 
 
@@ -221,11 +221,11 @@ def check_limits(facts: LimitFacts | NotKnown) -> list[Finding]:
             text += f"; Ray raises it up to {facts.open_files_hard:,}"
         found.append(Finding("ok", "open files", text))
     else:
-        level = "failure" if max(files, facts.open_files_hard or 0) < LEAST_OPEN_FILES else "warning"
+        level: Level = "failure" if max(files, facts.open_files_hard or 0) < LEAST_OPEN_FILES else "warning"
         cure = (
             "ulimit -n 65536 before the start; in a container --ulimit nofile=65536:65536; for good: /etc/security/limits.conf"
         )
-        found.append(Finding(level, "open files", f"{text}: Ray's processes and workers' connections may run out", cure))  # type: ignore[arg-type]
+        found.append(Finding(level, "open files", f"{text}: Ray's processes and workers' connections may run out", cure))
     room = facts.processes
     text = "unlimited (ulimit -u)" if room is None else f"{room:,} (ulimit -u)"
     if room is not None and facts.running_processes is not None:
