@@ -23,7 +23,7 @@ from raypar.worker.stage.layer_call import LayerCall, LayerFunction, PassContext
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_tensors import LayerTensors, StageTensors
-from raypar.worker.stage.value_aliases_for_autograd import own_tensor
+from raypar.worker.stage.value_aliases_for_autograd import alias_received, own_tensor
 from raypar.worker.stage_builder import build_stage
 
 SIZE = 6
@@ -271,6 +271,12 @@ def test_a_layer_that_returns_one_tensor_twice_has_two_outputs():
     assert b is outputs[0] and b is not c and torch.equal(b, c) and c.requires_grad
     with pytest.raises(UserCodeError, match=r"returned \(Tensor, Tensor\) where 1 tensor"):
         Scene(Twice).run(passes(0, 0), X)
+
+
+def test_an_alias_has_the_strides_of_its_value_also_in_dims_of_length_1():
+    image = torch.empty_strided((2, 1, 2, 2), (4, 1, 2, 1)).requires_grad_()
+    for alias in (alias_received(image, OrderedDict()), own_tensor(image, OrderedDict(), is_value=True)):
+        assert alias is not image and alias.data_ptr() == image.data_ptr() and alias.stride() == (4, 1, 2, 1)
 
 
 def test_a_layer_that_leaves_gradients_switched_off_is_refused_and_the_switch_set_back():

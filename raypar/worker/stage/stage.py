@@ -33,7 +33,7 @@ from raypar.worker.stage.recomputation import NO_RECOMPUTATION, SavedTensors, St
 from raypar.worker.stage.stage_coordinate import StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.stage_tensors import ParameterUse, StageTensors
-from raypar.worker.stage.value_aliases_for_autograd import Hooks, alias_received, own_tensor, read_inputs
+from raypar.worker.stage.value_aliases_for_autograd import Hooks, alias_of, alias_received, own_tensor, read_inputs
 
 Batch = Mapping[str, Tensor]
 """The fields of one microbatch, collated."""
@@ -350,8 +350,8 @@ class Stage:
         self.deferred.stash = live.stash
         if self.shard is not None:  # other microbatches have run since
             self.shard.group.value_layouts = live.value_layouts
-        # Views, as in the first forward: of a leaf itself autocast would keep one cast for several readers.
-        values = {name: value.view_as(value) if value.requires_grad else value for name, value in live.kept_inputs.items()}
+        # Aliases, as in the first forward: of a leaf itself autocast would keep one cast for several readers.
+        values = {name: alias_of(value) if value.requires_grad else value for name, value in live.kept_inputs.items()}
         forward_pass = training_pass_context(self.seed, self.step, microbatch, self.weights.layer_names)
         dropped = iter(live.dropped)
         for position in self.recomputation.positions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from raypar.errors import UserCodeError
@@ -21,6 +22,15 @@ Hooks = OrderedDict[int, Hook]
 all of them at once."""
 
 
+def alias_of(value: Tensor) -> Tensor:
+    """Another tensor of the same memory, shape and strides, with a node of its own in the autograd graph.
+
+    Not `view_as`, which gives dims of length 1 the strides of a new tensor: a channels_last image of one channel, (4, 1, 2, 1),
+    would become (4, 4, 2, 1), and its convolution would choose another kernel.
+    """
+    return torch.ops.aten.alias.default(value)  # type: ignore[no-any-return]
+
+
 def own_tensor(output: Tensor, hooks: Hooks, *, is_value: bool) -> Tensor:
     """The tensor of a value that requires a gradient and that a layer returned as `output`: as a rule `output` itself.
 
@@ -30,7 +40,7 @@ def own_tensor(output: Tensor, hooks: Hooks, *, is_value: bool) -> Tensor:
     of what a layer computes, and autocast would keep one cast of it for several readers.
     """
     if is_value or output.is_leaf or output._backward_hooks is not None:
-        output = output.view_as(output)
+        output = alias_of(output)
     # This does what `Tensor.register_hook` does, except for the handle that removes the hook: the handle's Python code takes a
     # third of a percent of a small GPT's step. Then the tensor forgets the dict: hooks that users' code registers on it must
     # not go into `hooks`, and so to the tensors of other microbatches.
@@ -48,7 +58,7 @@ def alias_received(value: Tensor, hooks: Hooks) -> Tensor:
     """
     leaf = value.detach().requires_grad_()
     leaf._backward_hooks = hooks  # of the leaf: called after those that users' code registers on the alias
-    alias = leaf.view_as(leaf)
+    alias = alias_of(leaf)
     leaf.requires_grad_(False)
     return alias
 
