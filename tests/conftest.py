@@ -1,8 +1,10 @@
 """Makes `helpers.*` and `examples.*` importable, keeps Ray quiet and private in every test, and samples the long tests."""
 
+import gc
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Says which tests must run in one process, in order: those of a module, and all end-to-end tests."""
     group = "end-to-end" if _is_end_to_end(item) else str(item.path.relative_to(TESTS))
     item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Thousands of tests and all modules stay until the end. Python's garbage collector would look through them again and again:
+    a quarter of the time in which they are collected, and a twelfth of that in which they run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 NAME = "pretend"
 POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
@@ -59,29 +58,47 @@ class OnDevice(Tensor):
 
 def computed(op: Any, *args: Any, **kwargs: Any) -> Any:
     """What the device does: as the CPU, or an error where a GPU would have one."""
-    leaves, spec = tree_flatten((args, kwargs))
-    own = {id(leaf.raw): leaf for leaf in leaves if isinstance(leaf, OnDevice)}
-    name = op._schema.name.partition("::")[2]
+    own: dict[int, OnDevice] = {}
+    on_cpu = [False]
+
+    def lowered(
+        value: Any,
+    ) -> Any:  # by hand: this is called for every operation, and PyTorch's pytree takes three times as long
+        if isinstance(value, OnDevice):
+            own[id(value.raw)] = value
+            return value.raw
+        if isinstance(value, Tensor):
+            on_cpu[0] |= value.dim() > 0
+        elif isinstance(value, (list, tuple)):
+            return [lowered(each) for each in value]
+        elif isinstance(value, torch.device):
+            return torch.device("cpu")
+        return value
+
+    name = _name_of(op)
     to_host = name == "_to_copy" and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and not isinstance(leaf, OnDevice) and leaf.dim() and own and name not in BOTH:
-            raise RuntimeError(f"{op}: expected all tensors to be on the same device, but found cpu and {NAME}")
-
-    def lowered(leaf: Any) -> Any:
-        if isinstance(leaf, OnDevice):
-            return leaf.raw
-        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-
-    args, kwargs = tree_unflatten([lowered(leaf) for leaf in leaves], spec)
-    kwargs.pop("pin_memory", None)
-    on_host = name == "_copy_from" or (name == "copy_" and not isinstance(leaves[0], OnDevice)) or to_host
+    on_host = name == "_copy_from" or (name == "copy_" and not isinstance(args[0], OnDevice)) or to_host
+    given = [lowered(value) for value in args]
+    named = {key: lowered(value) for key, value in kwargs.items() if key != "pin_memory"}
+    if on_cpu[0] and own and name not in BOTH:
+        raise RuntimeError(f"{op}: expected all tensors to be on the same device, but found cpu and {NAME}")
 
     def raised(value: Any) -> Any:
-        if not isinstance(value, Tensor) or on_host:
-            return value
-        return own[id(value)] if id(value) in own else OnDevice(value)
+        if isinstance(value, Tensor):
+            return value if on_host else _own_or_new(own, value)
+        return type(value)(raised(each) for each in value) if type(value) in (list, tuple) else value
 
-    return tree_map(raised, op(*args, **kwargs))
+    return raised(op(*given, **named))
+
+
+def _own_or_new(own: dict[int, OnDevice], value: Tensor) -> OnDevice:
+    return own[id(value)] if id(value) in own else OnDevice(value)
+
+
+@functools.cache
+def _name_of(op: Any) -> str:
+    name: str = op._schema.name.partition("::")[2]
+    return name
 
 
 @functools.cache
