@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,16 +39,43 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if chosen or (os.cpu_count() or 1) < 2 else 2
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Says which tests must run in one process, in order: those of a module, and all end-to-end tests."""
-    group = "end-to-end" if _is_end_to_end(item) else str(item.path.relative_to(TESTS))
-    item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Says which tests run in one process, in order: those of a module, and all end-to-end tests.
+
+    Not `xdist_group` marks: xdist 3.8 appends them to names of tests that pytest 9.2 does not read, and tests were dealt out one
+    by one, with every module's clusters and references made twice.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModule(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            return "end-to-end" if module.startswith("tests/e2e/") else module
+
+    return ByModule(config, log)
+
+
+_PROCESSES_OF_MODULES: dict[str, set[str]] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Notes in which process each module was run (in the process that xdist reports to)."""
+    if hasattr(report, "node"):
+        _PROCESSES_OF_MODULES.setdefault(report.nodeid.partition("::")[0], set()).add(report.node.gateway.id)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A module in two processes is an error, if no process has crashed: see `pytest_xdist_make_scheduler`."""
+    torn = sorted(module for module, processes in _PROCESSES_OF_MODULES.items() if len(processes) > 1)
+    if torn and not session.testsfailed:
+        pytest.exit(f"{len(torn)} modules were run in two processes, one test here and one there: {', '.join(torn[:3])}", 1)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Thousands of tests and all modules stay until the end. Python's garbage collector would look through them again and again:
-    a quarter of the time in which they are collected, and a twelfth of that in which they run."""
+    """Thousands of tests and all modules stay until the end, and Python's garbage collector would look through them again and
+    again: a quarter of the time in which they are collected, and a twelfth of that in which they run."""
     gc.disable()
     try:
         return (yield)
