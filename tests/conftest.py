@@ -43,8 +43,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Says which tests run in one process, in order: those of a module, and all end-to-end tests.
 
-    Not `xdist_group` marks: xdist 3.8 appends them to names of tests that pytest 9.2 does not read, and tests were dealt out one
-    by one, with every module's clusters and references made twice.
+    Not `xdist_group` marks: xdist 3.8 appends them to names of tests that pytest 9.2 does not read, and tests were dealt out
+    one by one, with every module's clusters and references made twice.
     """
     from xdist.scheduler import LoadScopeScheduling
 

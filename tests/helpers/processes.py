@@ -1,4 +1,4 @@
-"""Real worker processes for tests: forked from one warm server (importing torch takes 1.5 s), driven call by call."""
+"""Real worker processes for tests: forked from one warm server (importing torch and ray takes 2.5 s), driven call by call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "pytest", "raypar.comm.tcp.transport", "raypar.comm.gradient_reduction"])
+_context.set_forkserver_preload(["torch", "pytest", "raypar.comm.gradient_reduction", "raypar.actors.worker_actor"])
 
 
 class Failed(Exception):
