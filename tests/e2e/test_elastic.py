@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from helpers.full_disk import no_bytecode
 from helpers.tiny_job import write_job
 from helpers.trainee import Trainee, Undisturbed, as_soon_as, kill
 
@@ -31,7 +32,7 @@ from raypar.run_folder import RunFolder
 
 @pytest.fixture(scope="module", autouse=True)
 def own_ray():
-    with connect_ray(None, 4, Path(__file__).parents[1]):
+    with no_bytecode(), connect_ray(None, 4, Path(__file__).parents[1]):
         yield
 
 
@@ -76,7 +77,8 @@ def test_when_the_only_copy_dies_without_a_checkpoint_the_error_says_what_is_los
     assert re.search(r"state after \d+ steps is lost: layer2", str(result.error)), result.error
 
 
-@pytest.mark.parametrize("mirror", ["auto", pytest.param("4", marks=pytest.mark.chaos)])
+@pytest.mark.chaos  # without Ray: tests/chaos/test_protocol.py
+@pytest.mark.parametrize("mirror", ["auto", "4"])
 def test_when_the_only_copy_dies_the_mirror_has_another_and_what_was_seen_is_not_seen_again(mirror, undisturbed, tmp_path):
     trainee = Trainee(tmp_path, f"elastic={{min_workers: 1, mirror: {mirror}}}", "plan.stages=4", "plan.replicas=1")
     result = trainee.run(kill(2), at=13)
@@ -98,7 +100,8 @@ def test_when_the_only_copy_dies_the_checkpoint_is_read_and_what_was_seen_is_not
     assert trainee.losses == undisturbed.losses
 
 
-@pytest.mark.parametrize("replicas", [4, pytest.param(2, marks=pytest.mark.chaos)])
+@pytest.mark.chaos  # without Ray: tests/chaos/test_protocol.py
+@pytest.mark.parametrize("replicas", [4, 2])
 def test_a_bit_that_flips_in_one_replica_is_found_and_the_steps_are_executed_again(replicas, undisturbed, tmp_path):
     """Of four replicas the one that differs is given up; of two nobody knows which is right. All start from the last cut."""
     flips = f"model.args={{sleep_s: 0.01, at: 14, flip: {tmp_path / 'flipped'}}}"

@@ -105,9 +105,8 @@ PATHS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "model, path", [pytest.param(*path, marks=[] if path is PATHS[3] else pytest.mark.full) for path in PATHS], ids=str
-)
+@pytest.mark.full
+@pytest.mark.parametrize("model, path", PATHS, ids=str)
 def test_slices_are_handed_over_and_saved_on_a_device_as_on_the_cpu(run, model, path, tmp_path):
     """replicas x stages x shards; two steps under each."""
     run(device_calls.changes_shards, model, path, str(tmp_path))
