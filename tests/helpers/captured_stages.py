@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from raypar.comm.tensor_layout import empty_message, layout_of, message_of, tensor_of_message
 from raypar.model.capture.forward_inputs import ForwardInputs
 from raypar.model.capture.module_graph import find_aliases, make_layers, trace_module
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.graph import Layer
 from raypar.model.layer_skeletons import make_skeletons
 from raypar.plan.seeds import seed_of
+from raypar.worker.stage.value_aliases_for_autograd import alias_received
 
 
 @dataclass
@@ -47,8 +51,8 @@ class StageOfLayers:
     uses: list[tuple[str, nn.Parameter]]
     """(canonical name, leaf) of every layer's use of a parameter, in layer order."""
     buffers: dict[str, Tensor]
-    leaves: dict[str, Tensor] = field(default_factory=dict)
-    """Received value -> the leaf to which its gradient is added."""
+    received: dict[str, Tensor | None] = field(default_factory=dict)
+    """Received value -> its gradient, as autograd gave it."""
     values: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -107,7 +111,7 @@ def run_stages(
             roots.append((found, torch.ones_like(found)))
         if roots:
             torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-        relayed |= {name: _copy(leaf.grad) for name, leaf in stage.leaves.items() if leaf.grad is not None}
+        relayed |= {name: _copy(gradient) for name, gradient in stage.received.items() if gradient is not None}
     gradients: dict[str, Tensor] = {}
     for name, use in reversed([use for stage in stages for use in stage.uses]):
         if use.grad is not None:
@@ -117,7 +121,7 @@ def run_stages(
 
 def _forward(stage: StageOfLayers, values: dict[str, Tensor], batch: Mapping[str, Tensor], *, seeded: bool) -> None:
     """Run a stage's layers; adds copies of what they write to `values`."""
-    stage.leaves, stage.values = {}, {}
+    stage.received, stage.values = {}, {}
     for _, use in stage.uses:
         use.grad = None
     written = {name for layer in stage.layers for name in layer.outputs}
@@ -128,8 +132,7 @@ def _forward(stage: StageOfLayers, values: dict[str, Tensor], batch: Mapping[str
             elif name not in written and name not in stage.values:
                 value = _copy(values[name])
                 if value.requires_grad:
-                    stage.leaves[name] = value = value.detach().requires_grad_()
-                    value = value.view_as(value)
+                    value = alias_received(value, OrderedDict({0: partial(stage.received.__setitem__, name)}))
                 stage.values[name] = value
         if seeded:
             torch.manual_seed(seed_of_layer(layer.name))
@@ -139,8 +142,17 @@ def _forward(stage: StageOfLayers, values: dict[str, Tensor], batch: Mapping[str
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy that lies in memory as the tensor does, and requires a gradient if that does."""
-    return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
+    """A copy that lies in memory as the tensor does, strides 0 and those of dims of length 1 included, and requires a gradient
+    if that does. Libraries choose kernels by strides."""
+    layout = layout_of(tensor)
+    if layout is None:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    message = empty_message(layout, tensor.dtype, _allocate).copy_(message_of(tensor.detach(), layout))
+    return tensor_of_message(message, layout, _allocate).requires_grad_(tensor.requires_grad)
+
+
+def _allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def run_plain(
