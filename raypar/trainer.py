@@ -22,7 +22,7 @@ from raypar.config import (
 from raypar.launch.launch_options import EventHandler
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result, raise_run_failure
-from raypar.launch.train_job import train_job_in_new_folder
+from raypar.launch.start_new_run import train_job_in_new_folder
 from raypar.plan import ParallelPlan
 from raypar.traceback_filter import without_raypar_frames
 from raypar.trainer_arguments import (

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the log; see above for the exit codes."""
     from raypar.console.json_stdout import json_stdout
-    from raypar.launch.cluster_jobs import match_job, parse_job
+    from raypar.launch.cluster_jobs import match_job, parse_ray_job_record
     from raypar.launch.job_printer import JobPrinter
     from raypar.launch.job_server import connect_job_server, find_server_address
     from raypar.run_folder import RunFolder
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             folder = RunFolder.find(args.run, args.run_dir or "runs/", with_job=False)
             return print_run_log(folder, out, follow=args.follow, as_json=args.json)
         server = connect_job_server(address)
-        job = match_job(args.run, [*map(parse_job, server.jobs())], server.name)
+        job = match_job(args.run, [*map(parse_ray_job_record, server.jobs())], server.name)
         printer = JobPrinter(out, as_json=args.json)
         if args.follow:
             return printer.ended(follow_to_the_end(server, job, printer))
@@ -61,12 +61,12 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
 
     from raypar.commands.status import read_job_step_count
     from raypar.console.json_stdout import json_text
-    from raypar.console.run_log import RunLog, exit_code_of_end, with_kind
+    from raypar.console.run_log import RunLogFormatter, exit_code_of_end, with_kind
     from raypar.console.run_status import find_end_event
     from raypar.errors import ClusterError
     from raypar.launch.new_run_lines import NewLines
 
-    log, end = RunLog(read_job_step_count(folder)), None
+    log, end = RunLogFormatter(read_job_step_count(folder)), None
     files = NewLines(folder.metrics), NewLines(folder.events)
     heard_s = time.monotonic()
     while True:

@@ -109,9 +109,9 @@ def list_cluster_runs(server: JobServer, last: int) -> list[RunRow]:
     """The rows of the jobs that were submitted last, in that order."""
     import time
 
-    from raypar.launch.cluster_jobs import parse_job
+    from raypar.launch.cluster_jobs import parse_ray_job_record
 
-    jobs = sorted(map(parse_job, server.jobs()), key=lambda job: job.started_s or 0.0)[-last or None :]
+    jobs = sorted(map(parse_ray_job_record, server.jobs()), key=lambda job: job.started_s or 0.0)[-last or None :]
     until_s = time.monotonic() + DEADLINE_S
     newest_first = [read_job_row(server, job, with_log=time.monotonic() < until_s) for job in reversed(jobs)]
     return newest_first[::-1]

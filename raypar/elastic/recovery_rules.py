@@ -244,7 +244,7 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> None:
     else:
         # Workers that answer pings wait for others, or are slow: the next generation asks for their status.
         mute = set(silent) & event.unheard
-        give_up_workers(m, mute - set(last_copy_holders.find_only_holders(m, mute - event.ended)))
+        mark_workers_hung(m, mute - set(last_copy_holders.find_only_holders(m, mute - event.ended)))
         begin_recovery(m, f"{format_worker_numbers(silent)} did not answer while {m.phase.value}")
 
 
@@ -270,11 +270,11 @@ def wait_for_or_drop_silent_workers(m: RunState, event: Tick, silent: list[int])
     if holders and r.waited_from_s is not None:
         m.health.waited_s = timer.now_s - r.waited_from_s
         more = f", in a wait of {m.health.waited_s:.0f} s"
-    give_up_workers(m, silent)
+    mark_workers_hung(m, silent)
     begin_recovery(m, f"{format_worker_numbers(silent)} did not answer while {m.phase.value}{more}")
 
 
-def give_up_workers(m: RunState, silent: Iterable[int]) -> None:
+def mark_workers_hung(m: RunState, silent: Iterable[int]) -> None:
     """Mark the `silent` workers lost; they are killed once the next generation is claimed."""
     for worker in silent:
         mark_worker_lost(m, worker)

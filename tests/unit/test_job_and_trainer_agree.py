@@ -20,7 +20,7 @@ from raypar import trainer as trainer_module
 from raypar.config import RUN_ARGUMENTS, CheckpointConfig, Job, PlanConfig, load_job, parse_job
 from raypar.config.validation_errors import section_types
 from raypar.errors import ConfigError, RayparError
-from raypar.launch import train_job
+from raypar.launch import start_new_run
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result
 from raypar.safe_yaml import dump_yaml, parse_yaml
@@ -369,8 +369,8 @@ def made_folder(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> tuple[Path
         return Result({}, str(seen["folder"].path), "done", 1)
 
     told: list[str] = []
-    monkeypatch.setattr(train_job, "launch_run", launch_run)
-    monkeypatch.setattr(train_job, "plan_json", lambda chosen: "{}")
+    monkeypatch.setattr(start_new_run, "launch_run", launch_run)
+    monkeypatch.setattr(start_new_run, "plan_json", lambda chosen: "{}")
     monkeypatch.setattr("raypar.console.event_printer.EventPrinter.__call__", lambda self, event: told.append(event["text"]))
     trainer.fit()
     return seen["folder"].path, told, seen["options"]

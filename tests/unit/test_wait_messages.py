@@ -94,7 +94,11 @@ READ = "def _sample():\n    index = 17\n    wait()\ndef _wait():\n    _sample()\
     ("raypar/worker/microbatch_loader.py", READ.replace("    index = 17\n", ""), "reading sample"),
     ("raypar/comm/transport.py", "def wait_named(): wait()\nrun = wait_named", WAITING_FOR_WORKERS),
     ("somewhere/else.py", READ, None),
-    ("raypar/worker/stage/backward_pass.py", "def run_backward_pass(): wait()\nrun = run_backward_pass", "computing gradients"),
+    (
+        "raypar/worker/stage/autograd_backward.py",
+        "def run_autograd_backward(): wait()\nrun = run_autograd_backward",
+        "computing gradients",
+    ),
 ])  # fmt: skip
 def test_the_deepest_frame_that_has_words_says_what_a_thread_is_doing(file, code, words):
     thread, over = blocked(file, code)
@@ -109,8 +113,8 @@ def test_computation_inside_a_measurement_is_described_as_the_measurement():
     space = {}
     outer = "def _profile_layer(inner):\n    index = 3\n    inner()"
     exec(compile(outer, str(PACKAGE / "worker/measure_profile.py"), "exec"), space)
-    inner = "def run_backward_pass(): wait()\nrun = lambda: outer(run_backward_pass)"
-    thread, over = blocked("raypar/worker/stage/backward_pass.py", inner, outer=space["_profile_layer"])
+    inner = "def run_autograd_backward(): wait()\nrun = lambda: outer(run_autograd_backward)"
+    thread, over = blocked("raypar/worker/stage/autograd_backward.py", inner, outer=space["_profile_layer"])
     assert describe_thread_activity(thread.ident) == "measuring layer 3 (from 0)"
     over.set()
     thread.join(20)

@@ -25,7 +25,7 @@ from raypar.model.capture.may_hide_tensors import may_hide_tensors
 from raypar.model.capture.operation_watch import OperationWatch
 from raypar.model.capture.refusal import InnerModuleUsed, Refused, user_location
 from raypar.model.capture.run_unit_on_random_values import run_with_random_values
-from raypar.model.capture.settings_of_contexts import autocast_state, python_random_state, settings_of_contexts
+from raypar.model.capture.settings_of_contexts import cpu_autocast_setting, python_random_state, settings_of_contexts
 from raypar.model.capture.trace import (
     Event,
     EventId,
@@ -139,7 +139,7 @@ class Recorder(TorchFunctionMode):
         """Python's and numpy's generators when code between units began to run."""
         self._torch_random_state = torch.random.get_rng_state()
         """PyTorch's generator after the last event."""
-        self._ambient_autocast = autocast_state()
+        self._ambient_autocast = cpu_autocast_setting()
         """Autocast as it is around the model."""
         self._ambient_settings = settings_of_contexts()
         """Other settings that contexts change, as they are around the model."""
@@ -369,7 +369,7 @@ class Recorder(TorchFunctionMode):
         )
         if is_pure:
             self._pure |= set(made)
-        autocast = autocast_state()
+        autocast = cpu_autocast_setting()
         self.events.append(
             Event(
                 call=call,
