@@ -35,6 +35,7 @@ from raypar.run_folder_schema import MAX_STEPS
 from raypar.safe_yaml import dump_yaml, parse_yaml
 from raypar.traceback_filter import without_raypar_frames
 from raypar.untrusted_files import shorten
+from raypar.worker.autocast_precisions import PrecisionName
 from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import LOSS_OF_MODEL, DataSpec, JobSpec, OptimizerSpec, Precision, Ref, ValidationSpec
 
@@ -456,7 +457,7 @@ class TrackerConfig(_Section):
 class PrecisionConfig(_Section):
     """The dtypes in which a job computes, where they are others than its `dtype`."""
 
-    compute: Literal["bf16"] | None = None
+    compute: PrecisionName | None = None
     """`bf16`: layers and the loss run under `torch.autocast` to bfloat16, parameters, their gradients and the optimizer stay
     float32. None: everything is computed in `dtype`."""
 

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "actors": "worker model elastic planner comm schedule plan run_folder read_run_lines atomic_write callbacks errors "
     "user_code_errors torch numpy ray",
     "config": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.init_from_setting "
-    "untrusted_files run_folder_schema safe_yaml traceback_filter pydantic yaml",
+    "worker.autocast_precisions untrusted_files run_folder_schema safe_yaml traceback_filter pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 
