@@ -17,7 +17,6 @@ RAY_TRAIN_ARGUMENTS = ("scaling_config", "run_config", "checkpoint_config")
 """Arguments of `Trainer` that are configs of Ray Train, in the order of `settings_from_ray_train`."""
 
 UNUSED_FIELDS = {
-    "storage_filesystem": "give storage_path, the path of a folder (on a cluster, of storage that all nodes have mounted)",
     "callbacks": "give callbacks=[...] to Trainer, objects of classes derived from raypar.callbacks.Callback",
     "worker_runtime_env": "give it to ray.init(runtime_env=...)",
     "stop": "give steps= or stop_at_step= to Trainer, or a callback that returns raypar.callbacks.Stop",
@@ -73,11 +72,20 @@ def _settings_of_scaling(config: Any, what: str) -> Iterator[ImpliedSetting]:
 
 def _settings_of_run(config: Any, what: str) -> Iterator[ImpliedSetting]:
     """What a `RunConfig` says: name and folder, and what its `FailureConfig` and `CheckpointConfig` say."""
-    used = {"name", "storage_path", "failure_config", "checkpoint_config"}
+    used = {"name", "storage_path", "storage_filesystem", "failure_config", "checkpoint_config"}
     changed = _changed_fields(config, what, "RunConfig", used)
     if config.name is not None:
         yield ImpliedSetting("name", config.name, f"{what}.name", overridable=MADE_UP_NAME.fullmatch(config.name) is not None)
-    if config.storage_path is not None:
+    if config.storage_filesystem is not None:
+        from raypar.storage.filesystems import given_filesystem_uri
+
+        if "storage_path" not in changed:
+            raise ConfigError(
+                f"{what}.storage_filesystem is given without a path in it", cure='give storage_path="BUCKET/FOLDER" too'
+            )
+        place = given_filesystem_uri(config.storage_filesystem, config.storage_path, f"{what}.storage_filesystem")
+        yield ImpliedSetting("run_dir", str(place), f"{what}.storage_path")
+    elif config.storage_path is not None:
         yield ImpliedSetting("run_dir", config.storage_path, f"{what}.storage_path", overridable="storage_path" not in changed)
     if config.failure_config is not None:
         inner = f"{what}.failure_config"

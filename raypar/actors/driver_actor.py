@@ -31,6 +31,7 @@ from raypar.actors.generation_change import GenerationChange
 from raypar.actors.hello_and_failure_messages import pickle_error_for_client
 from raypar.actors.members_file import MembersFileText
 from raypar.actors.plan_cache import PlanCache
+from raypar.actors.remote_run import RemoteRun
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
@@ -47,6 +48,7 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError, OutOfMemory, RayparError, error_first_line
 from raypar.plan.ownership import Ownership
+from raypar.storage.filesystems import keep_pickled_filesystems
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 
 TICK_S = 0.25
@@ -120,8 +122,10 @@ class DriverActor:
         journal, feed, tasks = self.journal, self.feed, self.tasks
         machine = RunMachine(request.policy, plan=request.plan, held_pieces=lambda plan: Ownership(plan, request.outline).held)
         plans = PlanCache(request)
-        pool = WorkerPool(credential, request.gpus, request.environment)
-        recorder = RunRecorder(request, journal)
+        keep_pickled_filesystems(request.filesystems)
+        remote = RemoteRun(request) if request.storage else None
+        pool = WorkerPool(credential, request.gpus, request.environment, request.filesystems)
+        recorder = RunRecorder(request, journal, remote)
         side_effects = SideEffectThread(recorder, machine, feed, tasks)
         registry = WorkerRegistry(
             pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members
@@ -140,6 +144,7 @@ class DriverActor:
             calls=WorkerCalls(machine, pool, plans, tasks, registry.hellos),
             tasks=tasks,
             feed=feed,
+            remote=remote,
         )
         self.members_text = MembersFileText(request)
         self.startup = DriverStartup(parts)
@@ -165,6 +170,8 @@ class DriverActor:
             record = await asyncio.to_thread(self.journal.last_record)
             end = await asyncio.to_thread(self.journal.end)
             self._set_up(request, await asyncio.to_thread(self.journal.credential))
+            if self.parts.remote is not None:
+                await asyncio.to_thread(self.parts.remote.begin)
             self.has_request = True
         if end is not None:
             self.parts.machine.phase = Phase.OVER
@@ -237,7 +244,9 @@ class DriverActor:
         parts = self.parts
         self.tasks.spawn(self._tick())
         self.tasks.spawn(WaitReporter(parts).watch())
-        self.tasks.spawn(parts.registry.watch(parts.request.silent_s, lambda: parts.machine.phase is Phase.OVER))
+        if parts.remote is not None:
+            self.tasks.spawn(parts.remote.watch(self._is_over, parts.side_effects.note, parts.tasks.post))
+        self.tasks.spawn(parts.registry.watch(parts.request.silent_s, self._is_over))
         try:
             while parts.machine.phase is not Phase.OVER:
                 event = await self.queue.get()
@@ -257,6 +266,10 @@ class DriverActor:
             self.tasks.spawn(
                 self.shutdown.end_run(do.Teardown("failed", str(error), parts.machine.progress.emitted, wrong), self.step_calls)
             )
+
+    def _is_over(self) -> bool:
+        """Whether the run is over."""
+        return self.parts.machine.phase is Phase.OVER
 
     async def _tick(self) -> None:
         """Post a `Tick` four times a second; stop the run after its maximal time, or when no client polls any more."""

@@ -19,7 +19,7 @@ class RunRequest:
     run: str
     """The run's name."""
     folder: str
-    """Absolute path of the run folder."""
+    """Absolute path of the run folder; of a run on shared storage its working folder."""
     policy: RunPolicy
     """Limits and settings for the run machine's decisions."""
     plan: ParallelPlan
@@ -68,3 +68,11 @@ class RunRequest:
     """GPUs of each worker."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of worker processes; the job's own runtime environment overrides them."""
+    storage: str = ""
+    """URI of the run's place on shared storage; empty: its folder is all there is."""
+    filesystems: Mapping[str, bytes] = field(default_factory=dict)
+    """Id -> pickle of each file system that was given as an object, on which the run or the checkpoint to load lies."""
+    lease_owner: str = ""
+    """Id of the owner of the run's lease there."""
+    lease_in_ray: bool = False
+    """Whether the lease is in Ray's key-value store."""

@@ -38,7 +38,13 @@ def run_namespace(run: str) -> str:
 class WorkerPool:
     """Placement groups and workers by worker number. All are detached: they outlive their driver until they are removed."""
 
-    def __init__(self, credential: RunCredential, gpus: int = 0, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        credential: RunCredential,
+        gpus: int = 0,
+        environment: Mapping[str, str] | None = None,
+        filesystems: Mapping[str, bytes] | None = None,
+    ) -> None:
         self.credential = credential
         """The run's name, and the secret by which its workers recognise each other."""
         self.run = credential.run
@@ -47,6 +53,8 @@ class WorkerPool:
         """GPUs of each worker."""
         self.environment = dict(environment or {})
         """Environment variables of worker processes; the job's own runtime environment overrides them."""
+        self.filesystems = filesystems or {}
+        """Id -> pickle of file systems that were given as objects, on which checkpoints lie."""
         self.groups: dict[int, PlacementGroup] = {}
         """Worker -> its placement group; the shards of one replica share a group."""
         self.bundles: dict[int, int] = {}
@@ -142,7 +150,7 @@ class WorkerPool:
             scheduling_strategy=strategy,
             **self._of_its_own(),
         )
-        self.workers[number] = made.remote(self.credential, number, spec, host, orphan_timeout_s)
+        self.workers[number] = made.remote(self.credential, number, spec, host, orphan_timeout_s, self.filesystems)
         return self.workers[number]
 
     def _of_its_own(self) -> dict[str, Any]:

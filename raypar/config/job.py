@@ -505,7 +505,7 @@ class Job(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When checkpoints are saved."""
     run_dir: PathText = "runs/"
-    """The folder in which run folders are made."""
+    """The folder in which run folders are made, or the URI of a place on shared storage (`s3://BUCKET/runs`)."""
     reduction: Literal["canonical", "fast"] = "canonical"
     """How gradients are summed: in an order that does not depend on the number of replicas and stages, or in a faster one."""
     dtype: Literal["float32", "float64"] = "float32"

@@ -129,7 +129,7 @@ def _connect_and_follow(
         begun = options.resume is not None
         try:
             write_text_atomically(folder.cluster, json.dumps(connection.facts, indent=1) + "\n")
-            text = f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.path}"
+            text = f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.place}"
             _tell_stage(tell, "connected", text)
             request = make_request(folder, connection.host)
             if connection.kind == "joined":  # Ray gives every worker its own processor, on some machine
@@ -174,7 +174,7 @@ def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler, on_answe
     """Run the request to its end; returns the result, gathered from the events. `on_answer`: see `follow_run`."""
     from raypar.actors.driver_client import follow_run
 
-    result = Result({}, str(folder.path), "failed", request.policy.steps_before_run, checkpoint_path=request.resume)
+    result = Result({}, folder.place, "failed", request.policy.steps_before_run, checkpoint_path=request.resume)
 
     def gather(event: dict[str, Any]) -> None:
         facts = {key: value for key, value in event.items() if key not in ("kind", "time")}

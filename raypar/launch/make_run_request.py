@@ -9,6 +9,7 @@ from raypar.errors import ConfigError
 from raypar.launch.chosen_plan import ChosenPlan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.run_folder import RunFolder
+from raypar.storage.filesystems import pickle_given_filesystems
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec, contract_of_job
 
@@ -70,7 +71,6 @@ def make_run_request(
             outline=outline,
             profile=chosen.profile.with_outline(outline),
             validation_batching=lowered[0].validation_microbatches,
-            resume=options.resume.absolute_location() if options.resume is not None else None,
             keep_checkpoints=options.keep_checkpoints,
             listen_host=host,
             traced_steps=choose_traced_steps(policy.steps_before_run, policy.end, options.trace_every),
@@ -79,9 +79,21 @@ def make_run_request(
             orphan_timeout_s=options.orphan_timeout_s,
             gpus=backend.gpus_per_worker,
             environment=backend.environment,
+            **storage_fields(folder, options),
         )
 
     return request
+
+
+def storage_fields(folder: RunFolder, options: LaunchOptions) -> dict[str, Any]:
+    """The fields of a request that say where the run and the checkpoint to load lie, and how other processes reach them."""
+    resume = options.resume.absolute_location() if options.resume is not None else None
+    place = folder.remote
+    return {
+        "resume": resume,
+        "filesystems": pickle_given_filesystems([folder.place, resume or ""]),
+        **({"storage": str(place.uri), "lease_owner": place.owner, "lease_in_ray": place.lease_in_ray} if place else {}),
+    }
 
 
 def given_parts(spec: JobSpec) -> dict[str, Any]:
