@@ -30,6 +30,8 @@ from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.hello_and_failure_messages import pickle_error_for_client
 from raypar.actors.members_file import MembersFileText
+from raypar.actors.metrics_publisher import MetricsPublisher
+from raypar.actors.metrics_task import MetricsTask
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_request import RunRequest
@@ -121,7 +123,8 @@ class DriverActor:
         machine = RunMachine(request.policy, plan=request.plan, held_pieces=lambda plan: Ownership(plan, request.outline).held)
         plans = PlanCache(request)
         pool = WorkerPool(credential, request.gpus, request.environment)
-        recorder = RunRecorder(request, journal)
+        publisher = MetricsPublisher(request.run, request.policy.job_steps, request.price_per_worker_hour)
+        recorder = RunRecorder(request, journal, publisher)
         side_effects = SideEffectThread(recorder, machine, feed, tasks)
         registry = WorkerRegistry(
             pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members
@@ -237,6 +240,7 @@ class DriverActor:
         parts = self.parts
         self.tasks.spawn(self._tick())
         self.tasks.spawn(WaitReporter(parts).watch())
+        self.tasks.spawn(MetricsTask(parts).watch())
         self.tasks.spawn(parts.registry.watch(parts.request.silent_s, lambda: parts.machine.phase is Phase.OVER))
         try:
             while parts.machine.phase is not Phase.OVER:

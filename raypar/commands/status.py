@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run", nargs="?", help="name of a run under --run-dir, or the path of its folder (default: the one started last there)"
     )
     parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
-    parser.add_argument("--svg", metavar="FILE", help="draw samples/s and workers over time, with the faults")
+    parser.add_argument("--svg", metavar="FILE", help="draw samples/s, loss and workers over time, with the faults")
     parser.add_argument(
         "--trace", metavar="FILE", help="the same as a trace that opens in Perfetto: steps, and the gaps between"
     )
@@ -28,9 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the status; exit code 0, however the run ended. Raises `ConfigError` if there is no such run."""
     import json
+    import os
     import time
 
     from raypar.console.run_status import format_status
+    from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
     from raypar.run_folder import RunFolder
 
     folder = RunFolder.latest(args.run_dir) if args.run is None else RunFolder.find(args.run, args.run_dir, with_job=False)
@@ -39,7 +41,11 @@ def run(args: argparse.Namespace) -> int:
         write_throughput_chart(folder, args.svg, found.steps)
     if args.trace is not None:
         write_run_trace(folder, args.trace)
-    print(json.dumps(found.facts()) if args.json else format_status(found))
+    known = secrets_of_environment(os.environ)
+    if args.json:
+        print(json.dumps(tree_without_certain_secrets(found.facts(), known)))
+    else:
+        print(redact_certain_secrets(format_status(found), known))
     if not args.json:
         for what, file in (("picture", args.svg), ("trace", args.trace)):
             if file is not None:

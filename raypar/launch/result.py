@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from raypar.atomic_write import write_text_atomically
 from raypar.errors import Interrupted, RayparError
 from raypar.launch.ray_job_resubmission import is_submitted_job
+from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.run_folder import ERROR_FILE, resume_argument
 from raypar.traceback_filter import TRACEBACK_VARIABLE, full_traceback, remove_raypar_frames, shows_raypar_frames
 
@@ -84,6 +86,7 @@ def keep_full_error(result: Result) -> None:
     if error is None:
         return
     text, kept = full_traceback(error).encode(errors="backslashreplace").decode(), False  # a file's name may be no text
+    text = redact_certain_secrets(text, secrets_of_environment(os.environ))
     with contextlib.suppress(OSError, RayparError):  # a full disk must not hide the error
         if folder.is_dir():
             write_text_atomically(folder / ERROR_FILE, text)
