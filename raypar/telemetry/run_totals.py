@@ -116,11 +116,16 @@ def read_totals(document: Facts | None) -> RunTotals:
         if kind is dict:
             whole = isinstance(value, dict) and all(isinstance(key, str) and _is_count(n) for key, n in value.items())
         else:
-            whole = _is_count(value) if kind is int else type(value) in (int, float) and math.isfinite(value) and value >= 0
+            whole = _is_count(value) if kind is int else _is_duration(value)
         if not whole:
             return RunTotals()
         setattr(found, one.name, kind(value))
     return found
+
+
+def _is_duration(value: Any) -> bool:
+    """Whether a value is a number of seconds."""
+    return _is_count(value) or (isinstance(value, float) and math.isfinite(value) and value >= 0)
 
 
 def _is_count(value: Any) -> bool:
