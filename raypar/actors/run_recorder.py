@@ -514,7 +514,7 @@ class RunRecorder:
         facts = {"end": teardown.end, "why": teardown.why, "step": teardown.done}
         calls = {} if step_calls is None else {"driver_calls_per_step": step_calls / steps if steps else 0.0}
         self.metrics.close()
-        self.publish_metrics(WorkerCounts())
+        self.publish_metrics(WorkerCounts(generation=self.telemetry.counts.generation))
         self._save_totals(time.monotonic())
         if self.metrics.changed or self.metrics.lost or self.metrics.failing:
             self._tell_gaps(self._lines_of_metrics(), self.request.policy.steps_before_run, teardown.done)

@@ -36,7 +36,9 @@ def build_run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHis
     last = max(done[-1]["at"], *(event["at"] for event in shown if event["kind"] in MARK_KINDS), 0.0)
     pauses = [(max(0.0, e["at"] - e["pause_s"]), e["at"]) for e in shown if e.get("pause_s")]
     validated = [
-        {**line, "at": clock(line["time"]) - origin} for line in metrics if "validation_loss" in line and "time" in line
+        {**line, "at": min(last, clock(line["time"]) - origin)}  # the one at the end comes after the last step
+        for line in metrics
+        if "validation_loss" in line and "time" in line
     ]
     return RunHistory(
         tuple(step_intervals(done)),
@@ -45,7 +47,7 @@ def build_run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHis
         tuple(pauses),
         last,
         finite_values_over_time(done, "loss"),
-        finite_values_over_time([line for line in validated if 0 <= line["at"] <= last], "validation_loss"),
+        finite_values_over_time([line for line in validated if line["at"] >= 0], "validation_loss"),
     )
 
 

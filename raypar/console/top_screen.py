@@ -132,7 +132,7 @@ def bar(share: float, cells: int, colour: str) -> Text:
     from rich.text import Text
 
     full = round(max(0.0, min(1.0, share)) * cells)
-    return Text.assemble(("━" * full, colour), ("━" * (cells - full), "bright_black"))
+    return Text.assemble(("━" * full, colour), ("┄" * (cells - full), "bright_black"))
 
 
 def fact_lines(view: LiveView, width: int, show: Show) -> list[Text]:
@@ -159,12 +159,12 @@ def fact_lines(view: LiveView, width: int, show: Show) -> list[Text]:
     if view.goodput is not None:
         facts.append(("goodput ", f"{100 * view.goodput:.1f} %"))
     if view.cost is not None:
-        facts.append(("cost ", f"{view.cost:,.4g}"))
+        facts.append(("cost ", f"{view.cost:,.3g}"))
     if facts:
         text = Text(" speed ", "dim")
         for name, value in facts:
             text.append(name, "dim")
-            text.append(f"{value}   ", "bold")
+            text.append(f"{value}  ", "bold")
         lines.append(text)
     if status.plan:
         there = len(view.workers)

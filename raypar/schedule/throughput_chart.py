@@ -271,7 +271,7 @@ def _draw_losses(series: Sequence[ChartSeries], sheet: _Sheet, top: float, botto
     if len(series) > 1:
         out.append(
             f'<text x="{sheet.end - 6:.2f}" y="{top + 14:g}" font-size="12" text-anchor="end">'
-            + "".join(f'<tspan fill="{one.colour}" dx="10">{one.name}</tspan>' for one in series)
+            + " ".join(f'<tspan fill="{one.colour}">{one.name}</tspan>' for one in series)
             + "</text>"
         )
     return out

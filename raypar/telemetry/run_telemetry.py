@@ -10,6 +10,9 @@ from typing import NamedTuple
 from raypar.plan import ParallelPlan
 from raypar.telemetry.run_totals import Facts, RunTotals
 
+RECENT_WEIGHT = 0.1
+"""Weight of the newest step in the means of the last steps (exponentially weighted): they look some twenty steps back."""
+
 Labels = tuple[tuple[str, str], ...]
 """(name, value) of a metric's labels, `run` left out."""
 
@@ -60,12 +63,18 @@ class RunTelemetry:
     """The plan of the present generation; None before it is known."""
     last: dict[str, float] = field(default_factory=dict)
     """Metric -> its last value, of gauges of the whole run."""
+    seated: ParallelPlan | None = None
+    """The plan of `busy` and `memory`: that of the last step. It stays while a new generation has made no step."""
     busy: list[float] = field(default_factory=list)
-    """By rank: the share of the last step in which the worker computed."""
+    """By rank: the share of the last steps of the generation in which the worker computed."""
     memory: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Rank -> kind of memory -> bytes, as reported last in this generation."""
+    """Rank -> kind of memory -> bytes, as reported last in the generation."""
     durations: list[float] = field(default_factory=list)
     """Seconds of the steps since the last `take_durations`."""
+    _means: dict[str, float] = field(default_factory=dict)
+    """Key of a line of metrics -> its mean over the last steps of the generation."""
+    _first_step_due: bool = True
+    """Whether the present generation has made no step yet."""
     _ledgers: dict[int, dict[str, int]] = field(default_factory=dict)
     """Rank -> operation -> bytes sent, as reported last in this generation."""
     _advanced_s: float | None = None
@@ -74,8 +83,7 @@ class RunTelemetry:
     def begin_generation(self, plan: ParallelPlan) -> None:
         """Note the plan of a new generation, whose workers begin to count their bytes anew."""
         self.plan = plan
-        self.busy.clear()
-        self.memory.clear()
+        self._first_step_due = True
         self._ledgers.clear()
 
     def advance(self, now_s: float, counts: WorkerCounts | None = None) -> None:
@@ -95,16 +103,37 @@ class RunTelemetry:
         if not self.totals.add_step(line, workers):
             return
         self.durations.append(line["seconds"])
-        self.busy = list(line.get("busy_shares") or self.busy)
-        for rank, peak in enumerate(peaks):
-            self.memory.setdefault(rank, {})["peak_rss"] = peak
-        for rank, report in (reports or {}).items():
-            self.memory.setdefault(rank, {}).update(report.get("memory") or {})
-            self._add_ledger(rank, report.get("ledger") or {})
-        for name, key in (("loss", "loss"), ("gradient_norm", "norm"), ("samples_per_second", "samples_per_s")):
+        if self._first_step_due:
+            self._first_step_due = False
+            self.memory.clear()
+            self.busy.clear()
+            self._means.clear()
+        self._add_seats(line, reports or {})
+        for name, key in (("loss", "loss"), ("gradient_norm", "norm")):
             self.last[f"raypar_{name}"] = math.nan if line.get(key) is None else float(line[key])
         if line.get("bubble") is not None:
-            self.last["raypar_bubble_ratio"] = float(line["bubble"])
+            self.last["raypar_bubble_ratio"] = self._mean("bubble", line["bubble"])
+        if seconds := self._mean("seconds", line["seconds"]):
+            self.last["raypar_samples_per_second"] = line["samples_per_s"] * line["seconds"] / seconds
+
+    def _mean(self, key: str, value: float) -> float:
+        """The mean of a value over the last steps of the generation, of which this is the newest."""
+        mean = self._means.get(key, value)
+        self._means[key] = mean = mean + RECENT_WEIGHT * (value - mean)
+        return mean
+
+    def _add_seats(self, line: Facts, reports: Mapping[int, Facts]) -> None:
+        """Note what each worker has computed, holds and has sent."""
+        shares = line.get("busy_shares") or []
+        if self.plan is not None and len(shares) == self.plan.world:
+            self.seated = self.plan
+            same = self.busy if len(self.busy) == len(shares) else shares
+            self.busy = [mean + RECENT_WEIGHT * (share - mean) for mean, share in zip(same, shares, strict=True)]
+        for rank, peak in enumerate(line.get("peak_rss_bytes") or ()):
+            self.memory.setdefault(rank, {})["peak_rss"] = peak
+        for rank, report in reports.items():
+            self.memory.setdefault(rank, {}).update(report.get("memory") or {})
+            self._add_ledger(rank, report.get("ledger") or {})
 
     def _add_ledger(self, rank: int, ledger: Mapping[str, Mapping[str, int]]) -> None:
         """Count what a worker has sent since its last ledger, which counts from the beginning of its generation."""
@@ -182,8 +211,8 @@ class RunTelemetry:
         ]
 
     def _seat_values(self) -> list[MetricValue]:
-        """The values of the workers in their seats; none while the plan is not that of the last step."""
-        plan = self.plan
+        """The values of the workers in their seats, as of the last step."""
+        plan = self.seated
         if plan is None or len(self.busy) != plan.world:
             return []
         seats = [seat_labels(plan, rank) for rank in range(plan.world)]

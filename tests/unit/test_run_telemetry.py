@@ -118,8 +118,26 @@ def test_workers_are_named_by_their_seats_and_only_while_the_plan_is_that_of_the
     assert found["raypar_worker_memory_bytes", "0+2", "0", "0", "rss"] == 7
     assert found["raypar_worker_memory_bytes", "1+3", "1", "0", "peak_rss"] == 101
     telemetry.begin_generation(ParallelPlan.mesh(dp=3))
-    assert not any(isinstance(name, tuple) and "worker_busy" in name[0] for name in values(telemetry))
+    assert values(telemetry)["raypar_worker_busy_ratio", "0+2", "1", "0"] == 0.5, "until the new generation has made a step"
+    telemetry.add_step(line(2, workers=3), 2.0)
+    found = values(telemetry)
+    assert found["raypar_worker_busy_ratio", "0", "2", "0"] == 0.5
+    assert ("raypar_worker_busy_ratio", "0+2", "1", "0") not in found
     assert seat_labels(ParallelPlan.mesh(tp=2), 1) == (("stage", "0"), ("replica", "0"), ("shard", "1"))
+
+
+def test_speed_bubble_and_computing_are_means_of_the_last_steps_of_a_generation():
+    telemetry = RunTelemetry(plan=ParallelPlan.mesh(dp=4))
+    for step in range(1, 101):
+        telemetry.add_step(line(step, seconds=2.0), 2.0 * step)
+    telemetry.add_step(line(101, seconds=12.0, bubble=0.75, busy_shares=[1.0] * 4), 212.0)
+    found = values(telemetry)
+    assert found["raypar_samples_per_second"] == pytest.approx(8 / 3)
+    assert found["raypar_bubble_ratio"] == pytest.approx(0.3)
+    assert found["raypar_worker_busy_ratio", "0", "0", "0"] == pytest.approx(0.55)
+    telemetry.begin_generation(ParallelPlan.mesh(dp=4))
+    telemetry.add_step(line(102, seconds=4.0), 216.0)
+    assert values(telemetry)["raypar_samples_per_second"] == pytest.approx(2.0)
 
 
 def test_workers_are_counted_by_state_and_replicas_that_wait_by_their_placement_groups():
@@ -321,8 +339,8 @@ def test_the_dashboard_asks_for_metrics_that_there_are_by_labels_that_they_have(
             asked = {label for by in re.findall(r"by \(([^)]*)\)", query) for label in by.split(", ")}
             assert asked <= {"run", "le", *metric.labels}, query
             assert f'{name}{{run=~"$run"' in query, "of one run only"
-            if metric.kind == "counter":
-                assert re.search(r"(rate|increase)\(" + name, query), "a total over drivers says little"
+            once = "sum by" if metric.kind == "histogram" else "max by"  # of the series of two drivers the larger one
+            assert re.search(rf"{once} \([^)]*\) \((rate\()?{name}\{{", query), query
 
 
 def test_the_dashboard_shows_every_metric():

@@ -138,7 +138,7 @@ def loss_panel(losses, validation=()):
 def test_the_loss_has_a_panel_of_its_own_below_the_throughput_on_the_same_time_axis():
     drawing, (line, validation) = loss_panel([4.0, 2.0, 1.0, 2.0], validation=[(2, 3.0), (4, 2.5)])
     shown = ["".join(text.itertext()) for text in ET.fromstring(drawing).iter(f"{SVG}text")]
-    assert {"samples/s", "loss", "workers", "lossvalidation"} <= set(shown)
+    assert {"samples/s", "loss", "workers", "loss validation"} <= set(shown)
     assert [x for x, _ in line] == sorted(x for x, _ in line) and len(line) == 4 and len(validation) == 2
     heights = [y for _, y in line]
     assert heights[0] < heights[1] < heights[2] > heights[3], "down is less"
