@@ -41,12 +41,12 @@ ERROR_FILE = "error.txt"
 """The error of a failed run, with all frames."""
 FILES = (
     "job.yaml", "plan.json", "plan.new", "metrics.jsonl", "events.jsonl", "members.json", "members.new", "cluster.json",
-    "trace.json", "swimlane.svg", "wandb.id", "mlflow.id",
+    "totals.json", "trace.json", "swimlane.svg", "wandb.id", "mlflow.id",
     ERROR_FILE,
 )  # fmt: skip
 """Names of the files that a run reads and writes directly in its folder."""
 DOCUMENT_BYTES = 16 << 20
-"""Size limit of plan.json, members.json and cluster.json: enough for tens of thousands of workers."""
+"""Size limit of plan.json, members.json, cluster.json and totals.json: enough for tens of thousands of workers."""
 
 
 def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
@@ -168,6 +168,11 @@ class RunFolder:
     def cluster(self) -> Path:
         """Address of the last start's Ray cluster, and the raylets of a local one, as JSON."""
         return self.path / "cluster.json"
+
+    @property
+    def totals(self) -> Path:
+        """What the run has done since its first start (`telemetry.run_totals`), as JSON; replaced as a whole."""
+        return self.path / "totals.json"
 
     @property
     def trace(self) -> Path:
@@ -405,7 +410,7 @@ class RunFolder:
             file.write(text)
 
     def read_document(self, path: Path, *, damaged: bool = False) -> dict[str, Any] | None:
-        """The content of `plan`, `members` or `cluster`; None if the file is missing, or cut off because it is being written.
+        """The content of `plan`, `members`, `cluster` or `totals`; None if the file is missing, or cut off.
 
         Raises `ConfigError` for a link or FIFO, for a file that is too long or too deep, and for content that raypar does not
         write. `damaged`: return None for such content instead.

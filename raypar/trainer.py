@@ -130,6 +130,7 @@ class Trainer:
         trackers: Sequence[str | Arguments | TrackerConfig] = (),
         wait_for_workers_s: float = 300.0,
         trace_every: int = 0,
+        price_per_worker_hour: float | None = None,
         schedule: str | None = None,
         workers: int | None = None,
         address: str | None = None,

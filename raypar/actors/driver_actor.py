@@ -30,6 +30,8 @@ from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.hello_and_failure_messages import pickle_error_for_client
 from raypar.actors.members_file import MembersFileText
+from raypar.actors.metrics_publisher import MetricsPublisher
+from raypar.actors.metrics_task import MetricsTask
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.remote_run import RemoteRun
 from raypar.actors.run_recorder import RunRecorder
@@ -125,7 +127,8 @@ class DriverActor:
         keep_pickled_filesystems(request.filesystems)
         remote = RemoteRun(request) if request.storage else None
         pool = WorkerPool(credential, request.gpus, request.environment, request.filesystems)
-        recorder = RunRecorder(request, journal, remote)
+        publisher = MetricsPublisher(request.run, request.policy.job_steps, request.price_per_worker_hour)
+        recorder = RunRecorder(request, journal, remote, publisher)
         side_effects = SideEffectThread(recorder, machine, feed, tasks)
         registry = WorkerRegistry(
             pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members
@@ -246,6 +249,7 @@ class DriverActor:
         self.tasks.spawn(WaitReporter(parts).watch())
         if parts.remote is not None:
             self.tasks.spawn(parts.remote.watch(self._is_over, parts.side_effects.note, parts.tasks.post))
+        self.tasks.spawn(MetricsTask(parts).watch())
         self.tasks.spawn(parts.registry.watch(parts.request.silent_s, self._is_over))
         try:
             while parts.machine.phase is not Phase.OVER:

@@ -62,6 +62,8 @@ class RunRequest:
     """How long a worker may take to start, and to build its stages."""
     orphan_timeout_s: float = 60.0
     """How long a worker waits for its driver before it exits."""
+    price_per_worker_hour: float | None = None
+    """What one worker costs an hour, for the metrics; None: nobody has said."""
     silent_s: float = 10.0
     """Time without an answer after which a worker is silent."""
     gpus: int = 0

@@ -59,6 +59,7 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
 
     Raises `ClusterError` for a run that has neither a process on this machine nor news for `GONE_S`.
     """
+    import os
     import time
 
     from raypar.commands.status import read_job_step_count
@@ -67,8 +68,10 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
     from raypar.console.run_status import find_end_event
     from raypar.errors import ClusterError
     from raypar.launch.new_run_lines import NewLines
+    from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, without_certain_secrets
     from raypar.storage.folder_download import download_run
 
+    known = secrets_of_environment(os.environ)
     log, end = RunLogFormatter(read_job_step_count(folder)), None
     files = NewLines(folder.metrics), NewLines(folder.events)
     heard_s = time.monotonic()
@@ -80,9 +83,9 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
         end = find_end_event(metrics, events, {}) or (None if metrics or events else end)
         if as_json:
             entries = sorted((*metrics, *events), key=lambda entry: entry.get("time") or 0.0)
-            out.writelines(json_text(with_kind(entry)) + "\n" for entry in entries)
+            out.writelines(json_text(without_certain_secrets(with_kind(entry), known)) + "\n" for entry in entries)
         else:
-            out.writelines(line + "\n" for line in log.lines(metrics, events))
+            out.writelines(redact_certain_secrets(line, known) + "\n" for line in log.lines(metrics, events))
         out.flush()
         if not follow:
             return 0

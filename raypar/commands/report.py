@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from functools import partial
 
     from raypar.commands.status import write_option_output_file
-    from raypar.console.redact_secrets import redact_text, secrets_of_environment
+    from raypar.redact_secrets import redact_text, secrets_of_environment
     from raypar.run_folder import RunFolder
 
     known = secrets_of_environment(os.environ)
@@ -71,8 +71,8 @@ def read_job_without_secrets(folder: RunFolder, known: list[str]) -> str | None:
     """The job file, written anew without secrets; of one that is no YAML the reason; None if there is none."""
     import os
 
-    from raypar.console.redact_secrets import redact_text, redact_value
     from raypar.errors import ConfigError
+    from raypar.redact_secrets import redact_text, redact_value
     from raypar.safe_yaml import dump_yaml, parse_yaml
     from raypar.untrusted_files import read_limited_text
 

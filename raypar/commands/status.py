@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir", default="runs/", help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
     )
-    parser.add_argument("--svg", metavar="FILE", help="draw samples/s and workers over time, with the faults")
+    parser.add_argument("--svg", metavar="FILE", help="draw samples/s, loss and workers over time, with the faults")
     parser.add_argument(
         "--trace", metavar="FILE", help="the same as a trace that opens in Perfetto: steps, and the gaps between"
     )
@@ -32,18 +32,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the status; exit code 0, however the run ended. Raises `ConfigError` if there is no such run."""
     import json
+    import os
     import time
 
     from raypar.console.run_status import format_status
+    from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
     from raypar.run_folder import RunFolder
 
+    known = secrets_of_environment(os.environ)
     with RunFolder.opened(args.run, args.run_dir, with_job=False) as folder:
         found = read_status(folder, time.time())
         if args.svg is not None:
             write_throughput_chart(folder, args.svg, found.steps)
         if args.trace is not None:
             write_run_trace(folder, args.trace)
-    print(json.dumps(found.facts()) if args.json else format_status(found))
+    if args.json:
+        print(json.dumps(tree_without_certain_secrets(found.facts(), known)))
+    else:
+        print(redact_certain_secrets(format_status(found), known))
     if not args.json:
         for what, file in (("picture", args.svg), ("trace", args.trace)):
             if file is not None:

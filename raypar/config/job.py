@@ -537,6 +537,8 @@ class Job(_Section):
     """Seconds that the run waits for room for its workers, and later for lost ones below `elastic.min_workers`."""
     trace_every: NonNegativeInt = 0
     """Steps from one measured step to the next; 0: a few steps only."""
+    price_per_worker_hour: PositiveFloat | None = None
+    """What one worker costs an hour, in any currency, for the cost per sample among the metrics; None: it is not computed."""
 
     _source_dir: Path = PrivateAttr(default_factory=Path.cwd)
 

@@ -50,6 +50,8 @@ class LaunchOptions:
     """How long the run waits for a cluster that has room for its workers."""
     orphan_timeout_s: float = 60.0
     """How long a worker waits for its driver before it exits."""
+    price_per_worker_hour: float | None = None
+    """What one worker costs an hour, for the metrics."""
     elastic: ElasticConfig | None = None
     """How the run grows, shrinks and recovers; None: it does none of these."""
 
@@ -84,5 +86,6 @@ def launch_options_from_job(
         address=address,
         local_nodes=local_nodes,
         wait_for_workers_s=job.wait_for_workers_s,
+        price_per_worker_hour=job.price_per_worker_hour,
         elastic=job.elastic,
     )

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from raypar.elastic.run_policy import RunPolicy
     from raypar.worker.job_preflight import PreflightResult
 
+OPTIONS_OF_REQUESTS = ("keep_checkpoints", "max_time_s", "wait_for_workers_s", "orphan_timeout_s", "price_per_worker_hour")
+"""Options of a run that its request has too, under the same names."""
 MIRROR_COST = 0.02
 """Share of the steps' time that the mirror may take, when `elastic.mirror` is auto."""
 
@@ -71,15 +73,12 @@ def make_run_request(
             outline=outline,
             profile=chosen.profile.with_outline(outline),
             validation_batching=lowered[0].validation_microbatches,
-            keep_checkpoints=options.keep_checkpoints,
             listen_host=host,
             traced_steps=choose_traced_steps(policy.steps_before_run, policy.end, options.trace_every),
-            max_time_s=options.max_time_s,
-            wait_for_workers_s=options.wait_for_workers_s,
-            orphan_timeout_s=options.orphan_timeout_s,
             gpus=backend.gpus_per_worker,
             environment=backend.environment,
             **storage_fields(folder, options),
+            **{name: getattr(options, name) for name in OPTIONS_OF_REQUESTS},
         )
 
     return request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from raypar.atomic_write import write_text_atomically
 from raypar.errors import Interrupted, LeaseLostError, RayparError
 from raypar.launch.ray_job_resubmission import is_submitted_job
+from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.run_folder import ERROR_FILE, parse_storage_location, resume_argument
 from raypar.storage.filesystems import open_filesystem, within
 from raypar.storage.folder_download import has_document, is_run, put_document
@@ -105,6 +107,7 @@ def keep_full_error(result: Result) -> None:
         return
     place, kept = parse_storage_location(result.path, "the run"), ""
     text = full_traceback(error).encode(errors="backslashreplace").decode()  # a file's name may be no text
+    text = redact_certain_secrets(text, secrets_of_environment(os.environ))
     with contextlib.suppress(OSError, RayparError):  # a full disk must not hide the error
         if place is not None:
             kept = put_error_file(place, error, text)

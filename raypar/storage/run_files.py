@@ -6,7 +6,8 @@ s3://bucket/runs/mine/  lease.json  job.yaml  plan.json  members.json  ...      
 """
 
 DOCUMENTS = (
-    "job.yaml", "plan.json", "members.json", "cluster.json", "trace.json", "swimlane.svg", "wandb.id", "mlflow.id", "error.txt",
+    "job.yaml", "plan.json", "members.json", "cluster.json", "totals.json", "trace.json", "swimlane.svg", "wandb.id",
+    "mlflow.id", "error.txt",
 )  # fmt: skip
 """Files that are replaced whole."""
 LINE_FILES = ("metrics.jsonl", "events.jsonl")

@@ -20,7 +20,13 @@ def blocks(guide: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```", guide.read_text(), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
+LONG = {"watch_a_run"}
+"""Guides whose commands are run by `pytest -m chaos` only: each command of theirs has a test of its own."""
+
+
+@pytest.mark.parametrize(
+    "guide", [pytest.param(guide, id=guide.stem, marks=[pytest.mark.chaos] * (guide.stem in LONG)) for guide in GUIDES]
+)
 def test_the_guides_commands_do_what_it_says(guide: Path, tmp_path: Path):
     """A block that begins with `# file: NAME` is written to that file; commands run in the folder of these files."""
     bin_folder = Path(sys.executable).parent

@@ -155,6 +155,7 @@ def test_a_run_on_s3_has_the_bits_of_one_in_a_folder_and_is_read_resumed_and_exp
                      "lease.json", "trace.json", "swimlane.svg"}  # fmt: skip
     assert json.loads(s3.content("runs/tiny/lease.json"))["released"] is True
     assert main(["status", uri]) == 0
+    assert main(["top", uri, "--once"]) == 0
     said = capfd.readouterr().out
     assert "6 of 12" in said and uri in said
     assert main(["resume", uri, "--set", "plan.stages=1", "--set", "plan.replicas=1"]) == 0
