@@ -152,7 +152,7 @@ def test_a_run_on_s3_has_the_bits_of_one_in_a_folder_and_is_read_resumed_and_exp
     keys = s3.keys("runs/tiny/")
     names = {key.removeprefix("runs/tiny/").partition("/")[0] for key in keys}
     assert names == {"job.yaml", "plan.json", "members.json", "cluster.json", "metrics.jsonl", "events.jsonl", "checkpoints",
-                     "lease.json", "trace.json", "swimlane.svg"}  # fmt: skip
+                     "lease.json", "totals.json", "trace.json", "swimlane.svg"}  # fmt: skip
     assert json.loads(s3.content("runs/tiny/lease.json"))["released"] is True
     assert main(["status", uri]) == 0
     assert main(["top", uri, "--once"]) == 0
