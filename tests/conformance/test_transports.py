@@ -384,7 +384,7 @@ def machine_that_cannot_be_reached():
             client = clients.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(full.getsockname())
-        yield "127.0.0.1:{}".format(full.getsockname()[1])
+        yield f"127.0.0.1:{full.getsockname()[1]}"
 
 
 def test_a_machine_that_cannot_be_reached_keeps_no_rank_from_leaving_the_rendezvous():
@@ -406,9 +406,9 @@ def test_a_machine_that_cannot_be_reached_keeps_no_rank_from_leaving_the_rendezv
 def test_a_rank_that_cannot_be_reached_is_named(monkeypatch):
     monkeypatch.setattr(rendezvous, "CONNECT_SOCKET_S", 0.05)
     mesh = TcpEndpoint.listen(credential=CREDENTIAL)
-    with machine_that_cannot_be_reached() as nowhere:
-        with pytest.raises(CommError, match=f"rank 1 cannot reach rank 0 at {nowhere}: no connection within 0.05 s"):
-            mesh.connect(rank=1, size=2, addresses=[nowhere, mesh.address], generation=1, deadline_s=LIMIT_S)
+    said = "rank 1 cannot reach rank 0 at 127.0.0.1:.*: no connection within 0.05 s"
+    with machine_that_cannot_be_reached() as nowhere, pytest.raises(CommError, match=said):
+        mesh.connect(rank=1, size=2, addresses=[nowhere, mesh.address], generation=1, deadline_s=LIMIT_S)
     mesh.close()
 
 

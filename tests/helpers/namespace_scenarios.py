@@ -124,7 +124,13 @@ SCENARIOS: tuple[Scenario, ...] = (
     cut_off("the control store cut off for 20 s", "store", 20, stall_s=60),
     cut_off("the control store cut off for 45 s", "store", 45, stall_s=120, errors=STORE_GONE, fresh_after=True),
     cut_off(
-        "the control store cut off for 100 s", "store", 100, stall_s=150, errors=STORE_GONE, must_fail=True, fresh_after=True
+        "the control store cut off for 100 s",
+        "store",
+        100,
+        stall_s=150,
+        errors=(*STORE_GONE, *STATE_GONE),
+        must_fail=True,
+        fresh_after=True,
     ),
     Scenario(
         "the control store's machine dies", (at_step(8, "kill", "store"),), errors=STORE_GONE, must_fail=True, fresh_after=True

@@ -346,3 +346,20 @@ def test_those_who_have_hung_are_told_in_the_right_number():
         told[len(late)] = machine.recovery.why
     assert told[1] == "step 1: worker 3 has not reported for 50.0 s and answers no pings"
     assert told[2] == "step 1: workers 1, 3 have not reported for 50.0 s and answer no pings"
+
+
+@pytest.mark.parametrize("answers_at_s", [40.0, None])
+def test_a_claim_waits_while_the_network_to_the_control_store_is_broken(answers_at_s):
+    """After 10 s the run was given up, with all of its state alive in the workers."""
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    do(machine, WorkersReady())
+    assert do(machine, lost(1), now_s=1.0) == [ClaimGeneration(2)]
+    assert do(machine, Tick(), now_s=5.0) == []
+    (warning,) = do(machine, Tick(), now_s=6.5)
+    assert "waiting for Ray's control store, which does not answer" in warning.text and "; 84 s left" in warning.text
+    assert do(machine, Tick(), now_s=39.0) == []
+    if answers_at_s is not None:
+        assert do(machine, GenerationClaimed(2, True), now_s=answers_at_s) == [FenceWorkers(2, (0,))]
+        return
+    (end,) = do(machine, Tick(), now_s=92.0)
+    assert end.end == "failed" and "control store does not answer; `raypar resume`" in end.error.cure
