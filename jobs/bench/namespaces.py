@@ -78,12 +78,12 @@ namespaces of one machine, whose packets a user-space forwarder drops, delays an
 def main() -> int:
     """Run the scenarios; 1 if a promise was not kept."""
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    given.add_argument("--only", nargs="+", default=[""], help="scenarios whose names have one of these texts")
+    given.add_argument("--only", nargs="+", default=[""], help="scenarios whose names have one of these texts, in this order")
     given.add_argument("--page", type=Path, help="where the table is written")
     given.add_argument("--log", type=Path, help="a file that gets a line of JSON for each scenario")
     given.add_argument("--keep", type=Path, help="a folder for the runs, which is kept")
     args = given.parse_args()
-    chosen = [scenario for scenario in SCENARIOS if any(text in scenario.name for text in args.only)]
+    chosen = list(dict.fromkeys(scenario for text in args.only for scenario in SCENARIOS if text in scenario.name))
     with tempfile.TemporaryDirectory(prefix="raypar-namespaces-") as temporary:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -38,6 +38,7 @@ from raypar.elastic.plural_wording import format_worker_numbers
 from raypar.elastic.run_state import RunState
 from raypar.elastic.shard_count_history import ShardCountHistory
 from raypar.elastic.step_flow import record_emitted_step
+from raypar.elastic.unreachable_workers import choose_unreachable_workers, note_unreachable_workers
 from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import ClusterError, error_first_line
 
@@ -205,6 +206,8 @@ def handle_failure_while_recovering(m: RunState, event: CallFailed) -> None:
         fail_run(m, event)
     elif event.generation == m.membership.generation and m.phase is not Phase.CLAIMING:
         m.health.failures.append(event)
+        note_unreachable_workers(m, event)
+        give_up_workers(m, choose_unreachable_workers(m))
         begin_recovery(m, error_first_line(event.error))
 
 

@@ -24,8 +24,9 @@ from raypar.comm.tcp.handshake import DialerHandshake, RankClaim, RunCredential,
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 SOCKET_BUFFER_BYTES = 4 << 20
-CONNECT_SOCKET_S = 5.0
-"""Limit of connecting a socket. A machine that cannot be reached refuses nothing, it is silent."""
+CONNECT_SOCKET_S = 4.0
+"""Limit of connecting a socket, less than `RunPolicy.adopt_s`. A machine that cannot be reached refuses nothing, it is silent.
+Linux repeats the first packet after 1 and 3 s."""
 CHALLENGE_S = 30.0
 """Limit from HELLO to CHALLENGE. A worker's acceptor thread answers at once, whatever the worker computes; its process may be
 stopped for this long."""
@@ -244,10 +245,12 @@ class Rendezvous:
 
     def unreachable_error(self, rank: int, why: object) -> CommError:
         """The error when a lower rank cannot be reached."""
-        return CommError(
+        error = CommError(
             f"rank {self.me.rank} cannot reach rank {rank} at {self.addresses[rank]}: {why}",
             cure="the worker has died or its host is not reachable from here; form the next generation without it",
         )
+        error.unreachable_ranks = (rank,)
+        return error
 
     def read(self, sock: socket.socket) -> None:
         """Read bytes of a lower rank's challenge or answer."""
