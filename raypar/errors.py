@@ -85,6 +85,9 @@ class LeaseLostError(ClusterError):
 class CommError(RayparError):
     """A transport operation failed."""
 
+    unreachable_ranks: tuple[int, ...] = ()
+    """Ranks that this one could not connect to, because their machine did not answer or refused."""
+
 
 class GroupAborted(CommError):
     """The communication group was aborted: by this worker, a lost peer or a newer generation. It is never used again."""

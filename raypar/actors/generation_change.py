@@ -49,11 +49,13 @@ class GenerationChange:
         """Announce a new generation to a worker, which stops its step; ask for its status. Posts `WorkerStatusReported`."""
         parts = self.parts
         worker, keep_reports = parts.pool.workers[number], parts.reports.keep_reports_from_status
-        parts.calls.call(number, generation, worker.announce_generation.remote(generation, reason), lambda number, _: on.Tick())
-        parts.calls.call(
+        parts.calls.call_until_answered(
+            number, generation, lambda: worker.announce_generation.remote(generation, reason), lambda number, _: on.Tick()
+        )
+        parts.calls.call_until_answered(
             number,
             generation,
-            worker.report_status.remote(generation),
+            lambda: worker.report_status.remote(generation),
             lambda _, status: on.WorkerStatusReported(generation, keep_reports(status)),
         )
 

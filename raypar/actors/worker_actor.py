@@ -344,7 +344,9 @@ class WorkerActor:
         if isinstance(error, StaleGeneration):
             return CallFailure("aborted", error)
         if isinstance(error, CommError):
-            return CallFailure("aborted", type(error)(f"{self.coordinate}, {doing}: {error.what}", error.cure))
+            named = type(error)(f"{self.coordinate}, {doing}: {error.what}", error.cure)
+            named.unreachable_ranks = error.unreachable_ranks
+            return CallFailure("aborted", named)
         if is_out_of_memory(error):
             text = "".join(traceback.format_exception(error)).rstrip()
             first = str(error.what if isinstance(error, UserCodeError) else error).partition("\n")[0]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 from raypar.actors.cluster_info import list_dead_nodes, list_draining_nodes
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
@@ -216,14 +216,17 @@ class WorkerRegistry:
                 self._answered_s = {number: min(now, s + excused_s) for number, s in self._answered_s.items()}
 
     async def _ping(self, number: int, worker: Any) -> None:
-        """Ping one worker. Posts `CallFailed` for a dead worker, and nothing for a silent one."""
+        """Ping one worker. Posts `CallFailed` for a dead worker, and nothing for a silent one.
+
+        A worker whose connection has broken (`ActorUnavailableError`) is silent too: Ray does not know that it is dead.
+        """
         try:
             _, _, leaving, waited_s = await asyncio.wait_for(asyncio.wrap_future(worker.ping.remote().future()), 30.0)
         except OutOfMemoryError as error:
             if number in self.pool.workers:
                 self.post(on.CallFailed("lost", killed_for_memory_error(f"worker {number}", error), number))
         except RayActorError as error:
-            if number in self.pool.workers:
+            if number in self.pool.workers and not isinstance(error, ActorUnavailableError):
                 self.post(on.CallFailed("lost", WorkerLost(f"worker {number} was lost: {error_first_line(error)}"), number))
         except Exception:
             return  # the worker is silent; `watch` counts the seconds

@@ -65,8 +65,9 @@ class RunPolicy:
     """Cost of a move to another plan: a larger plan has to save more time."""
     max_attempts: int = 8
     """Recoveries in a row without a new step between them; with one more the run fails."""
-    claim_s: float = 10.0
-    """Limit for the journal's answer to the claim of a generation."""
+    claim_s: float = 90.0
+    """Limit for the journal's answer to the claim of a generation. While the network to Ray's control store is broken the
+    workers keep the state; Ray itself ends the driver's node after about half a minute."""
     status_s: float = 1.0
     """Least limit for a worker's status report in a recovery."""
     status_medians: float = 3.0

@@ -118,6 +118,7 @@ def _connect_and_follow(
     """Connect to Ray, make the run folder, and run. If the run ends before its first step the folder is removed."""
     from raypar.actors.cluster_info import cluster_capacity, require_capacity
     from raypar.actors.ray_connection import connect_ray
+    from raypar.actors.sudden_end_notice import explain_sudden_end, sudden_end_text
     from raypar.worker.backend import make_backend
 
     gpus = make_backend(spec.device).gpus_per_worker
@@ -138,6 +139,7 @@ def _connect_and_follow(
             with contextlib.ExitStack() as stack:
                 queue = None
                 if connection.kind != "own":
+                    stack.enter_context(explain_sudden_end(sudden_end_text(folder.name, connection.address)))
                     queue = stack.enter_context(_placement_turn(folder.name, chosen.plan.world, options, tell))
 
                 def tell_and_watch(event: dict[str, Any]) -> None:
