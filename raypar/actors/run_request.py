@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.worker_placement import WorkerPlacement
 from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StageConnections
 from raypar.planner.model_profile import ModelProfile
 from raypar.schedule.step_timeline import Timeline
@@ -64,7 +65,7 @@ class RunRequest:
     """How long a worker waits for its driver before it exits."""
     silent_s: float = 10.0
     """Time without an answer after which a worker is silent."""
-    gpus: int = 0
-    """GPUs of each worker."""
+    placement: WorkerPlacement = field(default_factory=WorkerPlacement)
+    """What the nodes of workers must have."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of worker processes; the job's own runtime environment overrides them."""
