@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -131,7 +132,8 @@ class FirstPlacement:
         )
 
     def _look_at_autoscaler(self, placed: Mapping[int, str], now_s: float) -> None:
-        """Note the groups that no node could hold, even if nothing else were on it, and no node that may be added."""
+        """Note the groups that no node could hold, even if others left it, and no node that may be added."""
+        placement, already = self.pool.placement, Counter(placed.values())
         verdict, facts = read_autoscaler_verdict(), list_node_facts()
         ids = {number: group.id.hex() for number, group in list(self.pool.groups.items())}
         lacking = [group for group in self.groups if group.numbers[0] not in placed]
@@ -139,8 +141,8 @@ class FirstPlacement:
         busy = {
             group.numbers
             for group in refused
-            for node in facts.values()
-            if self.pool.placement.fits_node(node.resources, node.labels, len(group.numbers), group.on_demand)
+            for node, known in facts.items()
+            if placement.fits_node(known.resources, known.labels, len(group.numbers), group.on_demand, already[node])
         }
         since = {g.numbers: self._infeasible_since_s.get(g.numbers, now_s) for g in refused if g.numbers not in busy}
         self._infeasible_since_s = since

@@ -55,9 +55,14 @@ class WorkerPlacement:
         together = f"{workers} x " if workers > 1 else ""
         return f"{together}{{{bundle}}}" + (f" with {labels}" if labels else "") + " on one node" * (workers > 1)
 
-    def fits_node(self, resources: Mapping[str, float], labels: Mapping[str, str], workers: int, on_demand: bool) -> bool:
-        """Whether a node with these resources, all of them free, and these labels has room for so many workers."""
-        room = all(resources.get(kind, 0.0) >= workers * amount for kind, amount in self.bundle.items())
+    def fits_node(
+        self, resources: Mapping[str, float], labels: Mapping[str, str], workers: int, on_demand: bool, already: int = 0
+    ) -> bool:
+        """Whether a node with these resources and labels has room for so many workers, if nothing but our own were on it.
+
+        `already`: workers of ours that are there.
+        """
+        room = all(resources.get(kind, 0.0) >= (already + workers) * amount for kind, amount in self.bundle.items())
         return room and match_labels(labels, self.selector(on_demand))
 
 

@@ -27,6 +27,7 @@ def grows(cluster: FakeAutoscaledCluster) -> bool:
 
 
 def train(cluster: FakeAutoscaledCluster, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "raypar", "train", str(write_job(folder)), "--address", cluster.address]
     for word in ("steps=3", "validation=null", "plan.replicas=1", *words):
         command += ["--set", word]

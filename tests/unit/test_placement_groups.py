@@ -299,6 +299,13 @@ def test_a_cluster_that_is_full_or_still_grows_is_no_error(cluster):
     with pytest.raises(ClusterError, match="no node for 4 of 4"):
         begins(cluster, StartLimits(4, 4, 0.1, 5.0), refuse_all)
 
+    def ours():
+        cluster.ray.place("raypar-run-0")
+        busy()
+
+    with pytest.raises(ClusterError, match="no node for 3 of 4"):
+        begins(cluster, StartLimits(4, 4, 0.1, 5.0), ours)
+
 
 def test_the_wait_ends_when_the_run_does(cluster):
     async def scene():

@@ -129,6 +129,8 @@ def test_a_node_that_is_busy_could_hold_a_worker_and_one_that_is_too_small_could
     pair, room = WorkerPlacement(label_selector={"market": "spot"}), {"CPU": 2.0}
     assert pair.fits_node(room, {"market": "spot"}, 2, False) and not pair.fits_node(room, {"market": "spot"}, 3, False)
     assert not pair.fits_node(room, {}, 1, False)
+    assert pair.fits_node(room, {"market": "spot"}, 1, False, already=1), "the rest belongs to others"
+    assert not pair.fits_node(room, {"market": "spot"}, 1, False, already=2), "ours stay"
 
 
 @pytest.mark.parametrize("label, value", [("market", "spot"), ("ray.io/zone", "!in(a, b)"), ("a", "!b"), ("a", "in(b)")])
