@@ -31,8 +31,7 @@ UNUSED_FIELDS = {
     "resources_per_worker": "leave it out: a worker takes one CPU, with use_gpu one GPU too; threads= says how many threads",
     "trainer_resources": "leave it out: the driver takes no CPU",
     "placement_strategy": "leave it out: workers of one stage are placed together where there is room",
-    "accelerator_type": "leave it out, and join a cluster of such machines (address=)",
-    "label_selector": "leave it out, and join a cluster of such machines (address=)",
+    "label_selector": "give one for all workers: a dict",
     "use_tpu": "leave it out: workers compute on CPUs, or with use_gpu on GPUs",
     "elastic_resize_monitor_interval_s": "leave it out: workers join between two steps (elastic.grow_after_s)",
 }
@@ -56,8 +55,8 @@ def settings_from_ray_train(scaling_config: Any, run_config: Any, checkpoint_con
 
 
 def _settings_of_scaling(config: Any, what: str) -> Iterator[ImpliedSetting]:
-    """What a `ScalingConfig` says: the number of workers, or its limits in an elastic run, and the device."""
-    changed = _changed_fields(config, what, "ScalingConfig", {"num_workers", "use_gpu"})
+    """What a `ScalingConfig` says: the number of workers, or its limits in an elastic run, the device, and the nodes."""
+    changed = _changed_fields(config, what, "ScalingConfig", {"num_workers", "use_gpu", "accelerator_type", "label_selector"})
     workers = changed.get("num_workers")
     if isinstance(workers, tuple):
         least, most = workers
@@ -68,6 +67,11 @@ def _settings_of_scaling(config: Any, what: str) -> Iterator[ImpliedSetting]:
         yield ImpliedSetting("workers", workers, f"{what}.num_workers")
     if "use_gpu" in changed:
         yield ImpliedSetting("device", "gpu" if config.use_gpu else "cpu", f"that of {what}.use_gpu")
+    if isinstance(changed.get("label_selector"), list):
+        raise _unused(what, "label_selector")
+    for field in ("accelerator_type", "label_selector"):
+        if field in changed:
+            yield ImpliedSetting(f"placement.{field}", changed[field], f"{what}.{field}")
 
 
 def _settings_of_run(config: Any, what: str) -> Iterator[ImpliedSetting]:

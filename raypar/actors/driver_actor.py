@@ -47,6 +47,7 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.phases import Phase
+from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError, OutOfMemory, RayparError, error_first_line
 from raypar.plan.ownership import Ownership
@@ -126,14 +127,14 @@ class DriverActor:
         plans = PlanCache(request)
         keep_pickled_filesystems(request.filesystems)
         remote = RemoteRun(request) if request.storage else None
-        pool = WorkerPool(credential, request.gpus, request.environment, request.filesystems)
+        pool = WorkerPool(credential, request.placement, request.environment, request.filesystems)
         publisher = MetricsPublisher(request.run, request.policy.job_steps, request.price_per_worker_hour)
         recorder = RunRecorder(request, journal, remote, publisher)
         side_effects = SideEffectThread(recorder, machine, feed, tasks)
         registry = WorkerRegistry(
             pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members
         )
-        machine.membership.nodes = registry.node_of_worker
+        machine.membership.nodes, machine.membership.zones = registry.node_of_worker, registry.zone_of_node
         self.parts = parts = DriverParts(
             request=request,
             machine=machine,
@@ -357,8 +358,10 @@ class DriverActor:
         """Begin what the machine has decided about workers, the next generation, and the end of the run."""
         parts = self.parts
         match decision.action:
-            case do.StartWorker(worker):
-                self.tasks.spawn(self._start_worker(worker))
+            case do.StartWorkers(workers, on_demand):
+                self.tasks.spawn(self._start_workers(workers, on_demand))
+            case do.ReleaseWorkers(workers):
+                self._release_workers(workers, decision.reason)
             case do.ReportFirstStepAfterRecovery():
                 self.generations.report_first_step(decision.action)
             case do.ClaimGeneration(number):
@@ -391,16 +394,22 @@ class DriverActor:
 
     # -- workers that come and go --------------------------------------------------------------------------------------------
 
-    async def _start_worker(self, number: int) -> None:
-        """Start one more worker under `number`, which no other worker ever gets."""
+    async def _start_workers(self, numbers: tuple[int, ...], on_demand: bool) -> None:
+        """Start further workers under `numbers`, which no other workers ever get."""
         parts = self.parts
-        request = parts.request
-        await asyncio.to_thread(self.journal.store_worker_number, number)
-        text = f"a worker is wanted: worker {number} starts as soon as there is room"
-        parts.side_effects.note("hiring", text=text, worker=number)
-        await parts.registry.start_worker(
-            number, request.spec, request.listen_host, request.orphan_timeout_s, request.start_deadline_s
-        )
+        await asyncio.to_thread(parts.journal.store_worker_number, numbers[-1])
+        starts = verb_form(numbers, "a worker is wanted: worker %s starts", "a replica is wanted: workers %s start")
+        text = f"{starts % ', '.join(map(str, numbers))} as soon as there is room"
+        parts.side_effects.note("hiring", text=text, worker=numbers[0], workers=list(numbers))
+        await parts.registry.start_workers(numbers, parts.request, on_demand=on_demand)
+
+    def _release_workers(self, numbers: tuple[int, ...], reason: str) -> None:
+        """Withdraw the demand for workers, and end those that run."""
+        parts = self.parts
+        text = f"{format_worker_numbers(numbers)} {verb_form(numbers, 'is', 'are')} given back: {reason}"
+        parts.side_effects.note("released", text=text, workers=list(numbers))
+        for number in numbers:
+            parts.registry.dismiss(number)
 
     def _report_lost_worker(self, number: int, why: str, with_node: bool = False) -> None:
         """Report a lost worker, and its node if the node is lost too; remove what is left of the worker. Idempotent."""

@@ -70,10 +70,16 @@ class GenerationChange:
             )
 
     async def choose_plan(self, generation: int, workers: int) -> None:
-        """Choose the plan for `workers` workers. Posts `PlanChosen`."""
+        """Choose the plan for `workers` workers. Posts `PlanChosen`.
+
+        A larger plan is lowered before, while training continues, so that the move to it takes less time.
+        """
         parts = self.parts
         now = parts.machine.membership.plan
-        parts.tasks.post(await asyncio.to_thread(parts.plans.choose, generation, workers, now))
+        chosen = await asyncio.to_thread(parts.plans.choose, generation, workers, now)
+        if chosen.plan is not None and now is not None and chosen.plan.world > now.world:
+            await asyncio.to_thread(parts.plans.assignments, chosen.plan)
+        parts.tasks.post(chosen)
 
     async def adopt_plan(self, order: do.AdoptPlan, reason: str) -> None:
         """Lower the plan; have every worker connect, exchange state and build its stages. Each posts `PlanAdopted`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.worker_placement import WorkerPlacement
 from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StageConnections
 from raypar.planner.model_profile import ModelProfile
 from raypar.schedule.step_timeline import Timeline
@@ -66,8 +67,8 @@ class RunRequest:
     """What one worker costs an hour, for the metrics; None: nobody has said."""
     silent_s: float = 10.0
     """Time without an answer after which a worker is silent."""
-    gpus: int = 0
-    """GPUs of each worker."""
+    placement: WorkerPlacement = field(default_factory=WorkerPlacement)
+    """What the nodes of workers must have."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of worker processes; the job's own runtime environment overrides them."""
     storage: str = ""

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     NonNegativeFloat,
@@ -21,19 +19,19 @@ from pydantic import (
     PositiveInt,
     PrivateAttr,
     Tag,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
+from raypar.config.placement_section import PlacementConfig
 from raypar.config.plain_values import is_importable_name, to_plain_values
-from raypar.config.validation_errors import AUTO, GIVEN, config_error, walk_sections
+from raypar.config.section import MAX_WORKERS, Section
+from raypar.config.validation_errors import AUTO, GIVEN
 from raypar.errors import ConfigError, PlanError
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
 from raypar.plan.recomputation import RecomputePolicy
 from raypar.run_folder_schema import MAX_STEPS
 from raypar.safe_yaml import dump_yaml, parse_yaml
-from raypar.traceback_filter import without_raypar_frames
 from raypar.untrusted_files import shorten
 from raypar.worker.autocast_precisions import PrecisionName
 from raypar.worker.init_from_setting import InitialWeightsFile
@@ -41,32 +39,15 @@ from raypar.worker.job_spec import LOSS_OF_MODEL, DataSpec, JobSpec, OptimizerSp
 
 JOB_BYTES = 1 << 20
 """Size limit of a job file."""
-MAX_WORKERS, MAX_PARTS, MAX_SAMPLES = 2**16, 2**16, 2**24
-"""Limits of numbers in a job file, because lists of that length are made: of workers; of microbatches, blocks or chunks of a
-step; of samples of a step."""
+MAX_PARTS, MAX_SAMPLES = 2**16, 2**24
+"""Limits of numbers in a job file, because lists of that length are made: of microbatches, blocks or chunks of a step; of
+samples of a step."""
 Workers = Annotated[PositiveInt, Field(le=MAX_WORKERS)]
 Parts = Annotated[PositiveInt, Field(le=MAX_PARTS)]
 
 
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 """A path; from Python also a `pathlib.Path`."""
-
-
-class _Section(BaseModel):
-    """Base of all sections of a job file. Strict: a string is not taken for a number, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    @without_raypar_frames
-    def __init__(self, **given: Any) -> None:
-        """A section made from Python: `PlanConfig(stages=2)`. Raises `ConfigError`."""
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            inside = next((path for path, section in walk_sections(Job) if section is type(self)), ())
-            raise config_error(error.errors(), inside, Job, of_trainer=True) from None
-
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # sections in a tree are validated without it
 
 
 RUN_NAME_CURE = "letters, digits, '.', '_' and '-' only: it names the run's folder"
@@ -90,7 +71,7 @@ def _loss_function(value: Any) -> Any:
     return value if isinstance(value, str) and value == LOSS_OF_MODEL else _function(value)
 
 
-class FunctionConfig(_Section):
+class FunctionConfig(Section):
     """A function and its arguments: `{function: module:name, args: {...}}`, or just `module:name`."""
 
     function: Annotated[str | Callable[..., Any], PlainValidator(_function)]
@@ -202,7 +183,7 @@ Counts = Annotated[Any, BeforeValidator(_counts)]
 """One count (int), or one per stage (tuple of int)."""
 
 
-class PlanConfig(_Section):
+class PlanConfig(Section):
     """Which workers hold which layers, and in which order they compute."""
 
     stages: Workers = 1
@@ -333,7 +314,7 @@ class PlanConfig(_Section):
         )
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """When checkpoints are saved, and how many of them are kept."""
 
     every: NonNegativeInt = 0
@@ -344,18 +325,19 @@ class CheckpointConfig(_Section):
     """Whether the end of the run is saved."""
 
 
-class ElasticConfig(_Section):
+class ElasticConfig(Section):
     """How a run continues when workers are lost, and when workers join."""
 
     min_workers: PositiveInt = 1
-    """With fewer workers than this the run waits for others, up to the job's `wait_for_workers_s`."""
+    """The run begins with so many workers if no others have come for `grow_after_s`, and grows when they come. With fewer it
+    waits, up to the job's `wait_for_workers_s`, also later."""
     max_workers: Workers | None = None
     """Lost workers are replaced up to this number; None: as many as the plan has."""
     standbys: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
     """Extra workers that are started and wait, so that an empty seat is filled at once."""
     grow_after_s: NonNegativeFloat = 5.0
     """Joining workers get seats between two steps: when all of them have started, or this long after the first one. They get
-    none if moving the state costs more time than they save."""
+    none if moving the state costs more time than they save; beyond `standbys` they are then given back to the cluster."""
     step_deadline_s: PositiveFloat = 3.0
     """A step has hung if it takes longer than this and longer than 5 times the longest of the last 100 steps. Workers that do
     not answer then are given up."""
@@ -399,7 +381,7 @@ def _switch(value: Any) -> Any:
     return ({} if value else None) if isinstance(value, bool) else value
 
 
-class InitFromConfig(_Section):
+class InitFromConfig(Section):
     """Weights to begin with: `{path: FILE, strip_prefix: "model.", ...}`, or just the path."""
 
     path: PathText
@@ -431,7 +413,7 @@ class InitFromConfig(_Section):
         return InitialWeightsFile(*given, self.allow_missing, self.allow_unexpected)
 
 
-class EarlyStoppingConfig(_Section):
+class EarlyStoppingConfig(Section):
     """When a run stops early: if the validation loss has not fallen by more than `min_delta` for `patience` validations."""
 
     patience: PositiveInt = 3
@@ -440,7 +422,7 @@ class EarlyStoppingConfig(_Section):
     """How much the loss has to fall to count as lower."""
 
 
-class TrackerConfig(_Section):
+class TrackerConfig(Section):
     """An experiment tracker: `{tracker: tensorboard | wandb | mlflow, args: {...}}`, or just its name."""
 
     tracker: Literal["tensorboard", "wandb", "mlflow"]
@@ -454,7 +436,7 @@ class TrackerConfig(_Section):
         return {"tracker": value} if isinstance(value, str) else value
 
 
-class PrecisionConfig(_Section):
+class PrecisionConfig(Section):
     """The dtypes in which a job computes, where they are others than its `dtype`."""
 
     compute: PrecisionName | None = None
@@ -466,7 +448,7 @@ class PrecisionConfig(_Section):
         return Precision(self.compute)
 
 
-class Job(_Section):
+class Job(Section):
     """A whole job: the keys of a job file, which are `Trainer`'s arguments too."""
 
     name: str = "run"
@@ -502,6 +484,8 @@ class Job(_Section):
     """The parallel plan; `auto`: the planner chooses it."""
     elastic: Annotated[ElasticConfig | None, BeforeValidator(_switch)] = None
     """How the run survives lost workers; None: it does not."""
+    placement: PlacementConfig = PlacementConfig()
+    """On which nodes of a cluster workers are placed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When checkpoints are saved."""
     run_dir: PathText = "runs/"

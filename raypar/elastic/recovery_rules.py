@@ -58,10 +58,14 @@ def take_over_run(m: RunState, event: DriverFailover) -> None:
     p.issued = p.committed = p.emitted = p.journalled = event.seen
     p.served_flush_point = event.seen - 1  # what is due there may not have been served
     p.validated, p.saved = event.validated, event.saved
-    hiring.starting, hiring.placed = set(event.starting), set(event.starting)
+    hiring.starting, hiring.placed = {*event.starting, *event.pending}, set(event.starting)
+    for group in event.groups:
+        hiring.put_together(group)
+    hiring.on_demand = set(event.on_demand)
     hiring.next_number = max(hiring.next_number, event.next_worker_number)
     p.last_commit_s = None if event.idle_s is None else m.timer.now_s - event.idle_s
     who.spares = set(event.workers) - set(event.members) - hiring.starting
+    who.had_seat = set(event.workers)  # not known; any of them may keep a mirror snapshot
     m.mirror.complete = True  # not known; better an error than a restart from the beginning
     who.gone = set(event.members) - set(event.workers)
     begin_recovery(m, "a new driver takes over")

@@ -125,7 +125,9 @@ def _connect_and_follow(
     with connect_ray(
         options.address, _most_workers(chosen, options), Path.cwd(), options.local_nodes, bool(gpus)
     ) as connection:
-        require_capacity(chosen.plan.world, cluster_capacity(), gpus, chosen.plan.describe())
+        capacity = cluster_capacity()
+        least = _least_workers(chosen, options) if capacity.may_add_nodes else chosen.plan.world
+        require_capacity(least, capacity, gpus, chosen.plan.describe())
         folder = options.make_folder(chosen)
         begun = options.resume is not None
         try:
@@ -164,6 +166,14 @@ def _placement_turn(
 
     wait_s = max(options.wait_for_workers_s, QUEUE_S) if is_submitted_job() else options.wait_for_workers_s
     return placement_turn(run, workers, wait_s, lambda text: tell({"kind": "waiting", "text": text}))
+
+
+def _least_workers(chosen: ChosenPlan, options: LaunchOptions) -> int:
+    """With how many workers the run may begin where the others may come later."""
+    from raypar.elastic.start_size import least_workers_at_start
+
+    elastic = options.elastic
+    return chosen.plan.world if elastic is None else least_workers_at_start(chosen.plan, elastic.min_workers)
 
 
 def _most_workers(chosen: ChosenPlan, options: LaunchOptions) -> int:

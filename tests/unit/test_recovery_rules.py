@@ -13,7 +13,7 @@ from raypar.elastic.actions import (
     FenceWorkers,
     KillWorker,
     StartCheckpoint,
-    StartWorker,
+    StartWorkers,
     Teardown,
     WriteJournal,
 )
@@ -258,7 +258,8 @@ def test_a_worker_that_comes_at_the_end_is_there_when_the_last_checkpoint_has_to
         assert isinstance(order, AdoptPlan) and order.members == (1, 2)
     else:
         assert any(
-            isinstance(action, StartWorker) and action.worker == 3 for action in [*actions, *do(machine, Tick(), now_s=60.0)]
+            isinstance(action, StartWorkers) and action.workers == (3,)
+            for action in [*actions, *do(machine, Tick(), now_s=60.0)]
         )
 
 
@@ -306,7 +307,7 @@ def growing(members):
     machine.policy = replace(machine.policy, job_steps=1000)
     reports = [StepReported(worker, 0, 0.3) for worker in range(members)]
     actions = do(machine, WorkersReady(), *reports, StepJournalled(0), StepEmitted(0), Tick())
-    assert [action.worker for action in actions if isinstance(action, StartWorker)] == list(range(members, 4))
+    assert [action.workers for action in actions if isinstance(action, StartWorkers)] == [(n,) for n in range(members, 4)]
     return machine
 
 
