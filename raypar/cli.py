@@ -18,6 +18,7 @@ from typing import NoReturn
 from raypar import __version__
 from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.errors import ConfigError, Interrupted, RayparError
+from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.traceback_filter import remove_raypar_frames, shows_raypar_frames
 from raypar.untrusted_files import READABLE
 from raypar.user_code_errors import recording_ctrl_c
@@ -35,6 +36,7 @@ COMMANDS = {
     "logs": "what a run or a submitted job has printed; -f follows it",
     "stop": "let a run or a submitted job save a checkpoint and end",
     "status": "phase, speed and workers of a run, and what has happened to it",
+    "top": "a run live on the terminal: workers, computing, memory, loss",
     "report": "a run as one HTML file, to be read without raypar",
     "doctor": "whether this machine, and a cluster, are fit for raypar, with cures",
     "drain": "announce that a node will leave: runs move their work off it",
@@ -104,7 +106,8 @@ def _run_and_explain_errors(argv: Sequence[str]) -> int:
     except RayparError as error:
         if not shows_raypar_frames():
             remove_raypar_frames(error)
-        print(f"error: {error}", file=sys.stderr)
+        text = redact_certain_secrets(str(error), secrets_of_environment(os.environ))  # a job's log is read by others too
+        print(f"error: {text}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -93,6 +93,8 @@ MEMBERS: dict[str, Check] = {
 }  # fmt: skip
 _NODE: dict[str, Check] = {"node": _text, "pid": _count(2**31), "head": lambda value: isinstance(value, bool)}
 CLUSTER: dict[str, Check] = {"kind": _text, "address": _text, "nodes": _records(_NODE, *_NODE)}
+TOTALS: dict[str, Check] = {"time": TIME}
+"""The rest is checked where it is read (`telemetry.run_totals.read_totals`)."""
 
 
 NEVER_NULL = ("time", "peak_rss_bytes", "stages", "members", "spares", "nodes")
@@ -127,9 +129,9 @@ def check_metrics_line(line: Any) -> None:
 
 
 def check_run_folder_json(name: str, found: Any) -> None:
-    """Raise `ValueError` unless `found` is a valid plan.json, members.json or cluster.json (`name`)."""
+    """Raise `ValueError` unless `found` is a valid plan.json, members.json, cluster.json or totals.json (`name`)."""
     _object(found)
-    fields = {"plan.json": PLAN, "members.json": MEMBERS, "cluster.json": CLUSTER}[name]
+    fields = {"plan.json": PLAN, "members.json": MEMBERS, "cluster.json": CLUSTER, "totals.json": TOTALS}[name]
     _fields(found, fields, ("phase",) if name == "members.json" else ())
 
 

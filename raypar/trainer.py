@@ -13,6 +13,7 @@ from raypar.config import (
     InitFromConfig,
     Job,
     OptimizerConfig,
+    PlacementConfig,
     PlanConfig,
     PrecisionConfig,
     TrackerConfig,
@@ -65,7 +66,7 @@ class Trainer:
     `plan`: {"stages": pipeline parallel, "replicas": data parallel, "shards": tensor parallel (not ZeRO or FSDP)}, "auto", or a
     `ParallelPlan`, whose schedule is `schedule`. Only shards and their styles change the results. Without `plan` there is one
     worker, or with `workers` the planner's choice.
-    `elastic`: True, or a dict: workers may die, hang, join or be drained.
+    `elastic`: True, or a dict: workers may die, hang, join or be drained. `placement`: on which nodes of a cluster they may be.
 
     These arguments are no part of the job:
 
@@ -113,6 +114,7 @@ class Trainer:
         validation: FunctionArgument | SampleSource | DataSpec | None = None,
         plan: Literal["auto"] | Arguments | PlanConfig | ParallelPlan = DEFAULTS["plan"],
         elastic: bool | Arguments | ElasticConfig | None = None,
+        placement: Arguments | PlacementConfig = DEFAULTS["placement"],
         checkpoint: Arguments | CheckpointConfig = DEFAULTS["checkpoint"],
         run_dir: str | os.PathLike[str] = "runs/",
         reduction: Literal["canonical", "fast"] = "canonical",
@@ -130,6 +132,7 @@ class Trainer:
         trackers: Sequence[str | Arguments | TrackerConfig] = (),
         wait_for_workers_s: float = 300.0,
         trace_every: int = 0,
+        price_per_worker_hour: float | None = None,
         schedule: str | None = None,
         workers: int | None = None,
         address: str | None = None,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from raypar.redact_secrets import secrets_of_environment, without_certain_secrets
 
 
 class EventFeed:
@@ -23,6 +26,8 @@ class EventFeed:
         """Events that the client may not have received."""
         self._heard = 0
         """Number of events before `_kept`: the client has received them."""
+        self._known_secrets = secrets_of_environment(os.environ)
+        """Values of this process's environment that no text may have."""
         self._more = asyncio.Condition()
         """Notified when an event is added."""
 
@@ -36,7 +41,7 @@ class EventFeed:
         self._add("waiting_for", {"text": text})
 
     def _add(self, kind: str, facts: Mapping[str, Any]) -> None:
-        self._kept.append({"kind": kind, "time": time.time(), **facts})
+        self._kept.append({"kind": kind, "time": time.time(), **without_certain_secrets(facts, self._known_secrets)})
         asyncio.ensure_future(self._wake())  # noqa: RUF006 (ends at once)
 
     def pass_on(self, lines: Iterable[Mapping[str, Any]]) -> None:

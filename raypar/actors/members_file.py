@@ -15,6 +15,7 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.transition_table import RECOVERING
 from raypar.plan import ParallelPlan
+from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
 
 AGAIN_S = 2.0
 """How often the file is written while steps are replayed."""
@@ -26,6 +27,8 @@ class MembersFileText:
     def __init__(self, request: RunRequest) -> None:
         self.request = request
         """The run's request."""
+        self._known_secrets = secrets_of_environment(os.environ)
+        """Values of this process's environment that the file may not have."""
         self._last: dict[str, Any] | None = None
         """The facts in the last text."""
         self._again = False
@@ -50,7 +53,7 @@ class MembersFileText:
             "spares": [worker_facts(n) for n in sorted(machine.membership.spares)],
             "starting": sorted(machine.hiring.starting),
             "wanted": machine.policy.wanted,
-            "why": why,
+            "why": redact_certain_secrets(why, self._known_secrets),
         }
         again = machine.progress.committed < machine.progress.journalled and machine.phase not in _PHASES
         now = time.time()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import pickle
 import statistics
 import sys
@@ -20,7 +21,9 @@ from typing import Any
 
 from raypar.actors.hello_and_failure_messages import WorkerHello
 from raypar.actors.jsonl_file import JsonlFile
+from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.numerics_fingerprint import describe_fingerprint_differences
+from raypar.actors.remote_run import RemoteRun
 from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.step_reports import merge_reports
@@ -33,7 +36,10 @@ from raypar.plan import ParallelPlan
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.plan_report import layers_as_dicts, processors_of_prediction
 from raypar.read_run_lines import Line, jsonl_line_sort_key
+from raypar.redact_secrets import secrets_of_environment, without_certain_secrets
 from raypar.run_folder import RunFolder
+from raypar.telemetry.run_telemetry import RunTelemetry, WorkerCounts
+from raypar.telemetry.run_totals import read_totals
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 from raypar.worker.checkpoint.checkpoint_store import CheckpointRef, open_checkpoint_store
@@ -44,6 +50,9 @@ RETOLD = 1000
 
 MOST_PREDICTED = 2048
 """Workers x microbatches of a plan whose memory is predicted again while the run lasts: that takes some milliseconds."""
+
+TOTALS_S = 5.0
+"""Time from one replacement of totals.json to the next."""
 
 COMPARED = 3
 """How many of the last steps in metrics.jsonl are compared with the journal, to see whether the file is this run's."""
@@ -75,14 +84,25 @@ class RunRecorder:
     Call its methods from one thread at a time.
     """
 
-    def __init__(self, request: RunRequest, journal: Journal | None = None) -> None:
+    def __init__(
+        self,
+        request: RunRequest,
+        journal: Journal | None = None,
+        remote: RemoteRun | None = None,
+        publisher: MetricsPublisher | None = None,
+    ) -> None:
         self.request = request
         """The run's request."""
         self.journal = journal
         """The run's journal; None: nothing is stored in one."""
+        self.publisher = publisher
+        """Publishes the run's metrics; None: they are not published."""
         self.folder = Path(request.folder)
         """The run folder."""
-        run = RunFolder(self.folder)
+        self.remote = remote
+        """The run's place on shared storage; None for a run in a folder."""
+        self.run_folder = run = RunFolder(self.folder, remote.place if remote is not None else None)
+        """The same, with the places of its files."""
         self._new_events: list[dict[str, Any]] = []
         """Events for the client since the last `new_events`."""
         self.metrics = JsonlFile(run.metrics, self._say, journal)
@@ -111,6 +131,12 @@ class RunRecorder:
         """The last checkpoint."""
         self.age_s = 0.0
         """Seconds that former drivers have worked since the run was last started or resumed."""
+        self.telemetry = RunTelemetry(read_totals(self._former_totals()))
+        """The values of the run's metrics. A resumed run goes on with the totals of its former starts."""
+        self._known_secrets = secrets_of_environment(os.environ)
+        """Values of this process's environment that no file of the run may have."""
+        self._totals_saved_s = time.monotonic()
+        """When totals.json was replaced last."""
 
     def new_events(self) -> list[dict[str, Any]]:
         """The events for the client since the last call."""
@@ -127,6 +153,7 @@ class RunRecorder:
     def note_generation(self, plan: ParallelPlan, nodes: Sequence[str]) -> None:
         """Note that a generation with this plan begins; `nodes[rank]` is the node of the worker in that seat."""
         self.plan_differs_from_picture, self.nodes = plan != self.request.plan, list(nodes)
+        self.telemetry.begin_generation(plan)
 
     def take_over(self) -> RecordedProgress:
         """Continue the run folder of a former driver, which may have been damaged since; returns the user's progress.
@@ -166,6 +193,8 @@ class RunRecorder:
             text = f"{self.metrics.path} lacked the lines of {lacking}: they are written again from the journal"
             self._warn(text, "leave the files of a run alone while it trains")
         self._tell_gaps(lines, first, seen)
+        here = events[max((number for number, event in enumerate(events) if event["kind"] == "started"), default=0) :]
+        self.telemetry.catch_up(steps, here, time.time())
         unseen = {} if journal is None else {step: journal.step_report(step) for step in known if step >= seen}
         return RecordedProgress(
             steps=seen,
@@ -240,7 +269,7 @@ class RunRecorder:
 
     def _lines_of_metrics(self) -> list[Line]:
         """The lines of metrics.jsonl; none if it cannot be read."""
-        run = RunFolder(self.folder)
+        run = self.run_folder
         with contextlib.suppress(RayparError):
             return list(run.read_lines(run.metrics))
         return []
@@ -282,6 +311,7 @@ class RunRecorder:
         ):
             self.traced_step = {"step": step + 1, "spans": spans, "ledger": reports[0]["ledger"], "nodes": self.nodes}
         self._last_loss_and_norm = {"loss": metrics["loss"], "norm": metrics["norm"]}
+        self.telemetry.add_step(metrics, now, reports)
         stop, own = self._call("on_step", metrics)
         metrics |= own
         self._write(metrics)
@@ -301,6 +331,7 @@ class RunRecorder:
             "samples_per_s": self.request.batching.batch_size / wall if wall else 0.0,
             "count_per_s": brief["count"] / wall if wall else 0.0,
             "bubble": max(0.0, 1 - brief["busy_seconds"] / (longest * brief["workers"])) if longest else 0.0,
+            "busy_shares": brief.get("busy_shares", []) if longest else [],
             "peak_rss_bytes": brief["peak_rss_bytes"] if longest else [],
         }
         return metrics | {"skipped": True} if brief["skipped"] else metrics
@@ -322,21 +353,47 @@ class RunRecorder:
         if self.journal is not None:
             self.journal.store_validation(done, _finite({"time": time.time(), **metrics}))
         self._write(metrics)
+        self.telemetry.add_validation(metrics["validation_loss"])
         self._last_s = time.monotonic()
         self._new_events.append({"kind": "validation", **metrics})
         return stop
 
     def note(self, facts: Mapping[str, Any]) -> None:
         """Write a line to events.jsonl."""
+        self.telemetry.totals.add_event(facts)
         self._append(self.events, facts)
+
+    # -- metrics for Prometheus --------------------------------------------------------------------------------------------
+
+    def publish_metrics(self, counts: WorkerCounts) -> None:
+        """Publish the run's metrics, and replace totals.json now and then. `counts`: the workers at present."""
+        now = time.monotonic()
+        self.telemetry.advance(now, counts)
+        why = self.publisher.publish(self.telemetry) if self.publisher is not None else None
+        if why is not None:
+            self._warn(f"Ray takes no metrics ({why}): nothing more is published", "the run itself is not touched")
+        if now - self._totals_saved_s > TOTALS_S:
+            self._save_totals(now)
+
+    def _save_totals(self, now_s: float) -> None:
+        """Replace totals.json."""
+        self._totals_saved_s = now_s
+        totals = self.telemetry.totals
+        totals.time = time.time()
+        self._replace(self.run_folder.totals, json.dumps(totals.as_document()) + "\n")
+
+    def _former_totals(self) -> dict[str, Any] | None:
+        """The content of totals.json; None if there is none that can be used."""
+        with contextlib.suppress(RayparError):
+            return self.run_folder.read_document(self.run_folder.totals, damaged=True)
+        return None
 
     def write_members_file(self, text: str) -> None:
         """Replace members.json."""
-        self._replace(RunFolder(self.folder).members, text)
+        self._replace(self.run_folder.members, text)
 
     def write_plan_file(self, plan: ParallelPlan, schedule: str) -> None:
         """Replace plan.json: a generation with another plan has begun."""
-        run = RunFolder(self.folder)
         facts = {
             "schedule": schedule,
             "stages": [asdict(stage) for stage in plan.stages],
@@ -345,7 +402,7 @@ class RunRecorder:
             **({"recompute": list(plan.recompute)} if plan.recompute else {}),
             **self._predictions(plan, schedule),
         }
-        self._replace(run.plan, json.dumps(facts, indent=1) + "\n")
+        self._replace(self.run_folder.plan, json.dumps(facts, indent=1) + "\n")
 
     def _predictions(self, plan: ParallelPlan, schedule: str) -> dict[str, Any]:
         """What is predicted of a plan, for plan.json: the memory of workers; of the job's own plan the step too."""
@@ -371,7 +428,7 @@ class RunRecorder:
 
     def _append(self, file: JsonlFile, facts: Mapping[str, Any]) -> None:
         """Add a line to a file of the run. On a full disk the line waits until it can be written, and training continues."""
-        file.append(_finite({"time": time.time(), **facts}))
+        file.append(_finite({"time": time.time(), **without_certain_secrets(facts, self._known_secrets)}))
 
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 
@@ -416,7 +473,13 @@ class RunRecorder:
 
     def checkpoint_begin(self, done: int) -> CheckpointRef:
         """Begin a checkpoint, into which workers write. Raises `CheckpointError`."""
+        self._check_lease()
         return checkpoint_files.create_checkpoint(self._checkpoint_store, done)
+
+    def _check_lease(self) -> None:
+        """Raise `ClusterError` if checkpoints may not be written now: another process may have the run."""
+        if self.remote is not None:
+            self.remote.check()
 
     def checkpoint_drop(self, begun: CheckpointRef) -> None:
         """Remove a checkpoint that could not be finished."""
@@ -432,6 +495,7 @@ class RunRecorder:
                         f"{begun.file_location(record.file)}, written by a worker, cannot be seen by the driver",
                         cure="set run_dir to storage that all nodes share",
                     )
+            self._check_lease()
             self.last_checkpoint = checkpoint_files.commit_checkpoint(
                 begun, written, steps_done=done, contract=self.request.contract, metrics=self._last_loss_and_norm
             )
@@ -465,6 +529,8 @@ class RunRecorder:
         facts = {"end": teardown.end, "why": teardown.why, "step": teardown.done}
         calls = {} if step_calls is None else {"driver_calls_per_step": step_calls / steps if steps else 0.0}
         self.metrics.close()
+        self.publish_metrics(WorkerCounts(generation=self.telemetry.counts.generation))
+        self._save_totals(time.monotonic())
         if self.metrics.changed or self.metrics.lost or self.metrics.failing:
             self._tell_gaps(self._lines_of_metrics(), self.request.policy.steps_before_run, teardown.done)
         self._append(self.events, {"kind": "end", **facts, **calls})
@@ -474,7 +540,7 @@ class RunRecorder:
                 write_step_timeline_files(
                     self.request, self.traced_step["step"], self.traced_step["spans"], self.traced_step["nodes"]
                 )
-                self._new_events.append({"kind": "picture", "path": str(self.folder / "swimlane.svg")})
+                self._new_events.append({"kind": "picture", "path": self.run_folder.place_of(self.run_folder.swimlane)})
             except OSError as error:
                 text = f"the picture could not be written ({error})\n  cure: free disk space; the run itself is not touched"
                 self._say("warning", text)

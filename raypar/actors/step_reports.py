@@ -109,10 +109,12 @@ def merge_reports(reports: Mapping[int, Mapping[str, Any]]) -> Report:
     one = next(iter(reports.values()))
     if "workers" in one:  # a report that this function has made
         return {key: value for key, value in one.items() if key not in ("spans", "ledger")}
+    longest = max(r["seconds"] for r in reports.values())
     return {
         **{key: one[key] for key in ("loss", "norm", "count", "skipped")},
-        "seconds": max(r["seconds"] for r in reports.values()),
+        "seconds": longest,
         "busy_seconds": sum(r["busy_seconds"] for r in reports.values()),
+        "busy_shares": [round(reports[rank]["busy_seconds"] / longest, 3) for rank in sorted(reports)] if longest else [],
         "peak_rss_bytes": [reports[rank]["peak_rss_bytes"] for rank in sorted(reports)],
         "workers": len(reports),
     }

@@ -21,10 +21,10 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
     from functools import partial
 
-    from raypar.console.redact_secrets import redact_text, secrets_of_environment
     from raypar.doctor.examine import examine
     from raypar.doctor.finding import findings_as_json, format_findings, has_failures
     from raypar.doctor.gather import gather_facts
+    from raypar.redact_secrets import redact_text, secrets_of_environment
 
     address = args.address or os.environ.get("RAY_ADDRESS") or None
     clean = partial(redact_text, known=secrets_of_environment(os.environ))

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 """How often a followed run's files are looked at."""
+POLL_STORAGE_S = 3.0
+"""How often those of a run on shared storage are: each look reads its last lines again."""
 GONE_S = 30.0
 """How long a followed run without a process on this machine may write nothing."""
 
@@ -40,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     address = find_server_address(args.address) if args.run_dir is None else None
     with json_stdout(args.json) as out:
         if address is None:
-            folder = RunFolder.find(args.run, args.run_dir or "runs/", with_job=False)
-            return print_run_log(folder, out, follow=args.follow, as_json=args.json)
+            with RunFolder.opened(args.run, args.run_dir or "runs/", with_job=False) as folder:
+                return print_run_log(folder, out, follow=args.follow, as_json=args.json)
         server = connect_job_server(address)
         job = match_job(args.run, [*map(parse_ray_job_record, server.jobs())], server.name)
         printer = JobPrinter(out, as_json=args.json)
@@ -57,6 +59,7 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
 
     Raises `ClusterError` for a run that has neither a process on this machine nor news for `GONE_S`.
     """
+    import os
     import time
 
     from raypar.commands.status import read_job_step_count
@@ -65,19 +68,24 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
     from raypar.console.run_status import find_end_event
     from raypar.errors import ClusterError
     from raypar.launch.new_run_lines import NewLines
+    from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, without_certain_secrets
+    from raypar.storage.folder_download import download_run
 
+    known = secrets_of_environment(os.environ)
     log, end = RunLogFormatter(read_job_step_count(folder)), None
     files = NewLines(folder.metrics), NewLines(folder.events)
     heard_s = time.monotonic()
     while True:
+        if folder.remote is not None and files[0].offset + files[1].offset:
+            download_run(folder.remote.uri, folder.path)
         locked = folder.is_locked()  # before the files: then they hold all that the process has written
         metrics, events = files[0].read(), files[1].read()
         end = find_end_event(metrics, events, {}) or (None if metrics or events else end)
         if as_json:
             entries = sorted((*metrics, *events), key=lambda entry: entry.get("time") or 0.0)
-            out.writelines(json_text(with_kind(entry)) + "\n" for entry in entries)
+            out.writelines(json_text(without_certain_secrets(with_kind(entry), known)) + "\n" for entry in entries)
         else:
-            out.writelines(line + "\n" for line in log.lines(metrics, events))
+            out.writelines(redact_certain_secrets(line, known) + "\n" for line in log.lines(metrics, events))
         out.flush()
         if not follow:
             return 0
@@ -87,7 +95,7 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
         if time.monotonic() - heard_s > GONE_S:
             raise ClusterError(
                 f"run {folder.name} has written nothing for {GONE_S:.0f} s, and no process of this machine trains it",
-                cure=f"`raypar status {folder.path}` says what it was doing; `raypar resume {folder.path}` goes on from its "
+                cure=f"`raypar status {folder.place}` says what it was doing; `raypar resume {folder.place}` goes on from its "
                 "last checkpoint",
             )
-        time.sleep(POLL_S)
+        time.sleep(POLL_S if folder.remote is None else POLL_STORAGE_S)

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     NonNegativeFloat,
@@ -21,51 +19,35 @@ from pydantic import (
     PositiveInt,
     PrivateAttr,
     Tag,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
+from raypar.config.placement_section import PlacementConfig
 from raypar.config.plain_values import is_importable_name, to_plain_values
-from raypar.config.validation_errors import AUTO, GIVEN, config_error, walk_sections
+from raypar.config.section import MAX_WORKERS, Section
+from raypar.config.validation_errors import AUTO, GIVEN
 from raypar.errors import ConfigError, PlanError
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
 from raypar.plan.recomputation import RecomputePolicy
 from raypar.run_folder_schema import MAX_STEPS
 from raypar.safe_yaml import dump_yaml, parse_yaml
-from raypar.traceback_filter import without_raypar_frames
 from raypar.untrusted_files import shorten
+from raypar.worker.autocast_precisions import PrecisionName
 from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import LOSS_OF_MODEL, DataSpec, JobSpec, OptimizerSpec, Precision, Ref, ValidationSpec
 
 JOB_BYTES = 1 << 20
 """Size limit of a job file."""
-MAX_WORKERS, MAX_PARTS, MAX_SAMPLES = 2**16, 2**16, 2**24
-"""Limits of numbers in a job file, because lists of that length are made: of workers; of microbatches, blocks or chunks of a
-step; of samples of a step."""
+MAX_PARTS, MAX_SAMPLES = 2**16, 2**24
+"""Limits of numbers in a job file, because lists of that length are made: of microbatches, blocks or chunks of a step; of
+samples of a step."""
 Workers = Annotated[PositiveInt, Field(le=MAX_WORKERS)]
 Parts = Annotated[PositiveInt, Field(le=MAX_PARTS)]
 
 
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 """A path; from Python also a `pathlib.Path`."""
-
-
-class _Section(BaseModel):
-    """Base of all sections of a job file. Strict: a string is not taken for a number, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    @without_raypar_frames
-    def __init__(self, **given: Any) -> None:
-        """A section made from Python: `PlanConfig(stages=2)`. Raises `ConfigError`."""
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            inside = next((path for path, section in walk_sections(Job) if section is type(self)), ())
-            raise config_error(error.errors(), inside, Job, of_trainer=True) from None
-
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # sections in a tree are validated without it
 
 
 RUN_NAME_CURE = "letters, digits, '.', '_' and '-' only: it names the run's folder"
@@ -89,7 +71,7 @@ def _loss_function(value: Any) -> Any:
     return value if isinstance(value, str) and value == LOSS_OF_MODEL else _function(value)
 
 
-class FunctionConfig(_Section):
+class FunctionConfig(Section):
     """A function and its arguments: `{function: module:name, args: {...}}`, or just `module:name`."""
 
     function: Annotated[str | Callable[..., Any], PlainValidator(_function)]
@@ -204,7 +186,7 @@ Counts = Annotated[Any, BeforeValidator(_counts)]
 """One count (int), or one per stage (tuple of int)."""
 
 
-class PlanConfig(_Section):
+class PlanConfig(Section):
     """Which workers hold which layers, and in which order they compute."""
 
     stages: Workers = 1
@@ -340,7 +322,7 @@ class PlanConfig(_Section):
         )
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """When checkpoints are saved, and how many of them are kept."""
 
     every: NonNegativeInt = 0
@@ -351,18 +333,20 @@ class CheckpointConfig(_Section):
     """Whether a checkpoint is saved at the end of the run."""
 
 
-class ElasticConfig(_Section):
+class ElasticConfig(Section):
     """How a run continues when workers are lost, and when workers join."""
 
     min_workers: PositiveInt = 1
-    """With fewer workers than this the run waits for others, up to the job's `wait_for_workers_s`."""
+    """The run begins with so many workers if no others have come for `grow_after_s`, and grows when others come. With fewer
+    than this it waits for others, up to the job's `wait_for_workers_s`, at the beginning and later."""
     max_workers: Workers | None = None
     """Lost workers are replaced up to this number; None: as many as the plan has."""
     standbys: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
     """Extra workers that are started and wait, so that a lost worker is replaced at once."""
     grow_after_s: NonNegativeFloat = 5.0
     """Workers that join get work between two steps: when all of them have started, or this many seconds after the first one.
-    They get none if moving the state to them takes more time than they save."""
+    They get none if moving the state to them takes more time than they save; beyond `standbys` they are then given back to the
+    cluster."""
     step_deadline_s: PositiveFloat = 3.0
     """Seconds. A step counts as hung if it takes longer than this and longer than 5 times the longest of the last 100 steps;
     workers that do not answer then are given up."""
@@ -407,7 +391,7 @@ def _switch(value: Any) -> Any:
     return ({} if value else None) if isinstance(value, bool) else value
 
 
-class InitFromConfig(_Section):
+class InitFromConfig(Section):
     """Weights to begin with: `{path: FILE, strip_prefix: "model.", ...}`, or just the path."""
 
     path: PathText
@@ -439,7 +423,7 @@ class InitFromConfig(_Section):
         return InitialWeightsFile(*given, self.allow_missing, self.allow_unexpected)
 
 
-class EarlyStoppingConfig(_Section):
+class EarlyStoppingConfig(Section):
     """When a run stops early: if the validation loss has not fallen by more than `min_delta` for `patience` validations."""
 
     patience: PositiveInt = 3
@@ -448,7 +432,7 @@ class EarlyStoppingConfig(_Section):
     """How much the loss has to fall to count as lower."""
 
 
-class TrackerConfig(_Section):
+class TrackerConfig(Section):
     """An experiment tracker: `{tracker: tensorboard | wandb | mlflow, args: {...}}`, or just its name."""
 
     tracker: Literal["tensorboard", "wandb", "mlflow"]
@@ -462,10 +446,10 @@ class TrackerConfig(_Section):
         return {"tracker": value} if isinstance(value, str) else value
 
 
-class PrecisionConfig(_Section):
+class PrecisionConfig(Section):
     """The dtypes in which a job computes, where they are others than its `dtype`."""
 
-    compute: Literal["bf16"] | None = None
+    compute: PrecisionName | None = None
     """`bf16`: layers and the loss run under `torch.autocast` to bfloat16, parameters, their gradients and the optimizer stay
     float32. None: everything is computed in `dtype`."""
 
@@ -474,7 +458,7 @@ class PrecisionConfig(_Section):
         return Precision(self.compute)
 
 
-class Job(_Section):
+class Job(Section):
     """A whole job: the keys of a job file, which are `Trainer`'s arguments too."""
 
     name: str = "run"
@@ -515,10 +499,13 @@ class Job(_Section):
     elastic: Annotated[ElasticConfig | None, BeforeValidator(_switch)] = None
     """How the run continues when workers are lost or join: keys as below, or `true` for the defaults; None, or `false`: a lost
     worker ends the run."""
+    placement: PlacementConfig = PlacementConfig()
+    """On which nodes of a cluster workers may be, and so which nodes an autoscaler adds; without it on any."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When checkpoints are saved."""
     run_dir: PathText = "runs/"
-    """The folder in which run folders are made. With workers on several machines it must be storage that all of them share."""
+    """The folder in which run folders are made, or the URI of a place on object storage (`s3://BUCKET/runs`). With workers on
+    several machines it must be a place that all of them reach."""
     reduction: Literal["canonical", "fast"] = "canonical"
     """How gradients are summed. `canonical`: in an order that does not depend on the number of replicas and stages, so that
     results do not either. `fast`: in any order."""
@@ -554,6 +541,8 @@ class Job(_Section):
     trace_every: NonNegativeInt = 0
     """Every how many steps one is measured, instruction by instruction; the last one that was measured is drawn in
     `swimlane.svg`. 0: a few steps, the first and the last among them."""
+    price_per_worker_hour: PositiveFloat | None = None
+    """What one worker costs an hour, in any currency, for the cost per sample among the metrics; None: it is not computed."""
 
     _source_dir: Path = PrivateAttr(default_factory=Path.cwd)
 

@@ -210,6 +210,8 @@ def _default(info: FieldInfo) -> str:
         return f"`{str(value).lower()}`"
     if value in ((), {}):
         return "*empty*"
+    if isinstance(value, dict):
+        return f"`{{{', '.join(f'{key}: {inner}' for key, inner in value.items())}}}`"
     return "*empty*" if value == "" else f"`{value:,}`" if isinstance(value, float) and value >= 1e6 else f"`{value}`"
 
 

@@ -10,14 +10,15 @@ from typing import Any
 
 from pydantic import BaseModel, PositiveInt, ValidationError
 
-from raypar.config.job import JOB_BYTES, RUN_NAME_CURE, Job, PlanConfig, Workers, _Section, is_run_name
+from raypar.config.job import JOB_BYTES, RUN_NAME_CURE, Job, PlanConfig, Workers, is_run_name
+from raypar.config.section import Section
 from raypar.config.validation_errors import config_error, keys_of, section_types
 from raypar.errors import ConfigError
 from raypar.safe_yaml import parse_yaml
 from raypar.untrusted_files import read_limited_text, repr_text, shorten
 
 
-class _RunArguments(_Section):
+class _RunArguments(Section):
     """The arguments of `Trainer` that say how and where a job is run; used to check them."""
 
     workers: Workers | None = None
@@ -38,8 +39,8 @@ class _RunArguments(_Section):
     scaling_config: Any = None
     """Ray Train's `ScalingConfig`: `num_workers` (also as (least, most) of an elastic run) and `use_gpu`."""
     run_config: Any = None
-    """Ray Train's `RunConfig`: `name`, `storage_path`, its `FailureConfig` (`max_failures=-1`: elastic) and
-    `CheckpointConfig`."""
+    """Ray Train's `RunConfig`: `name`, `storage_path`, `storage_filesystem`, its `FailureConfig` (`max_failures=-1`: elastic)
+    and `CheckpointConfig`."""
     checkpoint_config: Any = None
     """Ray Train's `CheckpointConfig`: `num_to_keep`."""
 

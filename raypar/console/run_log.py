@@ -34,13 +34,18 @@ class RunLogFormatter:
         if "kind" in entry:
             return self.narrate(entry)
         if "loss" not in entry:
-            return f"step {entry['step']}: validation loss {entry['validation_loss']:.4f}"
+            return f"step {entry['step']}: validation loss {loss_text(entry['validation_loss'])}"
         at = entry.get("time") or 0.0
         if 0 <= at - self.step_told_s < EVERY_S and entry["step"] != self.steps:
             return None
         self.step_told_s = at
         of = f"/{self.steps}" if self.steps is not None else ""
-        return f"step {entry['step']}{of}  loss {entry['loss']:.4f}  {entry['samples_per_s']:,.0f} samples/s"
+        return f"step {entry['step']}{of}  loss {loss_text(entry['loss'])}  {entry['samples_per_s']:,.0f} samples/s"
+
+
+def loss_text(loss: float | None) -> str:
+    """A loss as text; the lines have null for one that is not finite."""
+    return "not finite" if loss is None else f"{loss:.4f}"
 
 
 def with_kind(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from typing import Any
 from raypar.console.event_lines import EventNarrator, count_noun, short_node_id
 from raypar.console.event_printer import format_duration
 from raypar.console.fault_summary import summarize_faults
-from raypar.console.run_status import RunStatus
-from raypar.console.throughput_chart_data import build_run_history
+from raypar.console.run_status import RunStatus, format_loss
+from raypar.console.throughput_chart_data import build_run_history, goodput_of_history
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan, StagePlan
 from raypar.schedule.line_chart import ChartSeries, line_chart_svg
@@ -146,7 +146,8 @@ def build_run_report(status: RunStatus, files: RunFiles, now: float, clean: Call
     done = [line for line in files.metrics if "samples_per_s" in line and "seconds" in line]
     validated = [line for line in files.metrics if _number(line.get("validation_loss")) is not None]
     history = build_run_history(files.metrics, files.events)
-    history = replace(history, marks=tuple(replace(m, label=text(m.label)[:160], brief=m.brief[:60]) for m in history.marks))
+    marks = tuple(replace(m, label=text(m.label)[:160], brief=m.brief[:60]) for m in history.marks)
+    history = replace(history, marks=marks, losses=(), validation_losses=())  # the report has a chart of its own for them
     plan = read_plan(files.plan)
     result, tone = describe_result(status)
     told, left_out = shorten_story(tell_story(files.events, text))
@@ -215,8 +216,7 @@ def summary_facts(
     if history.end_s and seconds:
         tokens = f"{counted / history.end_s:,.0f} tokens/s" if counted > 1.5 * samples else "all pauses included"
         facts.append(Fact("samples per second", format_rate(samples / history.end_s), tokens))
-        share = min(1.0, sum(end - start for start, end, _ in history.steps) / history.end_s)
-        facts.append(Fact("goodput", f"{100 * share:.1f} %", "of the time in steps that count"))
+        facts.append(Fact("goodput", f"{100 * (goodput_of_history(history) or 0.0):.1f} %", "of the time in steps that count"))
     bubbles = [(bubble, line["seconds"]) for line in done if (bubble := _number(line.get("bubble"))) is not None]
     if bubbles and sum(s for _, s in bubbles):
         mean = sum(bubble * s for bubble, s in bubbles) / sum(s for _, s in bubbles)
@@ -257,11 +257,6 @@ def _loss_facts(done: Sequence[Line], validated: Sequence[Line]) -> list[Fact]:
         )
         facts.append(Fact("validation loss", format_loss(validated[-1]["validation_loss"]), note))
     return facts
-
-
-def format_loss(value: float) -> str:
-    """A loss as text: `1.8312`, `2.31e-06`."""
-    return f"{value:,.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def format_seconds(seconds: float) -> str:

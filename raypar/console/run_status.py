@@ -18,6 +18,7 @@ from raypar.console.event_lines import (
 )
 from raypar.console.event_printer import format_duration
 from raypar.console.fault_summary import summarize_faults
+from raypar.console.throughput_chart_data import is_finite_number
 from raypar.plan.parallel_plan import describe_mesh
 from raypar.run_folder import resume_argument
 
@@ -55,6 +56,16 @@ class RunStatus:
     """The speed of the last steps."""
     step_s: float | None
     """The median time of the last steps."""
+    loss: float | None
+    """The loss of the last step; None if that is not a finite number."""
+    first_loss: float | None
+    """The first finite loss of the run."""
+    non_finite_losses: int
+    """Number of steps whose loss is NaN or infinite."""
+    validation_loss: float | None
+    """The last validation loss."""
+    validation_step: int | None
+    """Number of steps done at that validation."""
     plan: str | None
     """The plan in words."""
     schedule: str | None
@@ -127,6 +138,7 @@ def build_run_status(
         steps=steps,
         samples_per_s=samples_per_s,
         step_s=step_s,
+        **losses_of_run(metrics, done),
         plan=told.get("plan") or describe_plan_file(plan),
         schedule=told.get("schedule") or (plan or {}).get("schedule"),
         precision=next((event.get("precision") for event in reversed(events) if event["kind"] == "started"), None),
@@ -144,6 +156,37 @@ def build_run_status(
         survived=summarize_faults(events),
         story=tuple(recent_event_lines(events)),
     )
+
+
+def losses_of_run(metrics: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of `RunStatus` about losses. `done`: the lines of steps among `metrics`."""
+    validation = next((x for x in reversed(metrics) if is_finite_number(x.get("validation_loss"))), None)
+    return {
+        "loss": done[-1]["loss"] if done and is_finite_number(done[-1]["loss"]) else None,
+        "first_loss": next((line["loss"] for line in done if is_finite_number(line["loss"])), None),
+        "non_finite_losses": sum(not is_finite_number(line["loss"]) for line in done),
+        "validation_loss": validation["validation_loss"] if validation is not None else None,
+        "validation_step": validation["step"] if validation is not None else None,
+    }
+
+
+def format_losses(status: RunStatus) -> str | None:
+    """The losses as text: `1.8312 (4.1744 at first); in validation 1.9021 after step 50`; None before the first step."""
+    if status.loss is None and not status.non_finite_losses:
+        return None
+    text = "not finite" if status.loss is None else format_loss(status.loss)
+    if status.first_loss is not None and status.step > 1:
+        text += f" ({format_loss(status.first_loss)} at first)"
+    if status.non_finite_losses > (status.loss is None):
+        text += f", not finite in {count_noun(status.non_finite_losses, 'step')}"
+    if status.validation_loss is not None:
+        text += f"; in validation {format_loss(status.validation_loss)} after step {status.validation_step}"
+    return text
+
+
+def format_loss(value: float) -> str:
+    """A loss as text: `1.8312`, `2.31e-06`."""
+    return f"{value:,.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def recent_training_speed(
@@ -229,6 +272,8 @@ def format_status(status: RunStatus) -> str:
         rows.append(("next", resume_advice(status.resume)))
     if status.samples_per_s is not None and status.step_s is not None:
         rows.append(("speed", f"{status.samples_per_s:,.0f} samples/s, {format_step_time(status.step_s)}"))
+    if (losses := format_losses(status)) is not None:
+        rows.append(("loss", losses))
     if status.plan:
         computing = f", computing in {status.precision}" if status.precision else ""
         rows.append(("plan", status.plan + (f", schedule {status.schedule}" if status.schedule else "") + computing))

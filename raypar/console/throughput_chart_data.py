@@ -1,7 +1,8 @@
-"""Builds the history of a run for its throughput chart: times of steps, number of workers, faults. Pure."""
+"""Builds the history of a run for its throughput chart: times of steps, losses, number of workers, faults. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,9 +35,40 @@ def build_run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHis
     shown = [event for event in told if event["at"] >= 0]
     last = max(done[-1]["at"], *(event["at"] for event in shown if event["kind"] in MARK_KINDS), 0.0)
     pauses = [(max(0.0, e["at"] - e["pause_s"]), e["at"]) for e in shown if e.get("pause_s")]
+    validated = [
+        {**line, "at": min(last, clock(line["time"]) - origin)}  # the one at the end comes after the last step
+        for line in metrics
+        if "validation_loss" in line and "time" in line
+    ]
     return RunHistory(
-        tuple(step_intervals(done)), worker_count_history(done[0], told), make_history_marks(shown, last), tuple(pauses), last
+        tuple(step_intervals(done)),
+        worker_count_history(done[0], told),
+        make_history_marks(shown, last),
+        tuple(pauses),
+        last,
+        finite_values_over_time(done, "loss"),
+        finite_values_over_time([line for line in validated if line["at"] >= 0], "validation_loss"),
     )
+
+
+def finite_values_over_time(lines: Sequence[Line], key: str) -> tuple[tuple[float, float], ...]:
+    """(time, value) of the lines whose value is a finite number."""
+    return tuple((line["at"], float(line[key])) for line in lines if is_finite_number(line.get(key)))
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a value can be drawn: JSON has null for NaN and infinities, and Python reads `NaN` too."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def goodput_of_history(history: RunHistory) -> float | None:
+    """The share of the time since the first step that went into steps that count; None before the first step.
+
+    Steps that are executed again come once; pauses, replays and waits are what is missing.
+    """
+    if not history.end_s or not history.steps:
+        return None
+    return min(1.0, sum(end - start for start, end, _ in history.steps) / history.end_s)
 
 
 def make_clock_without_pauses(done: Sequence[Line], events: Sequence[Line]) -> Callable[[float], float]:

@@ -38,8 +38,12 @@ from raypar.elastic.plural_wording import format_worker_numbers
 from raypar.elastic.run_state import RunState
 from raypar.elastic.shard_count_history import ShardCountHistory
 from raypar.elastic.step_flow import record_emitted_step
+from raypar.elastic.unreachable_workers import choose_unreachable_workers, note_unreachable_workers
 from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import ClusterError, error_first_line
+
+CLAIM_TOLD_S = 5.0
+"""Time after which people are told that the claim of a generation waits for Ray's control store."""
 
 # -- the way in ----------------------------------------------------------------------------------------------------------
 
@@ -54,10 +58,14 @@ def take_over_run(m: RunState, event: DriverFailover) -> None:
     p.issued = p.committed = p.emitted = p.journalled = event.seen
     p.served_flush_point = event.seen - 1  # what is due there may not have been served
     p.validated, p.saved = event.validated, event.saved
-    hiring.starting, hiring.placed = set(event.starting), set(event.starting)
+    hiring.starting, hiring.placed = {*event.starting, *event.pending}, set(event.starting)
+    for group in event.groups:
+        hiring.put_together(group)
+    hiring.on_demand = set(event.on_demand)
     hiring.next_number = max(hiring.next_number, event.next_worker_number)
     p.last_commit_s = None if event.idle_s is None else m.timer.now_s - event.idle_s
     who.spares = set(event.workers) - set(event.members) - hiring.starting
+    who.had_seat = set(event.workers)  # not known; any of them may keep a mirror snapshot
     m.mirror.complete = True  # not known; better an error than a restart from the beginning
     who.gone = set(event.members) - set(event.workers)
     begin_recovery(m, "a new driver takes over")
@@ -202,6 +210,8 @@ def handle_failure_while_recovering(m: RunState, event: CallFailed) -> None:
         fail_run(m, event)
     elif event.generation == m.membership.generation and m.phase is not Phase.CLAIMING:
         m.health.failures.append(event)
+        note_unreachable_workers(m, event)
+        mark_workers_hung(m, choose_unreachable_workers(m))
         begin_recovery(m, error_first_line(event.error))
 
 
@@ -223,6 +233,9 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> None:
     if m.stopping.abandon_at_s is not None and timer.now_s >= m.stopping.abandon_at_s:
         end_run_between_generations(m)
         return
+    if m.phase is Phase.CLAIMING and timer.elapsed_s > CLAIM_TOLD_S and not r.awaited:
+        r.awaited = "Ray's control store, which does not answer (the workers keep their state meanwhile)"
+        tell_what_is_awaited(m)
     if m.phase is Phase.WAITING:
         start_missing_workers(m)
         if timer.now_s - r.told_s >= last_copy_holders.TELL_EVERY_S and timer.deadline_s is not None and not timer.expired:
@@ -238,7 +251,8 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> None:
         m.end_run("failed", "no workers came", ClusterError(what, cure=cure))
     elif m.phase in (Phase.CLAIMING, Phase.PLANNING):
         what = f"{m.phase.value} took more than {timer.elapsed_s:.0f} s"
-        m.end_run("failed", what, ClusterError(what, cure="look at the head node: it does not answer"))
+        cure = "look at the head node, whose control store does not answer; `raypar resume` goes on from the last checkpoint"
+        m.end_run("failed", what, ClusterError(what, cure=cure))
     elif m.phase is Phase.STANDING:
         wait_for_or_drop_silent_workers(m, event, silent)
     else:

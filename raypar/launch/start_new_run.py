@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from raypar.launch.chosen_plan import ChosenPlan, make_plan_chooser, plan_json
 from raypar.launch.launch_options import EventHandler, launch_options_from_job
 from raypar.launch.launch_run import launch_run
+from raypar.launch.remote_run import check_run_dir_on_storage, new_remote_run
 from raypar.launch.result import Result
 from raypar.launch.resume import find_checkpoint, prepare_resumed_run
-from raypar.run_folder import RunFolder
+from raypar.redact_secrets import find_secrets_in_job, secrets_of_environment
+from raypar.run_folder import RunFolder, parse_storage_location
+from raypar.safe_yaml import parse_yaml
 from raypar.user_code_errors import make_importable
 
 if TYPE_CHECKING:
     from raypar.config import Job
+
+
+def warnings_about_secrets(job_yaml: str | None) -> list[str]:
+    """A warning for each text in a job file that looks like a secret: the run folder has a copy of the file."""
+    if job_yaml is None:
+        return []
+    found = find_secrets_in_job(parse_yaml(job_yaml, "job.yaml"), secrets_of_environment(os.environ))
+    return [
+        f"{key} looks like a secret, and job.yaml in the run folder will have it\n  cure: have your function read it from an "
+        "environment variable, and leave it out of the job"
+        for key in found
+    ]
 
 
 def train_job_in_new_folder(
@@ -34,14 +50,22 @@ def train_job_in_new_folder(
     """
     make_importable(job.source_dir)
     spec = job.to_spec()
+    shared = parse_storage_location(job.run_dir, "run_dir")
+    if shared is not None:
+        check_run_dir_on_storage(shared)
     job_yaml = job.to_yaml() if job.is_writable else None
     if "plan" not in job.model_fields_set and job.usable_processors > 1:
         text = f"no plan is given: one worker; plan auto uses as many of the {job.usable_processors} processors as help"
         tell({"kind": "note", "text": text})
+    for line in warnings_about_secrets(job_yaml):
+        tell({"kind": "warning", "text": line})
     with contextlib.ExitStack() as stack:
 
         def create_folder(chosen: ChosenPlan) -> RunFolder:
-            made = RunFolder.create(job.run_dir, job.name)
+            if shared is None:
+                made = RunFolder.create(job.run_dir, job.name)
+            else:
+                made = stack.enter_context(new_remote_run(shared, job.name, tell))
             with made.removed_if_filling_fails():
                 if job_yaml is not None:
                     made.job.write_text(job_yaml)

@@ -89,7 +89,7 @@ def line_chart_svg(
     ends = [_line_end(one, points) for one, points in shown]
     labels = [_end_label(value) for value in ends]
     right = 28.0 + max((estimate_text_width(text, _FONT) for text in labels), default=0.0)
-    axis = _ValueAxis.of(values, zero)
+    axis = ValueAxis.of(values, zero)
     top, bottom = 40.0, 40.0 + _PLOT_HEIGHT
     first, last = (min(steps), max(steps)) if steps else (0.0, 1.0)
 
@@ -102,7 +102,7 @@ def line_chart_svg(
     body = _draw_legend([one for one, _ in shown], 20.0)
     body += _draw_axes(axis, (first, last), x, y, (top, bottom), width - right, (x_name, y_name))
     for one, points in shown:
-        body += _draw_series(one, points, x, y)
+        body += draw_series(one, points, x, y)
     body += _draw_end_labels(list(zip([one.colour for one, _ in shown], ends, labels, strict=True)), width - right + 8, y)
     height = round(bottom + 46)
     return (
@@ -114,7 +114,7 @@ def line_chart_svg(
 
 
 @dataclass(frozen=True)
-class _ValueAxis:
+class ValueAxis:
     """The scale of the value axis, linear or logarithmic."""
 
     low: float
@@ -122,16 +122,16 @@ class _ValueAxis:
     log: bool
 
     @staticmethod
-    def of(values: Sequence[float], zero: bool) -> _ValueAxis:
+    def of(values: Sequence[float], zero: bool) -> ValueAxis:
         """An axis for the values, with a margin; one that holds a single value has room around it."""
         if not values:
-            return _ValueAxis(0.0, 1.0, False)
+            return ValueAxis(0.0, 1.0, False)
         low, high = min(values), max(values)
         if not zero and low > 0 and high / low >= LOG_FROM:
-            return _ValueAxis(low / 1.15, high * 1.15, True)
+            return ValueAxis(low / 1.15, high * 1.15, True)
         low = min(0.0, low) if zero else low
         room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-        return _ValueAxis(low if zero else low - room, high + room, False)
+        return ValueAxis(low if zero else low - room, high + room, False)
 
     def share(self, value: float) -> float:
         """Where a value stands between the axis's ends: 0 to 1."""
@@ -161,7 +161,7 @@ def _tick_step(extent: float) -> float:
     return power / 100 * round_tick_step(extent / power * 100, 6) if 0 < power < math.inf else math.inf
 
 
-def _format(value: float) -> str:
+def format_value(value: float) -> str:
     """A value as text of a few characters."""
     return f"{value:,.4g}" if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.3g}"
 
@@ -178,7 +178,7 @@ def _line_end(series: ChartSeries, points: Sequence[Point]) -> float:
 
 def _end_label(value: float) -> str:
     """The value at the end of a line, with zeros at its end: the values of several lines are compared."""
-    return f"{value:#.4g}".rstrip(".") if 1e-3 <= abs(value) < 1e4 else _format(value)
+    return f"{value:#.4g}".rstrip(".") if 1e-3 <= abs(value) < 1e4 else format_value(value)
 
 
 def _draw_legend(series: Sequence[ChartSeries], y: float) -> list[str]:
@@ -193,7 +193,7 @@ def _draw_legend(series: Sequence[ChartSeries], y: float) -> list[str]:
 
 
 def _draw_axes(
-    axis: _ValueAxis,
+    axis: ValueAxis,
     steps: tuple[float, float],
     x: Callable[[float], float],
     y: Callable[[float], float],
@@ -213,7 +213,7 @@ def _draw_axes(
     out += [
         f'<path d="M{_LEFT:g} {y(value):.2f}H{end:.2f}" stroke="{LINE}"/>'
         f'<text x="{_LEFT - 8:g}" y="{y(value) + 4:.2f}" font-size="11" text-anchor="end" fill="{QUIET}">'
-        f"{_format(value)}</text>"
+        f"{format_value(value)}</text>"
         for value in axis.ticks()
     ]
     step = max(1.0, round_tick_step(steps[1] - steps[0], 10))
@@ -227,10 +227,14 @@ def _draw_axes(
     return out
 
 
-def _draw_series(
-    series: ChartSeries, points: Sequence[Point], x: Callable[[float], float], y: Callable[[float], float]
+def draw_series(
+    series: ChartSeries,
+    points: Sequence[Point],
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+    over: str = "step {:,.0f}",
 ) -> list[str]:
-    """The line of a series; of a noisy one its range too; dots where there are few."""
+    """The line of a series; of a noisy one its range too; dots where there are few, whose tooltips say `over` of their x."""
     smooth = _is_smoothed(series, points)
 
     def path(of: Sequence[Point]) -> str:
@@ -250,7 +254,7 @@ def _draw_series(
     if len(points) == 1 or (series.dots and len(points) <= SMOOTH_BUCKETS):
         out += [
             f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3.2" fill="{series.colour}">'
-            f"<title>{escape(series.name)}, step {step:,.0f}: {_format(value)}</title></circle>"
+            f"<title>{escape(series.name)}, {over.format(step)}: {format_value(value)}</title></circle>"
             for step, value in points
         ]
     return out

@@ -1,4 +1,4 @@
-"""A chart (SVG) of a run's throughput over time: samples a second, workers, pauses, faults.
+"""A chart (SVG) of a run over time: samples a second, loss, workers, pauses, faults.
 
 It is beside the other pictures of time because it shares their colours and measures; like them it reads no file.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import accumulate, pairwise
 
-from raypar.schedule.line_chart import downsample_min_max
+from raypar.schedule.line_chart import LARGEST, ChartSeries, ValueAxis, downsample_min_max, draw_series, format_value
 from raypar.schedule.svg_style import INK, LINE, QUIET, estimate_text_width, mix_with_white
 from raypar.schedule.text_grid import round_tick_step
 
@@ -26,7 +26,9 @@ MARK_KINDS = {
 """Kind of a mark -> (colour, its name in the legend)."""
 
 _RATE_COLOUR, _WORKERS_COLOUR, _PAUSE_COLOUR = "#2B7BBA", "#4D4D4D", "#F6E4E1"
-_RATE_HEIGHT, _WORKERS_HEIGHT, _ROW_HEIGHT, _LABEL = 260.0, 74.0, 17.0, 12.0
+_LOSS_COLOUR, _VALIDATION_COLOUR = "#3B4CA0", "#B8336A"
+_RATE_HEIGHT, _LOSS_HEIGHT, _WORKERS_HEIGHT, _ROW_HEIGHT, _LABEL = 260.0, 150.0, 74.0, 17.0, 12.0
+_GAP = 26.0
 _MOST_ROWS = 6
 _BINS = 320
 _MOST_PAUSES = 400
@@ -66,10 +68,14 @@ class RunHistory:
     """(from, to): from the last step before a pause to the end of the first step after it."""
     end_s: float
     """Time at which the drawing ends."""
+    losses: Sequence[tuple[float, float]] = ()
+    """(end of the step, loss) of every committed step with a finite loss, in order."""
+    validation_losses: Sequence[tuple[float, float]] = ()
+    """(time, validation loss) of every validation with a finite loss, in order."""
 
 
 def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str:
-    """The history as a complete SVG document: samples/s above, workers as a step line below, on one time axis.
+    """The history as a complete SVG document: samples/s above, the loss below, then workers as a step line, on one time axis.
 
     Samples/s are means over a 320th of the time, or over two median steps where those are longer. Labels of marks that are
     close to each other stand in several rows; those for which there is no room are left out (their tooltips are not). Of very
@@ -84,7 +90,9 @@ def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str
     head = 0.0 if title else 44.0
     top = 92.0 - head + _ROW_HEIGHT * (1 + max((row for row in rows if row is not None), default=0))
     middle = top + _RATE_HEIGHT
-    bottom = middle + 26 + _WORKERS_HEIGHT
+    losses = _loss_series(history)
+    workers_top = middle + _GAP + (_LOSS_HEIGHT + _GAP if losses else 0.0)
+    bottom = workers_top + _WORKERS_HEIGHT
     height = round(bottom + 48)
     body = [
         *([f'<text x="24" y="44" font-size="22" font-weight="600">{escape(title)}</text>'] if title else []),
@@ -92,7 +100,8 @@ def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str
         *_draw_pauses(history.pauses, sheet, top, bottom),
         *_draw_time_axis(sheet, top, bottom),
         *_draw_rates(history.steps, sheet, top, middle),
-        *_draw_workers(history.workers, sheet, middle + 26, bottom),
+        *_draw_losses(losses, sheet, middle + _GAP, middle + _GAP + _LOSS_HEIGHT),
+        *_draw_workers(history.workers, sheet, workers_top, bottom),
     ]
     for mark, row in zip(history.marks, rows, strict=True):
         body += _draw_mark(mark, row, sheet, top, top if crowded else bottom)
@@ -225,6 +234,46 @@ def _draw_rates(steps: Sequence[tuple[float, float, float]], sheet: _Sheet, top:
         area = f"M{sheet.x(0):.2f} {bottom:g}L{line[1:]}V{bottom:g}z"
         out.append(f'<path d="{area}" fill="{mix_with_white(_RATE_COLOUR, 0.75)}" fill-opacity="0.7"/>')
         out.append(f'<path d="{line}" fill="none" stroke="{_RATE_COLOUR}" stroke-width="1.6" stroke-linejoin="round"/>')
+    return out
+
+
+def _loss_series(history: RunHistory) -> list[ChartSeries]:
+    """The lines of the loss's panel; empty if there is no loss to draw."""
+    given = (
+        ChartSeries("loss", _LOSS_COLOUR, history.losses, noisy=True),
+        ChartSeries("validation", _VALIDATION_COLOUR, history.validation_losses, dots=True),
+    )
+    shown = (replace(one, points=[p for p in one.points if abs(p[1]) <= LARGEST]) for one in given)
+    return [one for one in shown if one.points]
+
+
+def _draw_losses(series: Sequence[ChartSeries], sheet: _Sheet, top: float, bottom: float) -> list[str]:
+    """The panel of the loss: as in `line_chart`, a faint line for all steps and a line for their mean; over time, not steps."""
+    if not series:
+        return []
+    axis = ValueAxis.of([value for one in series for _, value in one.points], zero=False)
+
+    def y(value: float) -> float:
+        return bottom - (bottom - top) * axis.share(value)
+
+    out = [
+        f'<text transform="translate(20 {(top + bottom) / 2:g}) rotate(-90)" font-size="12" text-anchor="middle" '
+        f'fill="{QUIET}">loss{" (log)" * axis.log}</text>'
+    ]
+    out += [
+        f'<path d="M{sheet.left:g} {y(value):.2f}H{sheet.end:.2f}" stroke="{LINE}"/>'
+        f'<text x="{sheet.left - 8:g}" y="{y(value) + 4:.2f}" font-size="11" text-anchor="end" fill="{QUIET}">'
+        f"{format_value(value)}</text>"
+        for value in axis.ticks()
+    ]
+    for one in series:
+        out += draw_series(one, one.points, sheet.x, y, over="at {:,.1f} s")
+    if len(series) > 1:
+        out.append(
+            f'<text x="{sheet.end - 6:.2f}" y="{top + 14:g}" font-size="12" text-anchor="end">'
+            + " ".join(f'<tspan fill="{one.colour}">{one.name}</tspan>' for one in series)
+            + "</text>"
+        )
     return out
 
 

@@ -6,7 +6,7 @@ import json
 import resource
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from raypar.worker.microbatch_loader import BatchSource, MicrobatchLoader, Sampl
 from raypar.worker.norm_and_weights_hash import sum_losses
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
+from raypar.worker.process.memory_in_use import memory_in_use
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import StageBuilder
@@ -39,6 +40,9 @@ from raypar.worker.state.checkpoint_snapshot import CheckpointWriter, restore_fr
 from raypar.worker.step.interpreter import Interpreter, StageLinks
 from raypar.worker.step.step_commit import InstructionSpan, StepCommit
 from raypar.worker.worker_assignments import ProgramAssignment, make_layer_graph
+
+SAMPLE_S = 2.0
+"""Least time from one step whose report has the worker's memory and bytes sent to the next."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,12 @@ class StepReport:
     spans: tuple[InstructionSpan, ...]
     """The instructions and their times, if the step was traced."""
     ledger: Mapping[str, Mapping[str, int]]
-    """Bytes by kind of operation (`comm.communication_ledger`), if the step was traced."""
+    """Bytes by kind of operation since the generation began (`comm.communication_ledger`): of a traced step, and every
+    `SAMPLE_S`; else empty."""
     peak_rss_bytes: int
     """Peak resident memory of the process so far."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Kind of memory -> bytes in use now (`process.memory_in_use`), every `SAMPLE_S`; else empty."""
     mirror_seconds: float = 0.0
     """Time that went into the mirror; not part of `seconds`."""
     digest: Digest | None = None
@@ -141,6 +148,8 @@ class WorkerCore:
     """Number of shards -> how the model is cut over them; kept because it is needed repeatedly."""
     _writer: CheckpointWriter
     """Writes this worker's share of a checkpoint in the background."""
+    _sampled_ns: int
+    """When a report last had the memory and the bytes sent (`time.perf_counter_ns`)."""
 
     def __init__(
         self,
@@ -163,6 +172,7 @@ class WorkerCore:
         self.transport = None
         self._loaders, self._datasets, self._layouts = [], {}, {}
         self._writer = CheckpointWriter()
+        self._sampled_ns = 0
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -327,6 +337,9 @@ class WorkerCore:
         end = time.perf_counter_ns()
         outcome = self.step_commit.outcome
         assert outcome is not None and self.transport is not None
+        sampled = end - self._sampled_ns >= SAMPLE_S * 1e9
+        if sampled:
+            self._sampled_ns = end
         return StepReport(
             rank=self.rank,
             step=step,
@@ -338,8 +351,9 @@ class WorkerCore:
             busy_seconds=self.interpreter.busy_ns / 1e9,
             started_ns=start,
             spans=tuple(self.interpreter.spans),
-            ledger=self.transport.ledger.as_dict() if trace else {},
+            ledger=self.transport.ledger.as_dict() if trace or sampled else {},
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            memory=memory_in_use(self.device) if sampled else {},
             warnings=self._lines_for_user(),
         )
 

@@ -3,7 +3,8 @@
 A block that begins with `# file: NAME` is written to that file. All `bash` blocks of a guide run in one shell, in the folder of
 these files, and end at the first command that fails. The lines of a `text` block are in what the `bash` block before it prints.
 A picture that a command draws is the one that lies in `examples/guides/pictures/`. Blocks that say `bash full` run in the long
-tests only; `sh` blocks need what the suite does not have, and are read by `tests/unit/test_documentation.py`.
+tests only; `sh` blocks need what the suite does not have, and are read by `tests/unit/test_documentation.py`. `console` blocks
+show what somebody has seen.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import pytest
 from helpers.guides import GUIDES, PICTURES, Block, code_blocks, guide_script
+from helpers.moto_s3 import ENVIRONMENT, fake_s3
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 900.0
@@ -41,8 +43,9 @@ if words[:1] == ["start"]:
     node = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     with pids.open("a") as file:
         print(node.pid, file=file)
-    until = time.monotonic() + 120
-    while subprocess.run([*ray, "status", "--address", {address!r}], capture_output=True).returncode:
+    until, nodes = time.monotonic() + 120, len(pids.read_text().split())
+    status = [*ray, "status", "--address", {address!r}]
+    while subprocess.run(status, capture_output=True, text=True).stdout.count(" node_") < nodes:
         if node.poll() is not None or time.monotonic() > until:
             sys.exit("the node has not started:\\n" + pathlib.Path({temp!r}, "ray_start.log").read_text()[-3000:])
         time.sleep(0.5)
@@ -52,6 +55,16 @@ elif words[:1] == ["stop"]:
 else:
     os.execv(sys.executable, [*ray, *words])
 """
+
+
+@contextlib.contextmanager
+def stand_in_for_s3(wanted: bool) -> Iterator[dict[str, str]]:
+    """The environment by which commands take moto's server on this machine for S3; it has a bucket called `bucket`."""
+    if not wanted:
+        yield {}
+        return
+    with fake_s3() as server:
+        yield {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}"}
 
 
 @contextlib.contextmanager
@@ -70,7 +83,10 @@ def ray_of_its_own() -> Iterator[tuple[dict[str, str], dict[str, str]]]:
     home = temp / "home"
     home.mkdir()
     try:
-        yield {"HEAD": "127.0.0.1", "6379": port, "8265": server}, {"HOME": str(home), "RAY_SHIM": str(shim.parent)}
+        yield (
+            {"HEAD": "127.0.0.1", "6379": port, "8265": server, "BUCKET": "bucket"},
+            {"HOME": str(home), "RAY_SHIM": str(shim.parent)},
+        )
     finally:
         pids = [int(pid) for pid in (temp / "pids").read_text().split()] if (temp / "pids").exists() else []
         end_sessions(pids)
@@ -93,10 +109,11 @@ def end_sessions(leaders: list[int]) -> None:
 def run_guide(guide: Path, folder: Path, *, full: bool) -> None:
     """Run the guide's commands in `folder`; fails with what they have printed."""
     blocks = code_blocks(guide)
-    with ray_of_its_own() as (instead, environment):
+    needs_s3 = any("s3://BUCKET" in block.text for block in blocks)
+    with ray_of_its_own() as (instead, environment), stand_in_for_s3(full and needs_s3) as s3:
         path = f"{environment.pop('RAY_SHIM')}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
-        env |= environment | {"PATH": path, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "COLUMNS": "130"}
+        env |= environment | s3 | {"PATH": path, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "COLUMNS": "130"}
         script, log = folder / ".guide.sh", folder / ".guide.log"
         script.write_text(guide_script(blocks, instead, full=full))
         with log.open("wb") as out:

@@ -12,11 +12,15 @@ import psutil
 import pytest
 import torch
 from helpers.tiny_job import Diary, write_job
+from helpers.trainee import Undisturbed
+from ray.experimental.internal_kv import _internal_kv_list
 
 from raypar import Trainer
 from raypar.actors.ray_connection import connect_ray
 from raypar.cli import main
 from raypar.errors import CheckpointError, ClusterError, ConfigError, NonFiniteError, OutOfMemory, UserCodeError, WorkerLost
+from raypar.run_folder import RunFolder
+from raypar.storage.filesystems import given_filesystem_uri
 from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
 
 
@@ -42,7 +46,6 @@ def job(tmp_path, monkeypatch):
 def nothing_left() -> bool:
     """No placement group, actor or key of a run is left on the cluster."""
     import ray
-    from ray.experimental.internal_kv import _internal_kv_list
     from ray.util import list_named_actors, placement_group_table
 
     groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
@@ -99,6 +102,30 @@ def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_whe
     assert "seed was 3, is 4" in capfd.readouterr().err
     assert main(["resume", run]) == 2
     assert "12 of 12 steps already done" in capfd.readouterr().err
+
+
+def test_a_run_on_shared_storage_is_read_and_resumed_by_its_uri_and_has_the_bits_of_one_in_a_folder(job, tmp_path, capfd):
+    """A file system of pyarrow that is given as an object, with the lease in Ray's store; S3: `test_storage_on_moto.py`."""
+    from fsspec.implementations.local import LocalFileSystem
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    place = given_filesystem_uri(PyFileSystem(FSSpecHandler(LocalFileSystem())), str(tmp_path / "there"))
+    uri, there = str(place.child("tiny")), tmp_path / "there/tiny"
+    one = [word for text in ("plan.stages=1", "plan.replicas=1") for word in ("--set", text)]
+    assert job(*one, "--set", f"run_dir={place}", "--stop-at-step", "6") == 0
+    out = capfd.readouterr()
+    assert "only runs of this Ray cluster are kept from training in" in out.out + out.err
+    assert nothing_left() and not _internal_kv_list("raypar-lease/") and not (tmp_path / "runs").exists()
+    files = {path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()}
+    assert {"job.yaml", "plan.json", "members.json", "metrics.jsonl/000000000001.jsonl", "swimlane.svg"} <= files
+    assert not [name for name in files if name.endswith(".tmp")]
+    assert main(["status", uri]) == 0 and "6 of 12" in capfd.readouterr().out
+    assert main(["resume", uri]) == 0
+    assert hash_in(capfd.readouterr().out) == Undisturbed.of(tmp_path, "steps=12").weights_sha256
+    with RunFolder.opened(uri) as folder:
+        assert [m["step"] for m in folder.read_lines(folder.metrics) if "loss" in m] == list(range(1, 13))
+    assert sorted(path.name for path in (there / "checkpoints").iterdir()) == ["step_00000008", "step_00000012"]
+    assert nothing_left() and not _internal_kv_list("raypar-lease/")
 
 
 def test_the_driver_makes_one_call_per_worker_and_step_whatever_the_microbatches(job, tmp_path):

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PICTURES = ROOT / "examples" / "guides" / "pictures"
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
-LANGUAGES = {"bash", "bash full", "sh", "python", "yaml", "text"}
+LANGUAGES = {"bash", "bash full", "sh", "python", "yaml", "text", "console"}
 """What a block of a guide may be; see `tests/e2e/test_guides.py`."""
 
 

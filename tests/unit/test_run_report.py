@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from raypar.cli import main
-from raypar.console.redact_secrets import REMOVED, is_secret_name, redact_text, redact_value, secrets_of_environment
 from raypar.console.run_report import RunFiles, build_run_report
 from raypar.console.run_report_html import run_report_html
 from raypar.console.run_status import build_run_status
 from raypar.console.untrusted_svg import copy_untrusted_svg
+from raypar.redact_secrets import REMOVED, is_secret_name, redact_text, redact_value, secrets_of_environment
 from raypar.schedule.line_chart import ChartSeries, bucket_means, downsample_min_max, line_chart_svg
 from raypar.schedule.swimlane_svg import swimlanes_svg
 from raypar.schedule.throughput_chart import RunHistory, throughput_svg

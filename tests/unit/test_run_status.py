@@ -92,9 +92,10 @@ def test_shards_are_told_with_the_plan_and_with_each_worker():
 
 
 def test_an_elastic_run_is_told_with_its_members_spares_and_story():
-    assert format_status(of()).splitlines()[:9] == [
+    assert format_status(of()).splitlines()[:10] == [
         "run tiny: running, generation 2, step 51 of 200",
         "  speed    40 samples/s, 200 ms a step",
+        "  loss     2.0000 (2.0000 at first)",
         "  plan     3 stages x 1 replica, schedule 1f1b",
         "  workers  3 of 4 wanted",
         "  why      worker 3 was lost",
@@ -111,6 +112,30 @@ def test_an_elastic_run_is_told_with_its_members_spares_and_story():
     resumed = [{**event, "time": 1005.1} for event in (EVENTS[0], EVENTS[4])]
     assert "stands still" in format_status(of(events=EVENTS + resumed)), "a run that is resumed counts its generations anew"
     assert "checkpoint b" in shown and "checkpoint a" not in shown
+
+
+def losses(*found, validation=None):
+    """The row about losses, of steps with these losses."""
+    metrics = [{**line(step, 1000 + step), "loss": loss} for step, loss in enumerate(found, 1)]
+    if validation is not None:
+        metrics.append({"step": len(found), "validation_loss": validation, "time": 1000.0, "seconds": 1.0})
+    rows = format_status(of(metrics=metrics, events=EVENTS[:1], members=None)).splitlines()
+    return [row.removeprefix("  loss     ") for row in rows if row.startswith("  loss")]
+
+
+def test_the_loss_is_told_with_the_first_one_and_the_last_validation():
+    assert losses(4.17441) == ["4.1744"]
+    assert losses(4.17441, 3.0, 1.83124, validation=1.9021) == ["1.8312 (4.1744 at first); in validation 1.9021 after step 3"]
+    assert losses(0.5, 2.31e-6) == ["2.31e-06 (0.5000 at first)"] and losses() == []
+    found = of(metrics=[line(1, 1000), {**line(2, 1001), "loss": 1.5}]).facts()
+    assert (found["loss"], found["first_loss"], found["validation_loss"], found["non_finite_losses"]) == (1.5, 2.0, None, 0)
+
+
+def test_a_loss_that_is_not_finite_is_told_and_null_in_json():
+    assert losses(4.0, None) == ["not finite (4.0000 at first)"]
+    assert losses(float("nan"), float("inf")) == ["not finite, not finite in 2 steps"]
+    assert losses(4.0, None, 3.0) == ["3.0000 (4.0000 at first), not finite in 1 step"]
+    assert json.loads(json.dumps(of(metrics=[{**line(1, 1000), "loss": float("nan")}]).facts()))["loss"] is None
 
 
 def test_speed_is_that_of_the_present_generation_without_the_pause_before_it():
@@ -163,7 +188,7 @@ def test_a_resumed_run_is_no_longer_ended():
 def test_a_run_without_members_is_told_from_its_other_files():
     found = of(members=None, events=[])
     assert (found.phase, found.generation, found.step, found.plan) == ("running", None, 51, "2 stages x 2 replicas")
-    assert format_status(found).splitlines()[2] == "  plan     2 stages x 2 replicas, schedule 1f1b"
+    assert format_status(found).splitlines()[3] == "  plan     2 stages x 2 replicas, schedule 1f1b"
 
 
 def test_the_raylets_of_a_ray_of_our_own_are_told_by_their_pids():

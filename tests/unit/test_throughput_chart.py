@@ -124,6 +124,61 @@ def test_the_drawing_tells_pauses_and_kinds_in_its_legend():
     assert "workers 2, 3 lost" in shown
 
 
+def loss_panel(losses, validation=()):
+    """The drawing of a run with these losses, and the points of each line in its panel."""
+    metrics = [{**step(n, 100.0 + n, 1.0), "loss": loss} for n, loss in enumerate(losses, 1)]
+    metrics += [{"step": n, "validation_loss": loss, "time": 100.0 + n, "seconds": 0.1} for n, loss in validation]
+    drawing = throughput_svg(build_run_history(metrics, []), title="t")
+    paths = [
+        path.get("d") for path in ET.fromstring(drawing).iter(f"{SVG}path") if path.get("stroke") in ("#3B4CA0", "#B8336A")
+    ]
+    return drawing, [[tuple(map(float, pair)) for pair in re.findall(r"([\d.]+) ([\d.]+)", path)] for path in paths]
+
+
+def test_the_loss_has_a_panel_of_its_own_below_the_throughput_on_the_same_time_axis():
+    drawing, (line, validation) = loss_panel([4.0, 2.0, 1.0, 2.0], validation=[(2, 3.0), (4, 2.5)])
+    shown = ["".join(text.itertext()) for text in ET.fromstring(drawing).iter(f"{SVG}text")]
+    assert {"samples/s", "loss", "workers", "loss validation"} <= set(shown)
+    assert [x for x, _ in line] == sorted(x for x, _ in line) and len(line) == 4 and len(validation) == 2
+    heights = [y for _, y in line]
+    assert heights[0] < heights[1] < heights[2] > heights[3], "down is less"
+    assert validation[-1][0] == pytest.approx(line[-1][0], abs=0.1), "after the same step, at the same time"
+    assert "<title>validation, at 2.0 s: 3</title>" in drawing
+
+
+def test_a_run_without_a_finite_loss_has_no_such_panel_and_huge_ones_are_left_out():
+    for losses in ([float("nan"), None], [float("inf")], [1e301]):
+        drawing, lines = loss_panel(losses)
+        assert not lines and ">loss<" not in drawing
+    assert len(loss_panel([1.0, 1e301, 2.0])[1][0]) == 2
+
+
+def test_losses_over_many_decades_are_drawn_on_a_logarithmic_axis():
+    drawing, _ = loss_panel([100.0, 1.0, 0.01])
+    assert ">loss (log)<" in drawing
+
+
+def test_the_loss_of_a_hundred_thousand_steps_is_drawn_within_bounds_and_its_peak_stays():
+    losses = [2.0] * 100_000
+    losses[70_000] = 9.0
+    drawing, lines = loss_panel(losses)
+    assert len(drawing) < 150_000 and len(lines) == 2
+    faint, mean = lines
+    assert len(faint) <= 800 and len(mean) <= 82
+    assert min(y for _, y in faint) < min(y for _, y in mean) - 50
+
+
+def test_the_report_has_a_chart_of_its_own_for_the_loss_and_does_not_draw_it_twice():
+    from raypar.console.run_report import RunFiles, build_run_report
+    from raypar.console.run_status import build_run_status
+
+    metrics = [{**step(n, 100.0 + n, 1.0), "loss": 1 / n} for n in range(1, 9)]
+    more = {"steps": 8, "plan": None, "members": None, "cluster": None, "now": 109.0}
+    status = build_run_status("tiny", "runs/tiny", metrics=metrics, events=[], **more)
+    report = build_run_report(status, RunFiles(metrics, [], None, None, None, None), 109.0)
+    assert report.loss_chart and ">loss<" not in report.throughput_chart and ">samples/s<" in report.throughput_chart
+
+
 def test_a_run_without_steps_is_still_a_drawing_and_the_command_writes_it(tmp_path, capsys):
     folder = RunFolder.create(tmp_path, "tiny")
     folder.job.write_text("steps: 4\n")

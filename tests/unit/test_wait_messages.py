@@ -2,10 +2,12 @@
 
 import ast
 import asyncio
+import gc
 import io
 import json
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -212,3 +214,21 @@ def test_a_driver_that_waits_for_nobody_or_tells_enough_or_has_long_steps_says_n
     assert reported(monkeypatch, set(), {0, 1, 2, 3}) == []
     assert reported(monkeypatch, {0, 1}, {0, 1, 2, 3}, tells=True) == []
     assert reported(monkeypatch, {0, 1}, {0, 1, 2, 3}, step_s=1.0) == []
+
+
+def test_a_call_that_fails_after_its_worker_was_given_up_prints_nothing():
+    """Ray's error of a killed worker was printed, with twelve lines for each, above the run's own error."""
+    answers, printed = [Future()], []
+
+    async def scene():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context))
+        reporter = WaitReporter(SimpleNamespace())
+        activity = SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: answers[0]))
+        assert await reporter._ask({0: SimpleNamespace(activity=activity)}) == {}
+        answers.pop().set_exception(RuntimeError("it was killed"))
+        await asyncio.sleep(0.01)
+        del reporter, activity
+        gc.collect()
+
+    asyncio.run(scene())
+    assert printed == []

@@ -1,4 +1,4 @@
-"""Removes secrets (passwords, tokens, keys) from texts and job values before they are shown to others. Pure.
+"""Removes secrets (passwords, tokens, keys) from texts and job values before they are written, or shown to others. Pure.
 
 It cannot know every secret: it goes by the names of keys, by the shapes of well-known tokens, and by the values that the caller
 knows to be secret. What it is not sure of it removes.
@@ -69,15 +69,39 @@ def _secret_words(name: str) -> list[str]:
 
 
 def redact_text(text: str, known: Collection[str] = ()) -> str:
-    """The text without secrets. `known`: texts that are secret wherever they stand."""
+    """The text without anything that may be a secret, for a page that is sent to others. `known`: texts that are secret
+    wherever they stand."""
+    text = redact_certain_secrets(text, known)
+    text = QUERY_OF_URL.sub(rf"\1{REMOVED}", text)
+    text = SCHEME.sub(rf"\1 {REMOVED}", text)
+    return ASSIGNMENT.sub(lambda found: found[1] + REMOVED, text)
+
+
+def redact_certain_secrets(text: str, known: Collection[str] = ()) -> str:
+    """The text without what is certainly a secret: `known` texts, private keys, tokens of known services, passwords in URLs.
+
+    For what raypar writes while it runs: messages stay as they are otherwise (`unexpected token: '}'`), because people need
+    them to find what is wrong.
+    """
     for secret in sorted(known, key=len, reverse=True):
         text = text.replace(secret, REMOVED)
     text = PRIVATE_KEY.sub(REMOVED, text)
     text = USER_OF_URL.sub(f"{REMOVED}@", text)
-    text = QUERY_OF_URL.sub(rf"\1{REMOVED}", text)
-    text = SCHEME.sub(rf"\1 {REMOVED}", text)
-    text = ASSIGNMENT.sub(lambda found: found[1] + REMOVED, text)
     return KNOWN_SHAPES.sub(REMOVED, text)
+
+
+def without_certain_secrets(facts: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The facts of an event without certain secrets in their texts, whatever the key. Lists and dicts stay as they are."""
+    return {key: redact_certain_secrets(value, known) if isinstance(value, str) else value for key, value in facts.items()}
+
+
+def tree_without_certain_secrets(value: Any, known: Collection[str]) -> Any:
+    """JSON data without certain secrets in its texts."""
+    if isinstance(value, Mapping):
+        return {key: tree_without_certain_secrets(each, known) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [tree_without_certain_secrets(each, known) for each in value]
+    return redact_certain_secrets(value, known) if isinstance(value, str) else value
 
 
 def redact_value(value: Any, known: Collection[str] = (), *, inside: tuple[str, ...] = ()) -> Any:
@@ -98,6 +122,18 @@ def redact_value(value: Any, known: Collection[str] = (), *, inside: tuple[str, 
     if secret and not (inside[:2] == ("plan", "styles") and STYLE.fullmatch(text)) and text:
         return REMOVED
     return redact_text(text, known)
+
+
+def find_secrets_in_job(value: Any, known: Collection[str] = (), inside: tuple[str, ...] = ()) -> list[str]:
+    """The keys of a job, as `trackers.0.args.api_key`, whose text is a secret: by its shape, or by the name of its key."""
+    if isinstance(value, Mapping):
+        return [found for key, each in value.items() for found in find_secrets_in_job(each, known, (*inside, str(key)))]
+    if isinstance(value, (list, tuple)):
+        return [found for i, each in enumerate(value) for found in find_secrets_in_job(each, known, (*inside, str(i)))]
+    if not isinstance(value, str) or inside[:2] == ("plan", "styles"):
+        return []
+    named = bool(inside) and is_secret_name(inside[-1]) and len(value) >= 8 and not set(value) & {"/", " "}
+    return [".".join(inside)] if named or redact_certain_secrets(value, known) != value else []
 
 
 def secrets_of_environment(environment: Mapping[str, str]) -> list[str]:

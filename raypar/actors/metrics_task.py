@@ -1,0 +1,46 @@
+"""Has a run's metrics published again and again, with the number of its workers by state."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+
+from raypar.actors.driver_parts import DriverParts
+from raypar.actors.metrics_publisher import PUBLISH_S
+from raypar.elastic.phases import Phase
+from raypar.telemetry.run_telemetry import WorkerCounts, count_workers
+
+
+@dataclass
+class MetricsTask:
+    """Publishes the metrics of a run beside the driver's loop, in the thread of its side effects."""
+
+    parts: DriverParts
+    """The objects of the driver."""
+
+    async def watch(self) -> None:
+        """Publish until the run is over. While a side effect takes long, one publication waits for it, not many.
+
+        Whatever goes wrong is told in one line and ends the publication, not the run.
+        """
+        parts = self.parts
+        try:
+            while parts.machine.phase is not Phase.OVER:
+                await parts.side_effects.awaited(partial(parts.recorder.publish_metrics, self.counts()))
+                await asyncio.sleep(PUBLISH_S)
+        except Exception as error:
+            text = f"metrics are not published any more ({type(error).__name__}: {error}); training is not touched by that"
+            parts.side_effects.note("warning", text=text)
+
+    def counts(self) -> WorkerCounts:
+        """The workers of the run at present."""
+        membership, pool = self.parts.machine.membership, self.parts.pool
+        return count_workers(
+            members=membership.members,
+            gone=membership.gone,
+            spares=membership.spares,
+            existing=pool.workers,
+            groups={number: group.id for number, group in list(pool.groups.items())},
+            generation=membership.generation,
+        )

@@ -1,0 +1,159 @@
+"""`raypar top [RUN]`: a run live on the terminal, from its folder alone: workers, computing, memory, loss, story."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raypar.console.live_run import LiveView
+    from raypar.run_folder import RunFolder
+
+REFRESH_S = 1.0
+"""Time from one look at the files to the next."""
+REFRESH_STORAGE_S = 3.0
+"""The same of a run on shared storage, of which each look reads the last lines again."""
+FIRST_BYTES = 8 << 20
+"""How much of the end of a file the first look reads: some ten thousand steps. Later looks read what is new."""
+ONCE_LINES = 40
+"""Height of the screen that is printed where there is no terminal."""
+QUIT_KEYS = ("q", "Q", "")
+"""Keys that end it; the empty one: the terminal is gone."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `raypar top`."""
+    parser.add_argument(
+        "run",
+        nargs="?",
+        help="name of a run under --run-dir, or the path or URI of its folder (default: the one started last there)",
+    )
+    parser.add_argument(
+        "--run-dir", default="runs/", help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
+    )
+    parser.add_argument("--once", action="store_true", help="print the screen once, also where there is no terminal")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the run until `q` or Ctrl-C. Raises `ConfigError` without such a run, without rich, and without a terminal."""
+    import os
+    from functools import partial
+
+    from raypar.console.top_screen import make_console, require_rich, top_screen
+    from raypar.errors import ConfigError
+    from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
+    from raypar.run_folder import RunFolder
+
+    require_rich()
+    clean = partial(redact_certain_secrets, known=secrets_of_environment(os.environ))
+    console = make_console()
+    with RunFolder.opened(args.run, args.run_dir, with_job=False) as folder:
+        look = follow_run_folder(folder)
+        if args.once:
+            height = console.height if console.is_terminal else ONCE_LINES
+            console.print(top_screen(look(), console.width, height, clean))
+            return 0
+        if not sys.stdout.isatty():
+            raise ConfigError(
+                "raypar top draws on a terminal, and its output is none",
+                cure="add --once to print the screen once, or use `raypar status` or `raypar logs -f`",
+            )
+        from rich.live import Live
+
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            Live(console=console, screen=True, auto_refresh=False) as live,
+            pressed_keys() as key,
+        ):
+            while True:
+                live.update(top_screen(look(), console.width, console.height, clean), refresh=True)
+                if key(REFRESH_S if folder.remote is None else REFRESH_STORAGE_S) in QUIT_KEYS:
+                    break
+    return 0
+
+
+def follow_run_folder(folder: RunFolder) -> Callable[[], LiveView]:
+    """A function that looks at the run's files and returns what is there now. Each call reads what is new since the last."""
+    import time
+
+    from raypar.console.live_run import LiveRun
+    from raypar.launch.new_run_lines import NewLines
+
+    job = read_job_numbers(folder)
+    steps, price = job.get("steps"), job.get("price_per_worker_hour")
+    live = LiveRun(steps, price)
+    metrics, events = NewLines(folder.metrics, FIRST_BYTES), NewLines(folder.events, FIRST_BYTES)
+
+    def look() -> LiveView:
+        from raypar.console.run_status import build_run_status
+        from raypar.storage.folder_download import download_run
+
+        if folder.remote is not None and metrics.offset + events.offset:
+            download_run(folder.remote.uri, folder.path)
+        live.add(metrics.read(), events.read())
+        now = time.time()
+        status = build_run_status(
+            folder.name,
+            str(folder.path),
+            steps=steps,
+            plan=folder.read_document(folder.plan, damaged=True),
+            members=folder.read_document(folder.members, damaged=True),
+            metrics=list(live.metrics),
+            events=list(live.events),
+            cluster=None,
+            now=now,
+        )
+        return live.view(status, folder.read_document(folder.totals, damaged=True), now)
+
+    return look
+
+
+def read_job_numbers(folder: RunFolder) -> dict[str, Any]:
+    """The job's number of steps and its price, as far as job.yaml says them. Raises `ConfigError` for a link or a FIFO."""
+    import os
+
+    from raypar.errors import ConfigError
+    from raypar.safe_yaml import YamlTooLargeError, parse_yaml
+    from raypar.untrusted_files import read_limited_text
+
+    if not os.path.lexists(folder.job):
+        return {}
+    text = read_limited_text(folder.job, follow=False, cure="put the run's job file back")
+    try:
+        job = parse_yaml(text, str(folder.job))
+    except YamlTooLargeError:
+        raise
+    except ConfigError:
+        return {}
+    kinds = {"steps": (int,), "price_per_worker_hour": (int, float)}
+    return {key: job[key] for key, kind in kinds.items() if type(job.get(key)) in kind} if isinstance(job, dict) else {}
+
+
+@contextlib.contextmanager
+def pressed_keys() -> Iterator[Callable[[float], str]]:
+    """A function that waits for a key, for at most so many seconds, and returns it; a space if none was pressed."""
+    import time
+
+    if not sys.stdin.isatty():
+        yield lambda wait_s: (time.sleep(wait_s), " ")[1]
+        return
+    import os
+    import select
+    import termios
+    import tty
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+
+    def key(wait_s: float) -> str:
+        ready, _, _ = select.select([terminal], [], [], wait_s)
+        return os.read(terminal, 64).decode(errors="replace")[:1] if ready else " "
+
+    tty.setcbreak(terminal)
+    try:
+        yield key
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)

@@ -1,0 +1,259 @@
+"""The values of a run's metrics: totals, and what was last seen of steps, workers and memory. Time is an argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from raypar.plan import ParallelPlan
+from raypar.telemetry.run_totals import Facts, RunTotals
+
+RECENT_WEIGHT = 0.1
+"""Weight of the newest step in the means of the last steps (exponentially weighted): they look some twenty steps back."""
+
+Labels = tuple[tuple[str, str], ...]
+"""(name, value) of a metric's labels, `run` left out."""
+
+
+class MetricValue(NamedTuple):
+    """The value of one series of a metric; of a counter its total."""
+
+    name: str
+    labels: Labels
+    value: float
+
+
+@dataclass(frozen=True)
+class WorkerCounts:
+    """How many workers a run has at one moment, by state."""
+
+    seated: int = 0
+    """Workers with a seat in the plan."""
+    spare: int = 0
+    """Workers that have started and wait for a seat."""
+    starting: int = 0
+    """Workers that have room and load."""
+    pending: int = 0
+    """Workers for which the cluster has no room yet."""
+    pending_replicas: int = 0
+    """The placement groups of those: one for each replica of a stage, or for each worker that is hired alone."""
+    generation: int = 1
+    """The present generation."""
+
+    @property
+    def held(self) -> int:
+        """Workers that occupy a place in the cluster."""
+        return self.seated + self.spare + self.starting
+
+
+@dataclass
+class RunTelemetry:
+    """Gathers the values of a run's metrics from its steps and events.
+
+    A step is taken from the recorder, which sees each committed step once: replayed steps never come here.
+    """
+
+    totals: RunTotals = field(default_factory=RunTotals)
+    """Totals of the run over all of its drivers."""
+    counts: WorkerCounts = WorkerCounts()
+    """The workers at the last `advance`."""
+    plan: ParallelPlan | None = None
+    """The plan of the present generation; None before it is known."""
+    last: dict[str, float] = field(default_factory=dict)
+    """Metric -> its last value, of gauges of the whole run."""
+    seated: ParallelPlan | None = None
+    """The plan of `busy` and `memory`: that of the last step. It stays while a new generation has made no step."""
+    busy: list[float] = field(default_factory=list)
+    """By rank: the share of the last steps of the generation in which the worker computed."""
+    memory: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Rank -> kind of memory -> bytes, as reported last in the generation."""
+    durations: list[float] = field(default_factory=list)
+    """Seconds of the steps since the last `take_durations`."""
+    _means: dict[str, float] = field(default_factory=dict)
+    """Key of a line of metrics -> its mean over the last steps of the generation."""
+    _first_step_due: bool = True
+    """Whether the present generation has made no step yet."""
+    _ledgers: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Rank -> operation -> bytes sent, as reported last in this generation."""
+    _advanced_s: float | None = None
+    """Time of the last `advance`."""
+
+    def begin_generation(self, plan: ParallelPlan) -> None:
+        """Note the plan of a new generation, whose workers begin to count their bytes anew."""
+        self.plan = plan
+        self._first_step_due = True
+        self._ledgers.clear()
+
+    def advance(self, now_s: float, counts: WorkerCounts | None = None) -> None:
+        """Count the worker time until `now_s` (of any steady clock); `counts`: the workers from now on, None: as before."""
+        if self._advanced_s is not None:
+            self.totals.worker_s += max(0.0, now_s - self._advanced_s) * self.counts.held
+        self._advanced_s = now_s
+        if counts is not None:
+            self.counts = counts
+            self.totals.workers = counts.held
+
+    def add_step(self, line: Facts, now_s: float, reports: Mapping[int, Facts] | None = None) -> None:
+        """Add a committed step: its line of metrics.jsonl, and the workers' reports by rank, if there are any."""
+        self.advance(now_s)
+        peaks = line.get("peak_rss_bytes") or ()
+        workers = len(peaks) or (self.plan.world if self.plan is not None else 0)
+        if not self.totals.add_step(line, workers):
+            return
+        self.durations.append(line["seconds"])
+        if self._first_step_due:
+            self._first_step_due = False
+            self.memory.clear()
+            self.busy.clear()
+            self._means.clear()
+        self._add_seats(line, reports or {})
+        for name, key in (("loss", "loss"), ("gradient_norm", "norm")):
+            self.last[f"raypar_{name}"] = math.nan if line.get(key) is None else float(line[key])
+        if line.get("bubble") is not None:
+            self.last["raypar_bubble_ratio"] = self._mean("bubble", line["bubble"])
+        if seconds := self._mean("seconds", line["seconds"]):
+            self.last["raypar_samples_per_second"] = line["samples_per_s"] * line["seconds"] / seconds
+
+    def _mean(self, key: str, value: float) -> float:
+        """The mean of a value over the last steps of the generation, of which this is the newest."""
+        mean = self._means.get(key, value)
+        self._means[key] = mean = mean + RECENT_WEIGHT * (value - mean)
+        return mean
+
+    def _add_seats(self, line: Facts, reports: Mapping[int, Facts]) -> None:
+        """Note what each worker has computed, holds and has sent."""
+        shares = line.get("busy_shares") or []
+        if self.plan is not None and len(shares) == self.plan.world:
+            self.seated = self.plan
+            same = self.busy if len(self.busy) == len(shares) else shares
+            self.busy = [mean + RECENT_WEIGHT * (share - mean) for mean, share in zip(same, shares, strict=True)]
+        for rank, peak in enumerate(line.get("peak_rss_bytes") or ()):
+            self.memory.setdefault(rank, {})["peak_rss"] = peak
+        for rank, report in reports.items():
+            self.memory.setdefault(rank, {}).update(report.get("memory") or {})
+            self._add_ledger(rank, report.get("ledger") or {})
+
+    def _add_ledger(self, rank: int, ledger: Mapping[str, Mapping[str, int]]) -> None:
+        """Count what a worker has sent since its last ledger, which counts from the beginning of its generation."""
+        sent = {operation: counts["sent"] for operation, counts in ledger.items() if counts.get("sent")}
+        before = self._ledgers.get(rank, {})
+        if any(sent.get(operation, 0) < count for operation, count in before.items()) and ledger:
+            before = {}  # of a generation whose beginning was not noted
+        for operation, count in sent.items():
+            fresh = count - before.get(operation, 0)
+            self.totals.sent_bytes[operation] = self.totals.sent_bytes.get(operation, 0) + fresh
+        if ledger:
+            self._ledgers[rank] = sent
+
+    def add_validation(self, loss: float) -> None:
+        """Note the loss of a validation."""
+        self.last["raypar_validation_loss"] = loss
+
+    def catch_up(self, lines: Iterable[Facts], events: Iterable[Facts], now: float) -> None:
+        """Count what a former driver has written after it had saved these totals, and the time since then (`now`: Unix time).
+
+        Its workers have been held all the while.
+        """
+        saved = self.totals.time
+        if saved:
+            self.totals.worker_s += max(0.0, now - saved) * self.totals.workers
+        for line in lines:
+            if "loss" in line:
+                self.totals.add_step(line, len(line.get("peak_rss_bytes") or ()) or self.totals.workers)
+        for event in events:
+            if (event.get("time") or 0.0) > saved:
+                self.totals.add_event(event)
+
+    def take_durations(self) -> list[float]:
+        """The times of the steps since the last call."""
+        found, self.durations = self.durations, []
+        return found
+
+    def values(self, job_steps: int, price_per_worker_hour: float | None) -> list[MetricValue]:
+        """The values of all gauges and counters now."""
+        totals, counts = self.totals, self.counts
+        found = {
+            "raypar_committed_steps": totals.last_step,
+            "raypar_job_steps": job_steps,
+            "raypar_generation": counts.generation,
+            "raypar_pending_replicas": counts.pending_replicas,
+            "raypar_steps_total": totals.steps,
+            "raypar_skipped_steps_total": totals.skipped_steps,
+            "raypar_samples_total": totals.samples,
+            "raypar_step_seconds_total": totals.step_s,
+            "raypar_useful_worker_seconds_total": totals.useful_worker_s,
+            "raypar_worker_seconds_total": totals.worker_s,
+            "raypar_recoveries_total": totals.recoveries,
+            "raypar_recovery_pause_seconds_total": totals.recovery_pause_s,
+            "raypar_replayed_steps_total": totals.replayed_steps,
+            "raypar_lost_workers_total": totals.lost_workers,
+            "raypar_joined_workers_total": totals.joined_workers,
+            "raypar_driver_failovers_total": totals.driver_failovers,
+            **self.last,
+        }
+        if totals.goodput is not None:
+            found["raypar_goodput_ratio"] = totals.goodput
+        if price_per_worker_hour is not None:
+            found["raypar_cost_total"] = totals.cost(price_per_worker_hour)
+            if totals.samples:
+                found["raypar_cost_per_sample"] = totals.cost(price_per_worker_hour) / totals.samples
+        states = {"seated": counts.seated, "spare": counts.spare, "starting": counts.starting, "pending": counts.pending}
+        return [
+            *(MetricValue(name, (), value) for name, value in found.items()),
+            *(MetricValue("raypar_workers", (("state", state),), count) for state, count in states.items()),
+            *(
+                MetricValue("raypar_communication_bytes_total", (("kind", operation),), count)
+                for operation, count in sorted(totals.sent_bytes.items())
+            ),
+            *self._seat_values(),
+        ]
+
+    def _seat_values(self) -> list[MetricValue]:
+        """The values of the workers in their seats, as of the last step."""
+        plan = self.seated
+        if plan is None or len(self.busy) != plan.world:
+            return []
+        seats = [seat_labels(plan, rank) for rank in range(plan.world)]
+        found = [MetricValue("raypar_worker_busy_ratio", seats[rank], share) for rank, share in enumerate(self.busy)]
+        for rank, sizes in sorted(self.memory.items()):
+            if rank < plan.world:
+                named = (MetricValue("raypar_worker_memory_bytes", (*seats[rank], ("kind", k)), n) for k, n in sizes.items())
+                found += named
+        return found
+
+
+def seat_labels(plan: ParallelPlan, rank: int) -> Labels:
+    """The labels of a seat; of a worker with several stages they are joined: `0+4`."""
+    seat = plan.seats[rank]
+    stages = "+".join(map(str, plan.stages_of(rank)))
+    return (("stage", stages), ("replica", str(seat.replica)), ("shard", str(seat.shard)))
+
+
+def count_workers(
+    *,
+    members: Sequence[int],
+    gone: Iterable[int],
+    spares: Iterable[int],
+    existing: Iterable[int],
+    groups: Mapping[int, object],
+    generation: int,
+) -> WorkerCounts:
+    """The workers of a run by state.
+
+    `existing`: workers that have an actor; `groups`: worker -> what identifies the placement group that was asked for it. A
+    worker with a group and without an actor waits for room; at the start of a run all wait until there is room for all.
+    """
+    there = set(existing)
+    seated = there & set(members) - set(gone)
+    spare = there & set(spares) - seated
+    waiting = [number for number in groups if number not in there]
+    return WorkerCounts(
+        seated=len(seated),
+        spare=len(spare),
+        starting=len(there - seated - spare),
+        pending=len(waiting),
+        pending_replicas=len({groups[number] for number in waiting}),
+        generation=generation,
+    )

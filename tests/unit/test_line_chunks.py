@@ -1,0 +1,142 @@
+"""Lines in numbered chunks: their number is small, and readers see each line once, wherever a writer was killed."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypar.errors import ConfigError
+from raypar.storage import line_chunks
+from raypar.storage.folder_download import _download_lines
+from raypar.storage.folder_upload import LinesUpload
+from raypar.storage.line_chunks import CHUNK_BYTES, FAN, LEVELS, Chunk, add_lines, chunks_to_write, first_line_of_name
+from raypar.storage.storage_uri import StorageUri
+
+PLACE = StorageUri("s3", "bucket/run/metrics.jsonl")
+
+
+def test_a_thousand_steps_are_two_objects_and_ten_million_some_tens():
+    assert len(add_lines((), [300] * 1000)) == 2
+    chunks: tuple[Chunk, ...] = ()
+    for _ in range(40):  # 4 GB
+        chunks = add_lines(chunks, [CHUNK_BYTES] * 400)
+    assert len(chunks) <= FAN * LEVELS + 16_000 // FAN**LEVELS + 1
+    assert sum(chunk.lines for chunk in chunks) == 16_000
+
+
+def test_where_lines_are_cut_does_not_depend_on_when_they_were_written():
+    chance = random.Random(7)
+    sizes = [chance.randrange(1, CHUNK_BYTES // 3) for _ in range(600)]
+    at_once, piecewise, at = add_lines((), sizes), (), 0
+    while at < len(sizes):
+        step = chance.randrange(1, 9)
+        piecewise, at = add_lines(piecewise, sizes[at : at + step]), at + step
+    assert piecewise == at_once
+    assert all(a.first + a.lines == b.first and a.start + a.nbytes == b.start for a, b in itertools.pairwise(at_once))
+
+
+def test_only_what_has_changed_is_written_and_what_was_put_together_is_removed():
+    before = add_lines((), [CHUNK_BYTES] * (FAN - 1))
+    after = add_lines(before, [CHUNK_BYTES, 5])
+    write, remove = chunks_to_write(before, after)
+    assert [(c.first, c.lines, c.level) for c in write] == [(1, FAN, 1), (FAN + 1, 1, 0)]
+    assert remove == [chunk.name for chunk in before[1:]]
+
+
+@pytest.mark.parametrize("name", ["1.jsonl", "000000000000.jsonl", "../000000000001.jsonl", "000000000001.jsonl.tmp", ""])
+def test_other_names_are_no_chunks(name: str):
+    assert first_line_of_name(name) is None
+
+
+class Killed(Exception):
+    """The end of the writing process."""
+
+
+class Dies:
+    """A file system whose user is killed before the `after`th call that changes something."""
+
+    def __init__(self, filesystem: Any, after: int) -> None:
+        self.filesystem, self.left = filesystem, after
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("move", "delete_file"):
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+        return getattr(self.filesystem, name)
+
+
+def read(filesystem: Any, folder: str, tmp_path: Path) -> list[bytes]:
+    out = tmp_path / "read"
+    _download_lines(filesystem, PLACE, folder, out, None)
+    return out.read_bytes().splitlines(keepends=True)
+
+
+def test_a_writer_killed_anywhere_leaves_every_line_once_and_the_next_one_goes_on(tmp_path: Path, monkeypatch: Any):
+    from pyarrow.fs import LocalFileSystem
+
+    monkeypatch.setattr(line_chunks, "CHUNK_BYTES", 40)  # two or three lines
+    filesystem, file = LocalFileSystem(), tmp_path / "metrics.jsonl"
+    lines = [b'{"step": %d}\n' % step for step in range(1, 90)]
+    for after in range(60):
+        folder = str(tmp_path / f"chunks-{after}")
+        dying, seen = Dies(filesystem, after), 0
+        upload = LinesUpload(file, dying, folder, lambda: None)
+        file.write_bytes(b"")
+        try:
+            for step in range(0, len(lines), 4):
+                with open(file, "ab") as out:
+                    out.write(b"".join(lines[step : step + 4]) + b'{"st')  # being written
+                upload.send()
+                seen = step + 4
+                file.write_bytes(b"".join(lines[: step + 4]))
+        except Killed:
+            pass
+        there = read(filesystem, folder, tmp_path)
+        assert there == lines[: len(there)] and len(there) >= min(seen, len(lines)), f"killed before change {after}"
+        LinesUpload(file, filesystem, folder, lambda: None).send()
+        assert read(filesystem, folder, tmp_path) == [line for line in file.open("rb") if line.endswith(b"\n")]
+        assert len(list(Path(folder).glob("*.jsonl"))) <= 3 * FAN
+
+
+def test_a_file_that_was_written_anew_takes_the_place_of_the_old_one(tmp_path: Path, monkeypatch: Any):
+    """A resumed run begins after its checkpoint: lines of steps that are run again must not be seen beside the new ones."""
+    from pyarrow.fs import LocalFileSystem
+
+    monkeypatch.setattr(line_chunks, "CHUNK_BYTES", 40)
+    filesystem, file, folder = LocalFileSystem(), tmp_path / "metrics.jsonl", str(tmp_path / "chunks")
+    file.write_bytes(b"".join(b"old %d\n" % n for n in range(100)))
+    upload = LinesUpload(file, filesystem, folder, lambda: None)
+    upload.send()
+    for count in range(8):
+        shorter = b"".join(b"new %d\n" % n for n in range(30))
+        (tmp_path / "aside").write_bytes(shorter)
+        (tmp_path / "aside").replace(file)
+        dying = Dies(filesystem, count)
+        upload.filesystem = dying
+        try:
+            upload.send()
+        except Killed:
+            there = read(filesystem, folder, tmp_path)
+            news = [line for line in there if line.startswith(b"new")]
+            assert not news or there[: len(news)] == news, "no old line before a new one"
+    upload.filesystem = filesystem
+    upload.send()
+    assert b"".join(read(filesystem, folder, tmp_path)) == shorter
+
+
+def test_hostile_chunks_are_left_out_or_refused(tmp_path: Path):
+    from pyarrow.fs import LocalFileSystem
+
+    folder = tmp_path / "chunks"
+    (folder / "000000000009.jsonl").mkdir(parents=True)
+    (folder / "000000000001.jsonl").write_bytes(b"a\nb\n")
+    (folder / "000000000002.jsonl").write_bytes(b"superseded\n")
+    (folder / "evil.jsonl").write_bytes(b"x\n")
+    assert read(LocalFileSystem(), str(folder), tmp_path) == [b"a\n", b"b\n"]
+    with open(folder / "000000000003.jsonl", "wb") as file:
+        file.truncate(5 << 30)
+    with pytest.raises(ConfigError, match="more than a run writes"):
+        read(LocalFileSystem(), str(folder), tmp_path)
