@@ -40,7 +40,6 @@ from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
-from raypar.launch.make_run_request import elastic_policy_fields
 from raypar.plan import ParallelPlan
 
 LONE, LINE, PAIR = ParallelPlan.mesh(layers=2), ParallelPlan.mesh(pp=2, layers=2), ParallelPlan.mesh(dp=2, layers=2)
@@ -128,7 +127,7 @@ def test_when_the_wait_is_over_the_answer_is_that_of_before_and_says_how_long_it
 
 def test_the_key_of_the_job_file_is_the_wait_and_ten_minutes_by_default():
     for elastic_section, wait_s in (({}, 600.0), ({"last_copy_wait_s": 5}, 5.0), ({"last_copy_wait_s": 0}, 0.0)):
-        policy = elastic_policy_fields(ElasticConfig(**elastic_section), 300.0)
+        policy = ElasticConfig(**elastic_section).to_policy_fields(300.0)
         assert RunPolicy(workers=1, job_steps=1, **policy).last_copy_wait_s == wait_s
     with pytest.raises(ConfigError, match="last_copy_wait_s"):
         ElasticConfig(last_copy_wait_s=-1)
