@@ -15,13 +15,14 @@ class PlacementConfig(Section):
     """The nodes of a cluster on which workers may be placed. An autoscaler adds nodes like that."""
 
     label_selector: dict[str, str] = {}
-    """Label -> the value that nodes must have, in Ray's syntax: `spot`, `!spot`, `in(zone-a,zone-b)`, `!in(zone-a,zone-b)`."""
+    """Labels that nodes must have, each with its value in Ray's syntax: `spot`, `!spot`, `in(zone-a,zone-b)`,
+    `!in(zone-a,zone-b)`."""
     accelerator_type: Annotated[str, Field(min_length=1)] | None = None
     """Ray's name of the accelerator that nodes must have, such as `H100`; None: any node."""
     on_demand: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
-    """So many workers at least are on nodes that the cloud does not take back; they get a copy of every stage first."""
+    """At least so many workers are on nodes that the cloud does not take back; one copy of every stage goes there first."""
     on_demand_label_selector: dict[str, str] = ON_DEMAND
-    """The labels of these nodes; they are added to `label_selector`, whose values for the same labels they replace."""
+    """The labels of those nodes; they are added to `label_selector`, and replace its values for the same labels."""
 
     @field_validator("label_selector", "on_demand_label_selector")
     @classmethod
