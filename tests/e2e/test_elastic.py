@@ -412,7 +412,7 @@ def test_a_new_driver_goes_on_asking_for_the_worker_that_has_no_place_and_at_the
     assert result.end == "done", result.why
     assert result.weights_sha256 == long_undisturbed.weights_sha256
     assert trainee.told("driver") and all(5 in numbers for numbers in starting) and len(starting) == 2
-    assert [event["worker"] for event in trainee.told("hiring")] == [4, 5], "asked for once"
+    assert sorted(event["worker"] for event in trainee.told("hiring")) == [4, 5], "asked for once"
     assert list_leftover_placement_groups("tiny") == []
 
 
@@ -426,7 +426,7 @@ def test_workers_that_do_not_help_are_given_back_and_not_asked_for_again(long_un
     assert result.weights_sha256 == long_undisturbed.weights_sha256
     released = [number for event in trainee.told("released") for number in event["workers"]]
     grown = [len(event["workers"]) for event in trainee.told("generation")]
-    assert [event["worker"] for event in trainee.told("hiring")] == [2, 3], "asked for once"
+    assert sorted(event["worker"] for event in trainee.told("hiring")) == [2, 3], "asked for once"
     assert held == [4 - len(released)] and (released or grown == [4])
 
 
