@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -83,16 +83,26 @@ class LinesUpload:
             before = self.chunks or ()
             after = add_lines(before, _line_sizes(file, self.sent))
             if self.chunks is None:
-                write, stale = list(after), self._names_there() - {chunk.name for chunk in after}
-                self._remove(stale)  # first: a reader must not see them after the lines of the new file
+                self._replace(file, after)
             else:
                 write, superseded = chunks_to_write(before, after)
-                stale = set(superseded)
-            for chunk in write:
-                self._put(file, chunk)
-            if self.chunks is not None:
-                self._remove(stale)
+                for chunk in write:
+                    self._put(file, chunk)
+                self._remove(set(superseded))
             self.chunks, self.inode = after, about.st_ino
+
+    def _replace(self, file: BinaryIO, chunks: Sequence[Chunk]) -> None:
+        """Write all chunks in the place of whatever is there, which may be those of a longer file that began alike.
+
+        From the end to the beginning: readers of a file that was shortened have its old lines, or the first of them, until they
+        have the new.
+        """
+        stale = self._names_there() - {chunk.name for chunk in chunks}
+        beyond = {name for name in stale if not chunks or name > chunks[-1].name}
+        self._remove(beyond)
+        for chunk in reversed(chunks):
+            self._put(file, chunk)
+        self._remove(stale - beyond)
 
     def _names_there(self) -> set[str]:
         """The names of the chunks that an earlier upload has left."""

@@ -5,6 +5,8 @@ import hashlib
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +19,12 @@ from ray.experimental.internal_kv import _internal_kv_list
 
 from raypar import Trainer
 from raypar.actors.ray_connection import connect_ray
+from raypar.actors.ray_lease_store import RayLeaseStore
 from raypar.cli import main
 from raypar.errors import CheckpointError, ClusterError, ConfigError, NonFiniteError, OutOfMemory, UserCodeError, WorkerLost
 from raypar.run_folder import RunFolder
 from raypar.storage.filesystems import given_filesystem_uri
+from raypar.storage.run_lease import Lease
 from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
 
 
@@ -126,6 +130,22 @@ def test_a_run_on_shared_storage_is_read_and_resumed_by_its_uri_and_has_the_bits
         assert [m["step"] for m in folder.read_lines(folder.metrics) if "loss" in m] == list(range(1, 13))
     assert sorted(path.name for path in (there / "checkpoints").iterdir()) == ["step_00000008", "step_00000012"]
     assert nothing_left() and not _internal_kv_list("raypar-lease/")
+
+
+def test_a_lease_in_rays_store_is_replaced_only_by_who_names_its_version_and_leaves_nothing():
+    store, mine = RayLeaseStore("filesystem://x/runs/tiny"), Lease("one", "me")
+    assert store.read() is None and store.put(mine, "3") is None
+    first = store.put(mine, None)
+    assert first is not None and store.put(Lease("two", "you"), None) is None
+    second = store.put(replace(mine, renewal=1), first)
+    assert second is not None and store.put(Lease("two", "you"), first) is None
+    found = store.read()
+    assert found is not None and (found.lease, found.version) == (replace(mine, renewal=1), second) and found.age_s < 60
+    with ThreadPoolExecutor(4) as pool:
+        wrote = [*pool.map(lambda n: store.put(Lease(f"taker {n}", "them"), second), range(4))]
+    assert len([version for version in wrote if version is not None]) == 1
+    assert len(_internal_kv_list("raypar-lease/")) == 1
+    assert store.put(replace(mine, released=True), "3") is not None and not _internal_kv_list("raypar-lease/")
 
 
 def test_the_driver_makes_one_call_per_worker_and_step_whatever_the_microbatches(job, tmp_path):

@@ -106,25 +106,22 @@ def test_a_file_that_was_written_anew_takes_the_place_of_the_old_one(tmp_path: P
     from pyarrow.fs import LocalFileSystem
 
     monkeypatch.setattr(line_chunks, "CHUNK_BYTES", 40)
-    filesystem, file, folder = LocalFileSystem(), tmp_path / "metrics.jsonl", str(tmp_path / "chunks")
-    file.write_bytes(b"".join(b"old %d\n" % n for n in range(100)))
-    upload = LinesUpload(file, filesystem, folder, lambda: None)
-    upload.send()
-    for count in range(8):
-        shorter = b"".join(b"new %d\n" % n for n in range(30))
-        (tmp_path / "aside").write_bytes(shorter)
-        (tmp_path / "aside").replace(file)
-        dying = Dies(filesystem, count)
-        upload.filesystem = dying
+    filesystem, file = LocalFileSystem(), tmp_path / "metrics.jsonl"
+    before = [b"step %d\n" % n for n in range(30)]
+    for longer, added, after in itertools.product((5, 60), (0, 1, 12), range(14)):
+        folder = str(tmp_path / f"chunks-{longer}-{added}-{after}")
+        old, new = [*before, *[b"old %d\n" % n for n in range(longer)]], [*before, *[b"new %d\n" % n for n in range(added)]]
+        file.write_bytes(b"".join(old))
+        LinesUpload(file, filesystem, folder, lambda: None).send()
+        file.write_bytes(b"".join(new))
         try:
-            upload.send()
+            LinesUpload(file, Dies(filesystem, after), folder, lambda: None).send()
         except Killed:
             there = read(filesystem, folder, tmp_path)
-            news = [line for line in there if line.startswith(b"new")]
-            assert not news or there[: len(news)] == news, "no old line before a new one"
-    upload.filesystem = filesystem
-    upload.send()
-    assert b"".join(read(filesystem, folder, tmp_path)) == shorter
+            assert there[:30] == before[: len(there)]
+            assert added or there in (old[: len(there)], new), f"killed before change {after}"
+        LinesUpload(file, filesystem, folder, lambda: None).send()
+        assert read(filesystem, folder, tmp_path) == new
 
 
 def test_hostile_chunks_are_left_out_or_refused(tmp_path: Path):
