@@ -99,7 +99,8 @@ class RunHold:
         if lease is None:
             return
         try:
-            if lease.lost is None:
+            given_back = self.folder.remote is not None and self.folder.remote.lease_in_ray  # by the driver
+            if lease.lost is None or given_back:
                 self._leave(lease)
         finally:
             lease.stop_renewing()

@@ -1,4 +1,4 @@
-"""Lines in numbered chunks: their number is small, and readers see each line once, wherever a writer was killed."""
+"""A run's working folder on shared storage: few objects, and readers see each line once, wherever a writer was killed."""
 
 import itertools
 import random
@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from raypar.errors import ConfigError
-from raypar.storage import line_chunks
+from raypar.errors import ClusterError, ConfigError, LeaseLostError
+from raypar.storage import folder_upload, line_chunks
+from raypar.storage.filesystems import given_filesystem_uri
 from raypar.storage.folder_download import _download_lines
-from raypar.storage.folder_upload import LinesUpload
+from raypar.storage.folder_upload import FolderUpload, LinesUpload
 from raypar.storage.line_chunks import CHUNK_BYTES, FAN, LEVELS, Chunk, add_lines, chunks_to_write, first_line_of_name
 from raypar.storage.storage_uri import StorageUri
 
@@ -137,3 +138,90 @@ def test_hostile_chunks_are_left_out_or_refused(tmp_path: Path):
         file.truncate(5 << 30)
     with pytest.raises(ConfigError, match="more than a run writes"):
         read(LocalFileSystem(), str(folder), tmp_path)
+
+
+def test_a_working_folder_is_sent_with_what_callbacks_put_there_and_nothing_else(tmp_path: Path, monkeypatch: Any):
+    """What a former start has left and this one has not (an error.txt) is removed; links and unfinished files are not sent."""
+    from fsspec.implementations.local import LocalFileSystem as Fsspec
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    place = given_filesystem_uri(PyFileSystem(FSSpecHandler(Fsspec())), str(tmp_path / "there"))
+    folder, there = tmp_path / "work", tmp_path / "there"
+    for path, text in {
+        "work/job.yaml": "steps: 1\n",
+        "work/metrics.jsonl": '{"step": 1}\n',
+        "work/tensorboard/events.1": "board",
+        "work/.hidden": "x",
+        "work/plan.new": "x",
+        "secret": "x",
+        "there/error.txt": "former",
+        "there/checkpoints/step_00000001/manifest.json": "{}",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (folder / "link").symlink_to(tmp_path / "secret")
+    assert isinstance(place, StorageUri)
+    upload = FolderUpload(folder, place, lambda: None)
+    upload.start()
+    upload.finish(30)
+    files = {path.relative_to(there).as_posix(): path.read_text() for path in there.rglob("*") if path.is_file()}
+    assert files == {
+        "job.yaml": "steps: 1\n",
+        "metrics.jsonl/000000000001.jsonl": '{"step": 1}\n',
+        "tensorboard/events.1": "board",
+        "checkpoints/step_00000001/manifest.json": "{}",
+    }
+    assert upload.take_notes() == []
+
+
+def test_a_storage_that_does_not_answer_is_told_once_and_gets_everything_later(tmp_path: Path, monkeypatch: Any):
+    from fsspec.implementations.local import LocalFileSystem as Fsspec
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    monkeypatch.setattr(folder_upload, "UPLOAD_S", 0.01)
+    monkeypatch.setattr(folder_upload, "BACKOFF_S", 0.02)
+    place = given_filesystem_uri(PyFileSystem(FSSpecHandler(Fsspec())), str(tmp_path / "there"))
+    assert isinstance(place, StorageUri)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/metrics.jsonl").write_text('{"step": 1}\n')
+    before, failures = folder_upload.put_whole, []
+
+    def put(*arguments: Any) -> None:
+        if len(failures) < 5:
+            failures.append(1)
+            raise OSError("no answer")
+        before(*arguments)
+
+    monkeypatch.setattr(folder_upload, "put_whole", put)
+    upload = FolderUpload(tmp_path / "work", place, lambda: None)
+    upload.start()
+    upload.finish(60)
+    assert (tmp_path / "there/metrics.jsonl/000000000001.jsonl").read_text() == '{"step": 1}\n'
+    (first, text), (second, again) = upload.take_notes()
+    assert (first, second) == ("warning", "note") and "no answer" in text and "they are kept in" in text
+    assert again.endswith("takes the run's files again: nothing is lost")
+    failures[:] = []
+    (tmp_path / "work/metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    late = FolderUpload(tmp_path / "work", place, lambda: None)
+    monkeypatch.setattr(folder_upload, "put_whole", lambda *arguments: put(failures.clear()))
+    late.start()
+    with pytest.raises(ClusterError, match=r"has not taken the run's last files within 0.1 s: they are in .*work"):
+        late.finish(0.1)
+
+
+def test_an_upload_without_the_lease_writes_nothing_and_ends(tmp_path: Path):
+    from fsspec.implementations.local import LocalFileSystem as Fsspec
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    def lost() -> None:
+        raise LeaseLostError("it is another's")
+
+    place = given_filesystem_uri(PyFileSystem(FSSpecHandler(Fsspec())), str(tmp_path / "there"))
+    assert isinstance(place, StorageUri)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/metrics.jsonl").write_text('{"step": 1}\n')
+    upload = FolderUpload(tmp_path / "work", place, lost)
+    upload.start()
+    with pytest.raises(LeaseLostError, match="it is another's"):
+        upload.finish(30)
+    assert not [path for path in (tmp_path / "there").rglob("*") if path.is_file()]
