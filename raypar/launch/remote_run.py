@@ -110,9 +110,8 @@ class RunHold:
         there = self.folder.path.exists()
         if not there and self.new and not self._has_begun():
             with contextlib.suppress(RayparError):
-                remove_run(self.uri)
-            return
-        if there and not (self.folder.path / SENT_MARK).exists():
+                remove_run(self.uri)  # with its lease, if that is there
+        elif there and not (self.folder.path / SENT_MARK).exists():
             upload = FolderUpload(self.folder.path, self.uri, lease.check)
             upload.start()
             try:
