@@ -49,7 +49,7 @@ from raypar.worker.job_spec import JobSpec
 
 PAIRED_LIMIT, BYTES_LIMIT, DRIVER_LIMIT, STEPS_LIMIT = 0.02, 1024.0, 0.12, 200.0
 """The limits: share of a step, bytes a step, share of a processor, steps a second with 64 workers."""
-BLOCK, ROUNDS, OFTEN_S = 40, 16, 0.25
+BLOCK, ROUNDS, OFTEN_S = 24, 60, 0.25
 LONG_STEPS, WARM_STEPS, EVERY = 10_000, 2_000, 200
 RATE, RATE_SECONDS = 20, 40
 FAKE_WORKERS = {8: 1000, 16: 600, 32: 400, 64: 400, 128: 200, 256: 100, 1024: 40}
@@ -132,7 +132,8 @@ def paired() -> dict[str, Any]:
     spec = replace(sleeping_job([1.0, 1.0], [1.0, 1.0], [1.0, 1.0], 8, 8), steps=steps)
     folder = train(spec, ParallelPlan.mesh(dp=2, pp=2, layers=2), lambda path: lambda event: None, BlockDriver)
     seconds = [json.loads(line)["seconds"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    blocks = [statistics.median(seconds[at + 4 : at + BLOCK]) for at in range(0, steps, BLOCK)][2:]  # without the warm-up
+    # The fastest fifth of a block: what else runs on the machine makes steps slower, never faster. Without the warm-up.
+    blocks = [statistics.quantiles(seconds[at + 4 : at + BLOCK], n=5)[0] for at in range(0, steps, BLOCK)][2:]
     found = ratio(blocks[1::2], blocks[::2])
     cost = 1 / found.median - 1
     return {
