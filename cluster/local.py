@@ -228,8 +228,9 @@ class Machine:
 
     def kill(self) -> None:
         """Every process is gone at once. Idempotent. See `LocalCluster.kill`."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.init_pid, signal.SIGKILL)
+        if self.alive:  # else its pid may be another process's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.init_pid, signal.SIGKILL)
         self._unshare.wait(END_S)
         self.hear()
         self._control.close()
@@ -266,9 +267,12 @@ class LocalCluster:
         if (why := why_impossible()) is not None:
             raise LocalClusterError(f"no simulated machines here: {why}")
         remove_orphaned_folders()
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
-        self._lock = (self.folder / "lock").open("w")
+        made = Path(tempfile.mkdtemp(prefix=f"new-{PREFIX}{os.getpid()}-", dir="/tmp"))
+        self._lock = (made / "lock").open("w")
+        """Held until this cluster, or its process, is gone."""
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.folder = made.rename(made.with_name(made.name.removeprefix("new-")))
+        """Everything of this cluster. It gets its name once it is locked: other clusters remove what is not."""
         self.ray_folder = self.folder / "ray"
         """Ray's folder as the machines see it."""
         self.ray_folder.mkdir()
@@ -288,6 +292,8 @@ class LocalCluster:
             **(environment or {}),
         }
         """For every program on a machine."""
+        self.address = ""
+        """Of Ray's control store, `host:port`, once there is a node."""
         self._numbers = 0
         """Machines so far; the addresses of those that are gone are not used again."""
         self._console: subprocess.Popen[str] | None = None

@@ -19,7 +19,7 @@ from raypar.callbacks import Callback, StepInfo
 
 ROOT = Path(__file__).parents[1]
 RAYPAR = [sys.executable, "-m", "raypar"]
-STEPS, PACE_S, CHAPTER_S = 400, 0.5, 180.0
+STEPS, PACE_S, CHAPTER_S = 200, 1.0, 180.0
 SMALL = [
     f"steps={STEPS}",
     "model.args.width=64",
@@ -30,7 +30,7 @@ SMALL = [
 
 
 class Pace(Callback):
-    """Makes every step take half a second, until a file is there: nodes take a while to come."""
+    """Makes every step take a second, until a file is there: nodes take a while to come."""
 
     def __init__(self, until: str) -> None:
         self.until = Path(until)
@@ -82,13 +82,13 @@ def story(run: Path, cluster, training: subprocess.Popen[str], flag: Path) -> No
     wait(lambda: lines(run / "metrics.jsonl"), "the run has begun")
     wait(lambda: len(seated(run)) == 3, "the run has three workers")
     first = seated(run)
-    time.sleep(10 * PACE_S)
+    time.sleep(5 * PACE_S)
     lost = sorted(cluster.nodes())[-1]
     cluster.kill_node(lost)
     print(">>> a node has lost its power", flush=True)
     wait(lambda: len(seated(run)) == 2, "the run goes on with two workers")
     wait(lambda: len(seated(run)) == 3 and seated(run) != first, "the run has three workers again")
-    time.sleep(10 * PACE_S)
+    time.sleep(5 * PACE_S)
     flag.touch()
 
 

@@ -1,7 +1,8 @@
 """How long does a run stand still when the network between its machines breaks, and does it end as if nothing had happened?
 
-`python jobs/bench/namespaces.py [--only TEXT ...] [--page FILE] [--keep FOLDER]`: every scenario of
-`tests/helpers/namespace_scenarios.py` on machines of `cluster/local.py`, as root. `--only`: those whose names have a text.
+`python jobs/bench/namespaces.py [--only TEXT ...] [--log FILE] [--page FILE] [--keep FOLDER]`: every scenario of
+`tests/helpers/namespace_scenarios.py` on machines of `cluster/local.py`, as root. `--only`: those whose names have a text. With
+`--log` outcomes are kept in a file, so that scenarios can be run in parts; the page has the last outcome of each.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
@@ -56,6 +57,13 @@ def measure(scenarios: Sequence[Scenario], folder: Path, log: Path | None) -> li
     return outcomes
 
 
+def read_log(log: Path) -> list[Outcome]:
+    """The last outcome of each scenario, in the order of the table."""
+    found = [Outcome(**json.loads(line)) for line in log.read_text().splitlines()]
+    last = {outcome.name: replace(outcome, wrong=tuple(outcome.wrong)) for outcome in found}
+    return [last[scenario.name] for scenario in SCENARIOS if scenario.name in last]
+
+
 def make_page(outcomes: Sequence[Outcome]) -> str:
     """The results page."""
     kept = sum(not outcome.wrong for outcome in outcomes)
@@ -88,6 +96,8 @@ def main() -> int:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         outcomes = measure(chosen, folder, args.log)
+    if args.log is not None:
+        outcomes = read_log(args.log)
     print(table(HEADER, [outcome.cells() for outcome in outcomes]))
     if args.page is not None:
         args.page.write_text(make_page(outcomes))

@@ -467,7 +467,9 @@ class DriverActor:
         text = (
             None
             if self.taking_over
-            else self.members_text.text_if_changed(parts.machine, parts.registry.worker_facts, parts.plans.schedule)
+            else self.members_text.text_if_changed(
+                parts.machine, parts.registry.worker_facts, parts.plans.schedule, len(parts.registry.hellos)
+            )
         )
         if text is not None:
             parts.side_effects.aside(parts.recorder.write_members_file, text)

@@ -29,6 +29,9 @@ class MembersFileText:
         """The run's request."""
         self._known_secrets = secrets_of_environment(os.environ)
         """Values of this process's environment that the file may not have."""
+        self._seen: tuple[Any, ...] = ()
+        """What the facts are made from, when they were last made: after every report of a worker the driver asks for the text,
+        and to make the facts of all workers each time would take the square of their number in each step."""
         self._last: dict[str, Any] | None = None
         """The facts in the last text."""
         self._again = False
@@ -37,11 +40,26 @@ class MembersFileText:
         """When the last text was made (Unix time)."""
 
     def text_if_changed(
-        self, machine: RunMachine, worker_facts: Callable[[int], dict[str, Any]], schedule: Callable[[ParallelPlan], str]
+        self,
+        machine: RunMachine,
+        worker_facts: Callable[[int], dict[str, Any]],
+        schedule: Callable[[ParallelPlan], str],
+        started: int = 0,
     ) -> str | None:
-        """The new text; None if only the number of steps has changed. While steps are replayed: one every `AGAIN_S` seconds."""
+        """The new text; None if only the number of steps has changed. While steps are replayed: one every `AGAIN_S` seconds.
+
+        `started`: how many workers have ever started; with another number `worker_facts` may say more.
+        """
         plan = machine.membership.plan or self.request.plan
         phase, why = _phase_and_reason(machine)
+        again = machine.progress.committed < machine.progress.journalled and machine.phase not in _PHASES
+        now, who = time.time(), machine.membership
+        due = again and now - self._at > AGAIN_S
+        sets = tuple(frozenset(one) for one in (who.gone, who.spares, machine.hiring.starting))
+        seen = (phase, why, who.generation, plan, who.members, *sets, machine.policy.wanted, started, again)
+        if seen == self._seen and not due:
+            return None
+        self._seen = seen
         there = [n for n in machine.membership.members if n not in machine.membership.gone]
         facts = {
             "phase": phase,
@@ -55,9 +73,7 @@ class MembersFileText:
             "wanted": machine.policy.wanted,
             "why": redact_certain_secrets(why, self._known_secrets),
         }
-        again = machine.progress.committed < machine.progress.journalled and machine.phase not in _PHASES
-        now = time.time()
-        if facts == self._last and again == self._again and not (again and now - self._at > AGAIN_S):
+        if facts == self._last and again == self._again and not due:
             return None
         self._last, self._at, self._again = facts, now, again
         more = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from raypar.actors.ray_lease_store import RayLeaseStore
 from raypar.actors.run_request import RunRequest
 from raypar.elastic import events as on
-from raypar.errors import ClusterError, ConfigError, RayparError
+from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
 from raypar.run_folder import RemotePlace
 from raypar.storage.folder_upload import FolderUpload
 from raypar.storage.held_lease import HeldLease
@@ -45,15 +45,20 @@ class RemoteRun:
         return self.place.uri
 
     def begin(self) -> None:
-        """Renew the lease that the client has taken, and begin to send. Raises `LeaseLostError`, `ClusterError`.
+        """Renew the lease that the client has taken, and begin to send. Blocks for some requests to the storage.
 
-        Blocks for some requests to the storage.
+        If the storage does not answer, nothing is written until the lease is renewed. Raises `LeaseLostError`.
         """
         store: LeaseStore | None = RayLeaseStore(str(self.uri)) if self.place.lease_in_ray else s3_lease_store(self.uri)
         if store is None:
             raise ConfigError(f"{self.uri} has no lease on S3", cure="please report it")
         lease = HeldLease(store, self.place.owner, self.request.run, str(self.uri))
-        lease.renew()
+        try:
+            lease.renew()
+        except LeaseLostError:
+            raise
+        except ClusterError as error:
+            lease.failure = error.what
         lease.start_renewing()
         self.lease = lease
         self.upload.start()
@@ -88,6 +93,8 @@ class RemoteRun:
         except RayparError as error:
             tell("warning", text=str(error))
         finally:
+            for kind, text in self.upload.take_notes():
+                tell(kind, text=text)
             if self.lease is not None:
                 await asyncio.to_thread(self.lease.stop_renewing)
                 if self.place.lease_in_ray and not self.told:  # the client may have left Ray when it gives the lease back

@@ -15,6 +15,10 @@ Report = dict[str, Any]
 """A worker's report of one step: loss, norm, count, seconds and costs."""
 
 
+KEPT_OUTCOMES = 100_000
+"""How many of the last steps are compared when they are executed again: many millions would fill the driver's memory."""
+
+
 class StepReports:
     """The reports of workers, by step (from 0) and rank."""
 
@@ -24,7 +28,7 @@ class StepReports:
         self.plans = plans
         """Knows how many microbatches a worker computes."""
         self.outcomes: dict[int, tuple[float, float]] = {}
-        """Step -> (loss, norm) as the user has seen them: a replayed step must give the same."""
+        """Step -> (loss, norm) as the user has seen them, of the last `KEPT_OUTCOMES` steps: a replay must give the same."""
         self.in_journal: dict[int, Report] = {}
         """Step -> its merged report in a former driver's journal, for steps that the user may not have seen."""
         self.validations: dict[int, Any] = {}
@@ -86,6 +90,7 @@ class StepReports:
         """The reports of a committed step by rank; marks the step as seen."""
         reports = self._unseen.pop(step)
         self.outcomes[step] = loss_and_grad_norm_of_step(reports)
+        self.outcomes.pop(step - KEPT_OUTCOMES, None)
         return reports
 
     def replay_difference(self, step: int) -> tuple[tuple[float, float], tuple[float, float]] | None:

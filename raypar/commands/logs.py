@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 """How often a followed run's files are looked at."""
 POLL_STORAGE_S = 3.0
-"""How often those of a run on shared storage are: each look reads its last lines again."""
+"""How often those of a run on shared storage are, at most: each look reads them again, in at most a tenth of the time."""
 GONE_S = 30.0
 """How long a followed run without a process on this machine may write nothing."""
 
@@ -76,6 +76,7 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
     files = NewLines(folder.metrics), NewLines(folder.events)
     heard_s = time.monotonic()
     while True:
+        looked_s = time.monotonic()
         if folder.remote is not None and files[0].offset + files[1].offset:
             download_run(folder.remote.uri, folder.path)
         locked = folder.is_locked()  # before the files: then they hold all that the process has written
@@ -98,4 +99,5 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
                 cure=f"`raypar status {folder.place}` says what it was doing; `raypar resume {folder.place}` goes on from its "
                 "last checkpoint",
             )
-        time.sleep(POLL_S if folder.remote is None else POLL_STORAGE_S)
+        took_s = time.monotonic() - looked_s
+        time.sleep(POLL_S if folder.remote is None else max(POLL_STORAGE_S, 9 * took_s))

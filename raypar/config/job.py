@@ -333,6 +333,10 @@ class CheckpointConfig(Section):
     """Whether a checkpoint is saved at the end of the run."""
 
 
+MIRROR_COST = 0.02
+"""Share of the steps' time that the mirror may take, when `elastic.mirror` is auto."""
+
+
 class ElasticConfig(Section):
     """How a run continues when workers are lost, and when workers join."""
 
@@ -371,6 +375,26 @@ class ElasticConfig(Section):
         if value not in ("auto", "off") and not (isinstance(value, int) and value > 0):
             raise ValueError("auto, off, or a number of steps")
         return value
+
+    def to_policy_fields(self, wait_for_workers_s: float) -> dict[str, Any]:
+        """The fields of `elastic.run_policy.RunPolicy` for an elastic run. Deadlines are short: a wrong suspicion costs a
+        recovery only. `wait_for_workers_s`: the job's."""
+        return {
+            "elastic": True,
+            "hires": True,
+            "min_workers": self.min_workers,
+            "max_workers": self.max_workers,
+            "standbys": self.standbys,
+            "grow_after_s": self.grow_after_s,
+            "step_deadline_s": self.step_deadline_s,
+            "step_deadline_times": 5.0,
+            "capacity_s": wait_for_workers_s,
+            "last_copy_wait_s": self.last_copy_wait_s,
+            "replace_stragglers": self.stragglers == "replace",
+            "straggler_times": self.straggler_times,
+            "mirror_every": self.mirror if isinstance(self.mirror, int) else 0,
+            "mirror_cost": MIRROR_COST if self.mirror == "auto" else 0.0,
+        }
 
     @model_validator(mode="after")
     def _least_and_most(self) -> ElasticConfig:

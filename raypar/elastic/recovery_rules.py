@@ -44,6 +44,9 @@ from raypar.errors import ClusterError, error_first_line
 
 CLAIM_TOLD_S = 5.0
 """Time after which people are told that the claim of a generation waits for Ray's control store."""
+CUT_OFF_S, MOST_PATIENCE_S = 2.0, 20.0
+"""A claim that takes longer than `CUT_OFF_S` means that the driver was cut off. Silent workers are then waited for as long
+again, but not longer than `MOST_PATIENCE_S`, and only if steps would be lost without them."""
 
 # -- the way in ----------------------------------------------------------------------------------------------------------
 
@@ -99,6 +102,8 @@ def fence_workers(m: RunState, event: GenerationClaimed) -> None:
     if not event.ok:
         m.end_run("deposed", f"generation {event.generation} was claimed by another driver, which goes on with the run")
         return
+    if m.timer.elapsed_s > CUT_OFF_S:
+        wait_for_packets_again(m, m.timer.elapsed_s)
     # Not earlier: if this driver was stopped, another one may have gone on with these workers; its claim comes first.
     for worker in sorted(who.hung):
         m.decide(KillWorker(worker, "did not answer"), "recovery never waits for a worker that hangs")
@@ -131,9 +136,17 @@ def announce_returned_worker(m: RunState, worker: int) -> None:
     began_s = r.waited_from_s if m.progress.last_commit_s is None else m.progress.last_commit_s
     m.health.next_step_least_limit_s = max(m.health.next_step_least_limit_s, 2 * (m.timer.now_s - began_s))
     waited_s = m.timer.now_s - r.waited_from_s
+    wait_for_packets_again(m, waited_s)
     m.decide(
         TellUser(f"worker {worker} has answered, after a wait of {waited_s:.1f} s; its state is whole"), "it was waited for"
     )
+
+
+def wait_for_packets_again(m: RunState, interruption_s: float) -> None:
+    """Give silent workers time after an interruption of the driver's network: TCP repeats a lost packet after a pause that it
+    has doubled each time, so within as long as the interruption lasted."""
+    until_s = m.timer.now_s + min(interruption_s, MOST_PATIENCE_S)
+    m.health.patient_until_s = max(m.health.patient_until_s, until_s)
 
 
 def settle_open_step_if_all_answered(m: RunState) -> None:
@@ -242,6 +255,10 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> None:
             tell_what_is_awaited(m)
     silent = sorted(r.expected - set(r.statuses)) if m.phase is Phase.STANDING else sorted(r.expected)
     asked = m.phase in (Phase.STANDING, Phase.SETTLING, Phase.ADOPTING)
+    if m.phase is Phase.STANDING and timer.now_s < m.health.patient_until_s:
+        living = set(silent) - event.ended
+        if living and last_copy_holders.steps_are_lost_without(m, living):
+            return
     hopeless = asked and silent and set(silent) <= event.unheard and timer.elapsed_s > m.policy.hopeless_s
     if not (hopeless or timer.expired or (m.phase is Phase.STANDING and r.waited_from_s is not None)):
         return

@@ -235,6 +235,8 @@ class WorkerHealth:
     """Recoveries since the last new step that count as attempts at the next step."""
     unreachable: dict[int, set[frozenset[int]]] = field(default_factory=dict)
     """Generation since the last new step -> pairs of workers that could not reach each other in it."""
+    patient_until_s: float = 0.0
+    """Until then silent workers have time to answer: the driver itself was cut off from everybody, and its network is back."""
     disturbed_at_s: float | None = None
     """When the present disturbance began: a recovery after which no step is committed yet; None: there is none."""
     next_step_least_limit_s: float = 0.0

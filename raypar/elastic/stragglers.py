@@ -8,6 +8,7 @@ generation.
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,12 +37,17 @@ class StragglerFinding:
 class _Record:
     """The steps of one worker in this generation."""
 
-    peers: tuple[int, ...]
-    """Workers that compute the same."""
+    place: tuple[int, ...]
+    """Workers that compute the same, this one among them; all of them have this very tuple."""
     ratios: deque[float]
     """Time of each of the last steps, divided by the expected time."""
     first: list[float] = field(default_factory=list)
     """Times of the first steps, of a worker without peers."""
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other workers compute the same."""
+        return len(self.place) > 1
 
 
 class StragglerWatch:
@@ -59,13 +65,9 @@ class StragglerWatch:
 
     def begin(self, places: Sequence[Sequence[int]]) -> None:
         """Start a new generation. `places`: for each place of the plan, the workers that compute the same."""
-        self._records = {
-            worker: _Record(tuple(w for w in place if w != worker), deque(maxlen=self.steps))
-            for place in places
-            for worker in place
-        }
+        self._records = {worker: _Record(place, deque(maxlen=self.steps)) for place in map(tuple, places) for worker in place}
         # A worker that has lost its peers is measured anew.
-        self.told = {worker for worker in self.told if worker in self._records and self._records[worker].peers}
+        self.told = {worker for worker in self.told if worker in self._records and self._records[worker].has_peers}
 
     def step(self, busy: Mapping[int, float]) -> list[StragglerFinding]:
         """Take a committed step and return new stragglers and recovered ones.
@@ -73,9 +75,10 @@ class StragglerWatch:
         `busy`: worker -> seconds that it computed for a microbatch.
         """
         found = []
+        ordered: dict[tuple[int, ...], list[float]] = {}
         for worker in sorted(busy):
             record = self._records.get(worker)
-            should_s = self._should_s(record, busy, busy[worker]) if record is not None else None
+            should_s = self._should_s(record, busy, busy[worker], ordered) if record is not None else None
             if record is None or should_s is None:
                 continue
             late_s = busy[worker] - should_s
@@ -91,10 +94,17 @@ class StragglerWatch:
                 found.append(self._finding(worker, recovered=True))
         return found
 
-    def _should_s(self, record: _Record, busy: Mapping[int, float], own_s: float) -> float | None:
-        if record.peers:
-            known = [busy[peer] for peer in record.peers if peer in busy]
-            return statistics.median(known) if known else None
+    def _should_s(
+        self, record: _Record, busy: Mapping[int, float], own_s: float, ordered: dict[tuple[int, ...], list[float]]
+    ) -> float | None:
+        """The time that a worker is expected to need; None if that is not known.
+
+        `ordered`: place -> sorted times of its workers. It is filled here, so that those of many replicas are sorted once.
+        """
+        if record.has_peers:
+            if record.place not in ordered:
+                ordered[record.place] = sorted(busy[worker] for worker in record.place if worker in busy)
+            return median_of_others(ordered[record.place], own_s)
         if len(record.first) < self.steps:
             record.first.append(own_s)
             return None
@@ -102,7 +112,7 @@ class StragglerWatch:
 
     def _finding(self, worker: int, recovered: bool = False) -> StragglerFinding:
         record = self._records[worker]
-        return StragglerFinding(worker, statistics.median(record.ratios), self.steps, not record.peers, recovered)
+        return StragglerFinding(worker, statistics.median(record.ratios), self.steps, not record.has_peers, recovered)
 
     def now(self) -> list[StragglerFinding]:
         """The stragglers that were slow in every one of the last steps of this generation, the slowest first."""
@@ -112,3 +122,12 @@ class StragglerWatch:
             if len(self._records[worker].ratios) == self.steps and min(self._records[worker].ratios) > self.times
         ]
         return sorted(slow, key=lambda finding: (-finding.slowdown, finding.worker))
+
+
+def median_of_others(ordered: Sequence[float], own: float) -> float | None:
+    """The median of sorted numbers without one that is `own`; None if there is no other."""
+    count, place = len(ordered) - 1, bisect_left(ordered, own)
+    if count < 1:
+        return None
+    lower, upper = (ordered[k + (k >= place)] for k in ((count - 1) // 2, count // 2))
+    return lower if count % 2 else (lower + upper) / 2

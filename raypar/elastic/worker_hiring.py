@@ -6,7 +6,7 @@ from raypar.elastic import desired_capacity
 from raypar.elastic.actions import ReleaseWorkers, StartWorkers
 from raypar.elastic.desired_capacity import CapacityInputs, DesiredCapacity
 from raypar.elastic.phases import Phase
-from raypar.elastic.plural_wording import format_worker_numbers, verb_form
+from raypar.elastic.plural_wording import count_of
 from raypar.elastic.run_state import RunState
 
 
@@ -82,6 +82,5 @@ def release_workers(m: RunState, decision: DesiredCapacity) -> None:
     for worker in released:
         m.membership.mark_lost(worker)
         m.hiring.forget(worker)
-    standbys = f" and {m.policy.standbys} in reserve" * bool(m.policy.standbys)
-    reason = f"{format_worker_numbers(released)} {verb_form(released, 'is', 'are')} beyond the {wanted} that help{standbys}"
-    m.decide(ReleaseWorkers(released), reason)
+    standbys = f", with {m.policy.standbys} in reserve" * bool(m.policy.standbys)
+    m.decide(ReleaseWorkers(released), f"{count_of(wanted, 'worker')} suffice{'s' * (wanted == 1)}{standbys}")

@@ -16,15 +16,12 @@ from raypar.worker.job_spec import JobSpec, contract_of_job
 
 if TYPE_CHECKING:
     from raypar.actors.run_request import RunRequest
-    from raypar.config import ElasticConfig
     from raypar.elastic.run_policy import RunPolicy
     from raypar.plan import ParallelPlan
     from raypar.worker.job_preflight import PreflightResult
 
 OPTIONS_OF_REQUESTS = ("keep_checkpoints", "max_time_s", "wait_for_workers_s", "orphan_timeout_s", "price_per_worker_hour")
 """Options of a run that its request has too, under the same names."""
-MIRROR_COST = 0.02
-"""Share of the steps' time that the mirror may take, when `elastic.mirror` is auto."""
 
 
 def make_run_request(
@@ -166,29 +163,9 @@ def build_run_machine_policy(
         save_every=options.save_every,
         save_at_end=options.save_at_end,
         stop_at=options.stop_at_step,
-        **(elastic_policy_fields(options.elastic, options.wait_for_workers_s) if options.elastic is not None else {}),
+        **(options.elastic.to_policy_fields(options.wait_for_workers_s) if options.elastic is not None else {}),
         **deadlines,
     )
-
-
-def elastic_policy_fields(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[str, Any]:
-    """The fields of `RunPolicy` for an elastic run. Deadlines are short: a wrong suspicion costs a recovery only."""
-    return {
-        "elastic": True,
-        "hires": True,
-        "min_workers": elastic.min_workers,
-        "max_workers": elastic.max_workers,
-        "standbys": elastic.standbys,
-        "grow_after_s": elastic.grow_after_s,
-        "step_deadline_s": elastic.step_deadline_s,
-        "step_deadline_times": 5.0,
-        "capacity_s": wait_for_workers_s,
-        "last_copy_wait_s": elastic.last_copy_wait_s,
-        "replace_stragglers": elastic.stragglers == "replace",
-        "straggler_times": elastic.straggler_times,
-        "mirror_every": elastic.mirror if isinstance(elastic.mirror, int) else 0,
-        "mirror_cost": MIRROR_COST if elastic.mirror == "auto" else 0.0,
-    }
 
 
 def choose_traced_steps(first: int, end: int, every: int) -> Collection[int]:

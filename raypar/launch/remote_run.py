@@ -99,7 +99,8 @@ class RunHold:
         if lease is None:
             return
         try:
-            if lease.lost is None:
+            given_back = self.folder.remote is not None and self.folder.remote.lease_in_ray  # by the driver
+            if lease.lost is None or given_back:
                 self._leave(lease)
         finally:
             lease.stop_renewing()
@@ -109,9 +110,8 @@ class RunHold:
         there = self.folder.path.exists()
         if not there and self.new and not self._has_begun():
             with contextlib.suppress(RayparError):
-                remove_run(self.uri)
-            return
-        if there and not (self.folder.path / SENT_MARK).exists():
+                remove_run(self.uri)  # with its lease, if that is there
+        elif there and not (self.folder.path / SENT_MARK).exists():
             upload = FolderUpload(self.folder.path, self.uri, lease.check)
             upload.start()
             try:

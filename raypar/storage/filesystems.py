@@ -157,7 +157,7 @@ def _open_s3(bucket: str, query: str, environment: tuple[tuple[str, str], ...]) 
     with storage_errors(f"cannot open s3://{bucket}", ConfigError):
         if "region" not in settings:
             settings["region"] = "us-east-1" if "endpoint_override" in settings else resolve_s3_region(bucket)
-        return S3FileSystem(**settings, connect_timeout=CONNECT_S, request_timeout=REQUEST_S)
+        return S3FileSystem(**settings, connect_timeout=CONNECT_S, request_timeout=REQUEST_S, allow_delayed_open=True)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------------

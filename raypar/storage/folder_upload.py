@@ -1,4 +1,4 @@
-"""Keeps a run's place on shared storage like its working folder: documents whole, lines in chunks, in a thread of the driver.
+"""Keeps a run's place on shared storage like its working folder: files whole, lines in chunks, in a thread of the driver.
 
 The working folder is written as any run folder is, whatever the storage does: one that does not answer costs no step. What was
 not sent stays in the folder, and is sent when the storage answers again.
@@ -10,7 +10,8 @@ import contextlib
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,12 +20,14 @@ from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
 from raypar.storage.filesystems import makes_objects, open_filesystem, storage_errors
 from raypar.storage.line_chunks import Chunk, add_lines, chunks_to_write, first_line_of_name
 from raypar.storage.pyarrow_store import put_whole
-from raypar.storage.run_files import DOCUMENT_BYTES, DOCUMENTS, LINE_FILES
+from raypar.storage.run_files import DOCUMENT_BYTES, DOCUMENTS, LINE_FILES, TEMPORARY
 from raypar.storage.storage_uri import StorageUri
 from raypar.untrusted_files import read_limited_bytes
 
 UPLOAD_S = 2.0
 """How often the folder is looked at: a document that changes all the time is sent so often."""
+OTHERS_S, MOST_OTHERS = 30.0, 1000
+"""How often a file is sent, at most, that callbacks and trackers have put into the folder; and how many of these."""
 BACKOFF_S = 30.0
 """The longest pause after failures."""
 FINISH_S = 120.0
@@ -83,16 +86,26 @@ class LinesUpload:
             before = self.chunks or ()
             after = add_lines(before, _line_sizes(file, self.sent))
             if self.chunks is None:
-                write, stale = list(after), self._names_there() - {chunk.name for chunk in after}
-                self._remove(stale)  # first: a reader must not see them after the lines of the new file
+                self._replace(file, after)
             else:
                 write, superseded = chunks_to_write(before, after)
-                stale = set(superseded)
-            for chunk in write:
-                self._put(file, chunk)
-            if self.chunks is not None:
-                self._remove(stale)
+                for chunk in write:
+                    self._put(file, chunk)
+                self._remove(set(superseded))
             self.chunks, self.inode = after, about.st_ino
+
+    def _replace(self, file: BinaryIO, chunks: Sequence[Chunk]) -> None:
+        """Write all chunks in the place of whatever is there, which may be those of a longer file that began alike.
+
+        From the end to the beginning: readers of a file that was shortened have its old lines, or the first of them, until they
+        have the new.
+        """
+        stale = self._names_there() - {chunk.name for chunk in chunks}
+        beyond = {name for name in stale if not chunks or name > chunks[-1].name}
+        self._remove(beyond)
+        for chunk in reversed(chunks):
+            self._put(file, chunk)
+        self._remove(stale - beyond)
 
     def _names_there(self) -> set[str]:
         """The names of the chunks that an earlier upload has left."""
@@ -143,7 +156,9 @@ class FolderUpload:
         self.files: list[LinesUpload] = []
         """The files of lines."""
         self.sent: dict[str, Signature] = {}
-        """Document -> its signature when it was sent last."""
+        """File -> its signature when it was sent last."""
+        self.sent_s: dict[str, float] = {}
+        """File of a callback -> when it was sent last."""
         self.failing = False
         """Whether the last attempt failed."""
         self.complete = False
@@ -152,6 +167,8 @@ class FolderUpload:
         """(kind, text) of lines for the user, not yet taken."""
         self.lost: LeaseLostError | None = None
         """Why the thread has ended by itself."""
+        self._said: set[str] = set()
+        """Lines that are said once."""
         self._stopped = threading.Event()
         """Set when all is to be sent that is left."""
         self._given_up = threading.Event()
@@ -226,6 +243,42 @@ class FolderUpload:
             self._send_document(name, f"{path}/{name}")
         for file in self.files:
             file.send()
+        for name in self._other_files():
+            self._send_other(name, f"{path}/{name}")
+
+    def _other_files(self) -> list[str]:
+        """The regular files that callbacks and trackers have put into the folder and the folders in it, as paths in it."""
+        found: list[str] = []
+        for folder, folders, files in os.walk(self.folder):
+            folders[:] = [name for name in folders if not name.startswith(".") and name.isprintable()]
+            names = [name for name in files if name.isprintable() and not name.startswith(".") and not name.endswith(TEMPORARY)]
+            paths = [Path(folder, name) for name in names]
+            found += [path.relative_to(self.folder).as_posix() for path in paths if path.is_file() and not path.is_symlink()]
+        others = sorted(set(found) - {*DOCUMENTS, *LINE_FILES})
+        if len(others) > MOST_OTHERS:
+            self._say_once(
+                f"callbacks have put more than {MOST_OTHERS:,} files into the run folder: the others are not sent to {self.uri}"
+            )
+        return others[:MOST_OTHERS]
+
+    def _send_other(self, name: str, there: str) -> None:
+        """Send a file of a callback that has changed: not all the time, because it is sent whole."""
+        now, now_s = signature_of(self.folder / name), time.monotonic()
+        recent = now_s - self.sent_s.get(name, -OTHERS_S) < OTHERS_S and not self._stopped.is_set()
+        if now is None or self.sent.get(name) == now or recent:
+            return
+        with contextlib.suppress(FileNotFoundError), open(self.folder / name, "rb", opener=regular_file_opener) as file:
+            self.may_write()
+            if not makes_objects(self.filesystem):
+                self.filesystem.create_dir(there.rpartition("/")[0], recursive=True)
+            put_whole(self.filesystem, there, file, os.fstat(file.fileno()).st_size)
+        self.sent[name], self.sent_s[name] = now, now_s
+
+    def _say_once(self, text: str) -> None:
+        """A line for the user, if it was not said before."""
+        if text not in self._said:
+            self._said.add(text)
+            self.notes.append(("warning", text))
 
     def _send_document(self, name: str, there: str) -> None:
         """Send a document that has changed. At the beginning, remove one that a former start has left."""
@@ -245,5 +298,5 @@ class FolderUpload:
         try:
             return read_limited_bytes(self.folder / name, follow=False, limit=DOCUMENT_BYTES)
         except ConfigError as error:
-            self.notes.append(("warning", f"{error.what}: it is not sent to {self.uri}"))
+            self._say_once(f"{error.what}: it is not sent to {self.uri}")
             return None

@@ -20,3 +20,5 @@ SENT_MARK = ".sent"
 """A file in a working folder all of which is on the storage: its driver has ended in order."""
 ROOM_PREFIX = "raypar-"
 """How the name of the temporary folder begins in which a working folder lies."""
+TEMPORARY = (".tmp", ".new")
+"""Endings of files that are being written."""

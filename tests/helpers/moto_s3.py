@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +36,10 @@ class FakeS3:
         """The URI of a path in the bucket."""
         return f"s3://bucket/{path}?endpoint_override=127.0.0.1:{self.port}&scheme=http".replace("/?", "?")
 
-    def keys(self, prefix: str = "") -> list[str]:
-        """The keys of all objects that begin so."""
+    def all_keys(self, prefix: str = "") -> list[str]:
+        """The keys of all objects that begin so, without the empty ones that pyarrow makes for folders."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket="bucket", Prefix=prefix)
-        return [found["Key"] for page in pages for found in page.get("Contents", [])]
+        return [found["Key"] for page in pages for found in page.get("Contents", []) if found["Key"][-1:] != "/"]
 
     def __iter__(self) -> Iterator[str]:
         """The keys of all objects."""
@@ -63,7 +64,8 @@ def fake_s3() -> Iterator[FakeS3]:
             client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}")
             client.create_bucket(Bucket="bucket")
             yield FakeS3(port, client)
-            for key in FakeS3(port, client):
-                client.delete_object(Bucket="bucket", Key=key)
         finally:
+            port = server.get_host_and_port()[1]
+            reset = urllib.request.Request(f"http://127.0.0.1:{port}/moto-api/reset", method="POST")
+            urllib.request.urlopen(reset, timeout=60).close()  # what it holds is the process's, not the server's
             server.stop()

@@ -162,10 +162,10 @@ class ScenarioRun:
         settings = [word for setting in self.words for word in ("--set", setting)]
         return self.start_client(machine, log, "train", str(self.job), *settings)
 
-    def lines(self, file: str) -> list[dict[str, Any]]:
-        """The whole lines of a file of the run folder."""
+    def lines(self, file: str, run: str = "") -> list[dict[str, Any]]:
+        """The whole lines of a file of the run folder; `run`: the name of another run."""
         with contextlib.suppress(OSError):
-            text = (self.run_folder / file).read_text()
+            text = (self.run_folder.with_name(run or self.name) / file).read_text()
             return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         return []
 
@@ -193,14 +193,17 @@ class ScenarioRun:
         began = time.monotonic()
         self.machine_of_node = {id[:8]: name for name, node in self.cluster.nodes.items() for id in self._ids(node.address)}
         self.client = self.train(self.scenario.client, "client.log")
+        early = [act for act in self.scenario.acts if act.step == 0]
+        for act in early:
+            self._do(act)
         self.wait("a first step", self._steps_or_end, START_S)
-        for act in self.scenario.acts:
+        for act in self.scenario.acts[len(early) :]:
             self._do(act)
         seen = len(self.steps())
         self.wait("further steps", lambda: len(self.steps()) >= seen + self.scenario.steps_after or self._ended(), PROGRESS_S)
         self.stop_file.touch()
         self.wait("the end", self._ended, END_S)
-        wrong = [*self._wrong_end(undisturbed), *self._left_behind()]
+        wrong = [*self._wrong_end(undisturbed), *self._wrong_second(undisturbed), *self._left_behind()]
         return self._outcome(time.monotonic() - began, tuple(wrong))
 
     def _ids(self, address: str) -> list[str]:
@@ -320,16 +323,25 @@ class ScenarioRun:
         self.client.signal(signal.Signals[name])
 
     def second_train(self, machine: str) -> None:
-        """The same command once more, while the first one runs."""
+        """The same command once more, at the same time. It must become another run, `NAME-2`, and end as well."""
         self.second = self.train(machine, "second.log")
-        self.wait("the end of the second train", lambda: self.second.exit_code is not None, SECOND_S)
+        called = f"the run is called {self.name}"
+        self.wait("two runs", lambda: all(called in client.text() for client in (self.client, self.second)), START_S)
+        if f"{called}-2" in self.client.text():
+            self.client, self.second = self.second, self.client
+
+    def second_resume(self, machine: str) -> None:
+        """`raypar resume` of the run that trains."""
+        self.second = self.start_client(machine, "second.log", "resume", str(self.run_folder))
 
     def second_refused(self) -> None:
-        """The second one has ended with an error that has a cure."""
-        assert self.second is not None
-        text = self.second.text()
-        if self.second.exit_code == 0 or "cure:" not in text:
-            raise ScenarioError(f"the second train was not refused: exit code {self.second.exit_code}\n{text[-2000:]}")
+        """The second client ends with an error that has a cure."""
+        second = self.second
+        assert second is not None
+        self.wait("the end of the second client", lambda: second.exit_code is not None, SECOND_S)
+        if second.exit_code == 0 or "cure:" not in second.text():
+            raise ScenarioError(f"the second client was not refused: {second.exit_code}\n{second.text()[-2000:]}")
+        self.second = None
 
     def resume(self, machine: str) -> None:
         """`raypar resume`, from another machine, again and again while the run is said to be active."""
@@ -372,6 +384,17 @@ class ScenarioRun:
         if claimed != sorted(set(claimed)):
             wrong.append(f"generations out of order, as of two drivers: {claimed}")
         return wrong
+
+    def _wrong_second(self, undisturbed: Callable[[int], Undisturbed]) -> list[str]:
+        """Promises about a second run that were not kept."""
+        second = self.second
+        if second is None:
+            return []
+        self.wait("the end of the second run", lambda: second.exit_code is not None, PROGRESS_S)
+        done = len([line for line in self.lines("metrics.jsonl", f"{self.name}-2") if "loss" in line])
+        weights = re.findall(r"^weights sha256 (\w+)$", second.text(), re.MULTILINE)
+        right = [undisturbed(done).weights_sha256] if done else []
+        return [] if weights and weights == right else [f"the second run: {second.text().strip()[-1000:]}"]
 
     def _left_behind(self) -> list[str]:
         """What of the run is still there after `LEFT_S`: processes, and what Ray's control store knows."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from raypar.actors import step_reports
 from raypar.actors.hello_and_failure_messages import pickle_error_for_client
 from raypar.actors.step_reports import StepReports, loss_and_grad_norm_of_step, reconstruct_lost_report
 from raypar.elastic.generation_guard import WorkerStatus
@@ -41,6 +42,17 @@ def test_reports_are_kept_by_rank_and_computing_is_counted_by_microbatch(reports
     reports.mark_committed(0)
     assert sorted(reports.take_reports(0)) == [0, 1]
     assert reports.outcomes == {0: (1.0, 2.0)}
+
+
+def test_only_the_last_steps_are_kept_for_a_comparison(reports, monkeypatch):
+    """A driver kept every step of a run of weeks."""
+    monkeypatch.setattr(step_reports, "KEPT_OUTCOMES", 3)
+    for step in range(8):
+        see(reports, step, 1.0)
+    assert sorted(reports.outcomes) == [5, 6, 7]
+    for number in (3, 5):
+        reports.keep_step_report(number, 1, 2, report(9.0))
+    assert reports.replay_difference(2) is None, "nobody knows any more what it was"
 
 
 def test_a_late_report_of_an_earlier_generation_is_an_event_and_nothing_else(reports):

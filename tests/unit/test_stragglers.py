@@ -1,10 +1,13 @@
 """Workers that compute slower than those who do the same, for long: told once, and when it is over; replaced if asked for."""
 
+import random
+import statistics
+
 from raypar.elastic.actions import ClaimGeneration, ReportStraggler
 from raypar.elastic.events import StepEmitted, StepJournalled, StepReported, StopRequested, WorkersReady
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.stragglers import StragglerWatch
+from raypar.elastic.stragglers import StragglerWatch, median_of_others
 from raypar.plan import ParallelPlan
 
 PAIRS = [(0, 1), (2, 3)]
@@ -135,3 +138,13 @@ def test_a_node_that_was_found_slow_before_is_not_left_again():
     made.membership.nodes = {0: "a", 1: "b", 2: "a", 3: "b"}
     made.health.slow_nodes = {"b"}
     assert run(made, 60) == [ReportStraggler(3, 2.0, 20)]
+
+
+def test_the_median_of_the_others_is_that_of_all_numbers_but_ones_own():
+    chance = random.Random(3)
+    for _ in range(300):
+        numbers = [float(chance.randrange(6)) for _ in range(chance.randrange(2, 9))]
+        for place, own in enumerate(numbers):
+            others = numbers[:place] + numbers[place + 1 :]
+            assert median_of_others(sorted(numbers), own) == statistics.median(others)
+    assert median_of_others([1.0], 1.0) is None

@@ -149,7 +149,7 @@ class Trace:
     facts: Mapping[TensorKey, TensorFacts]
     """What is known of each tensor."""
     passed_through: frozenset[EventId]
-    """Calls that returned one of their arguments."""
+    """Calls that returned one of their arguments, and did not write it."""
     call_log: tuple[tuple[Any, ...], ...]
     """(call, location, what its arguments are) of the events that are not pure, and of the end."""
 
