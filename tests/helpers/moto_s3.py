@@ -41,10 +41,6 @@ class FakeS3:
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket="bucket", Prefix=prefix)
         return [found["Key"] for page in pages for found in page.get("Contents", []) if found["Key"][-1:] != "/"]
 
-    def __iter__(self) -> Iterator[str]:
-        """The keys of all objects."""
-        return iter(self.keys())
-
     def content(self, key: str) -> bytes:
         """The content of an object."""
         return bytes(self.client.get_object(Bucket="bucket", Key=key)["Body"].read())
