@@ -481,7 +481,11 @@ class LocalCluster:
         """Kill every machine and remove every trace. Idempotent."""
         for console in self._consoles:
             console.kill()
-            console.communicate()
+            console.wait()
+            for stream in (console.stdin, console.stdout):
+                with contextlib.suppress(OSError):
+                    if stream is not None:
+                        stream.close()
         self.nodes.clear()
         for machine in self.machines.values():
             machine.kill()
