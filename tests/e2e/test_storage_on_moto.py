@@ -280,6 +280,7 @@ def test_a_thousand_steps_with_metrics_leave_some_tens_of_objects(
 def test_a_storage_that_does_not_answer_costs_one_line_and_no_metrics(
     s3: FakeS3, own_ray: None, job: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
+    from moto.s3.exceptions import InvalidRequest
     from moto.s3.models import S3Backend
 
     before, refused_s = S3Backend.put_object, list[float]()
@@ -287,7 +288,7 @@ def test_a_storage_that_does_not_answer_costs_one_line_and_no_metrics(
     def put(backend: Any, bucket: str, key: str, *rest: Any, **more: Any) -> Any:
         if "/metrics.jsonl/" in key and time.monotonic() < (refused_s or [time.monotonic()])[0] + 30:
             refused_s.append(time.monotonic())
-            raise ConnectionError("not now")
+            raise InvalidRequest("PutObject")  # one that the client does not try again by itself
         return before(backend, bucket, key, *rest, **more)
 
     monkeypatch.setattr(S3Backend, "put_object", put)
