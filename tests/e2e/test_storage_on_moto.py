@@ -21,7 +21,7 @@ import pytest
 import torch
 from helpers.moto_s3 import ENVIRONMENT, FakeS3, fake_s3
 from helpers.tiny_job import write_job
-from helpers.trainee import Undisturbed
+from helpers.trainee import Undisturbed, as_soon_as
 
 from raypar import Trainer
 from raypar.actors.ray_connection import connect_ray
@@ -238,6 +238,33 @@ def test_an_uploader_killed_in_the_middle_of_a_checkpoint_leaves_the_step_before
     listed = json.loads(s3.content("runs/tiny/checkpoints/step_00000008/manifest.json"))["files"]
     assert {key.split("/")[-1] for key in left} == {"manifest.json", *listed}, "nothing of the killed attempt is left"
     no_secret_in(s3, command.text(), refused.text())
+
+
+@pytest.mark.parametrize("at", [r"step_00000008/manifest\.json", r"metrics\.jsonl/"])
+def test_a_driver_killed_while_it_uploads_is_followed_by_one_that_goes_on_and_no_line_is_lost(
+    at: str, s3: FakeS3, own_ray: None, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    expected, pauses = Undisturbed.of(tmp_path, "steps=40"), Pauses(monkeypatch, at)
+    words = ["plan.stages=1", "plan.replicas=2", "steps=40", "checkpoint.every=4", "model.args.sleep_s=0.01", "elastic=true"]
+    events: list[dict[str, Any]] = []
+
+    def kill_driver(there: bool) -> None:
+        facts = next(tmp_path.glob("raypar-*/tiny/members.json")).read_text()
+        os.kill(json.loads(facts)["driver_pid"], signal.SIGKILL)
+        pauses.go.set()
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with as_soon_as(pauses.met.is_set, kill_driver, limit_s=120):
+        result = train_job_in_new_folder(load_job(job, words), events.append)
+    assert (result.end, result.weights_sha256) == ("done", expected.weights_sha256), result.why
+    assert [event for event in events if event["kind"] == "driver"], "another driver has taken over"
+    lines = lines_at(s3.at("runs/tiny"))
+    assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == expected.losses
+    assert [event["kind"] for event in lines_at(s3.at("runs/tiny"), "events.jsonl")][-1] == "end"
+    for name in ("step_00000036", "step_00000040"):
+        listed = json.loads(s3.content(f"runs/tiny/checkpoints/{name}/manifest.json"))["files"]
+        assert {key.split("/")[-1] for key in s3.all_keys(f"runs/tiny/checkpoints/{name}/")} == {"manifest.json", *listed}
+    assert not list(tmp_path.glob("raypar-*"))
 
 
 def test_a_second_owner_is_refused_while_the_first_trains_and_a_new_run_gets_another_name(
