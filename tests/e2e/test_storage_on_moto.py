@@ -13,6 +13,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,12 @@ from raypar.cli import main
 from raypar.config import load_job
 from raypar.errors import ConfigError, LeaseLostError
 from raypar.launch import train_job_in_new_folder
+from raypar.launch.remote_run import resumed_remote_run
 from raypar.launch.resume import find_checkpoint
 from raypar.run_folder import RunFolder
 from raypar.storage.run_lease import LEASE_S, Lease
+from raypar.storage.s3_lease_store import s3_lease_store
+from raypar.storage.storage_uri import parse_storage_uri
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.checkpoint.checkpoint_store import open_checkpoint_store
@@ -349,6 +354,34 @@ def test_a_run_whose_lease_was_taken_ends_with_one_error_and_writes_nothing_more
     time.sleep(5)
     assert {key: s3.client.head_object(Bucket="bucket", Key=key)["ETag"] for key in s3.all_keys()} == before
     assert s3.content("runs/tiny/lease.json") == written["lease"]
+
+
+def test_a_resumption_that_fails_before_it_begins_changes_nothing_but_its_lease(s3: FakeS3):
+    objects = {"job.yaml": b"name: x\nsteps: 9\n", "metrics.jsonl/000000000001.jsonl": b'{"step": 1}\n' * 50}
+    for name, content in objects.items():
+        s3.client.put_object(Bucket="bucket", Key=f"runs/x/{name}", Body=content)
+    with RunFolder.opened(s3.at("runs/x")) as folder, pytest.raises(KeyError), resumed_remote_run(folder, print):
+        folder.metrics.unlink()
+        folder.job.write_text("another")
+        raise KeyError
+    assert {key.removeprefix("runs/x/") for key in s3.all_keys("runs/x/")} == {*objects, "lease.json"}
+    assert all(s3.content(f"runs/x/{name}") == content for name, content in objects.items())
+
+
+def test_a_lease_on_s3_is_replaced_only_by_who_names_its_version_and_has_the_age_that_s3_says(s3: FakeS3):
+    store = s3_lease_store(parse_storage_uri(s3.at("runs/x")))
+    mine = Lease("one", "me")
+    assert store is not None and store.read() is None and store.put(mine, '"0123"') is None
+    first = store.put(mine, None)
+    assert first is not None and store.put(Lease("two", "you"), None) is None and store.honours_conditions(mine)
+    second = store.put(replace(mine, renewal=1), first)
+    assert second is not None and store.put(Lease("two", "you"), first) is None
+    time.sleep(2.1)
+    found = store.read()
+    assert found is not None and found.lease == replace(mine, renewal=1) and 1 <= found.age_s <= 30
+    with ThreadPoolExecutor(4) as pool:
+        wrote = [*pool.map(lambda n: store.put(Lease(f"taker {n}", "them"), second), range(4))]
+    assert len([version for version in wrote if version is not None]) == 1
 
 
 def test_hostile_names_and_manifests_are_as_harmless_as_on_disk(s3: FakeS3, capfd: pytest.CaptureFixture[str], tmp_path: Path):
