@@ -13,13 +13,15 @@ from raypar.actors.run_request import RunRequest
 from raypar.elastic import events as on
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
 from raypar.run_folder import RemotePlace
-from raypar.storage.folder_upload import FolderUpload
+from raypar.storage.folder_upload import FINISH_S, FolderUpload
 from raypar.storage.held_lease import HeldLease
 from raypar.storage.run_files import ROOM_PREFIX, SENT_MARK
 from raypar.storage.run_lease import LeaseStore
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri, parse_storage_uri
 
+SAY_S = 2.0
+"""After so long the end of a run says that it waits for the storage."""
 LOOK_S = 0.25
 """How often the loop looks whether there is something to tell of the upload or of the lease."""
 
@@ -87,7 +89,10 @@ class RemoteRun:
             if self.told:
                 self.upload.abandon()
                 return
-            await asyncio.to_thread(self.upload.finish)
+            sending = asyncio.ensure_future(asyncio.to_thread(self.upload.finish))
+            if not (await asyncio.wait({sending}, timeout=SAY_S))[0]:
+                tell("waiting", text=f"{self.uri} has not taken the run's last files yet: waiting up to {FINISH_S:.0f} s")
+            await sending
             with contextlib.suppress(OSError):
                 (Path(self.request.folder) / SENT_MARK).touch()
         except RayparError as error:

@@ -50,6 +50,8 @@ class RunHold:
         """Whether nothing lay at the run's place before."""
         self.lease: HeldLease | None = None
         """The lease; None before it is taken."""
+        self.filled = new
+        """Whether the working folder is the newest state of the run: only then is it sent at the end."""
 
     @property
     def uri(self) -> StorageUri:
@@ -111,7 +113,7 @@ class RunHold:
         if not there and self.new and not self._has_begun():
             with contextlib.suppress(RayparError):
                 remove_run(self.uri)  # with its lease, if that is there
-        elif there and not (self.folder.path / SENT_MARK).exists():
+        elif there and self.filled and not (self.folder.path / SENT_MARK).exists():
             upload = FolderUpload(self.folder.path, self.uri, lease.check)
             upload.start()
             try:
@@ -177,6 +179,7 @@ def resumed_remote_run(folder: RunFolder, tell: EventHandler) -> Iterator[Callab
             if hold.lease is None:
                 hold.take_in_ray()
                 download_run(hold.uri, folder.path)
+            hold.filled = True
             return hold.folder
 
         yield held
