@@ -42,7 +42,7 @@ NETWORK = "10.77"
 MTU = 1500
 STORE_BYTES = 100 * 2**20
 PREFIX = "raypar-local-"
-MACHINE_S, JOIN_S, END_S, ANSWER_S = 30.0, 120.0, 20.0, 30.0
+MACHINE_S, JOIN_S, END_S, ANSWER_S = 60.0, 300.0, 20.0, 30.0
 """Limits for a machine to be up, a raylet to join, everything to end, the console to answer."""
 COMMANDS = ("unshare", "nsenter", "mount")
 
