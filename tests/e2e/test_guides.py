@@ -57,3 +57,12 @@ def test_the_guides_commands_do_what_it_says(guide: Path, tmp_path: Path):
 def test_every_guide_is_in_the_readme():
     readme = (ROOT / "README.md").read_text()
     assert [guide.name for guide in GUIDES if f"examples/guides/{guide.name}" not in readme] == []
+
+
+def test_pictures_of_the_guides_are_there_and_load_nothing():
+    for guide in GUIDES:
+        for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", guide.read_text()):
+            picture = guide.parent / name
+            assert picture.is_file() and picture.stat().st_size < 400_000, name
+            if picture.suffix == ".svg":
+                assert set(re.findall(r"[a-z]+://[^\s\"'<)]+", picture.read_text())) <= {"http://www.w3.org/2000/svg"}, name
