@@ -17,7 +17,6 @@ RAY_TRAIN_ARGUMENTS = ("scaling_config", "run_config", "checkpoint_config")
 """Arguments of `Trainer` that are configs of Ray Train, in the order of `settings_from_ray_train`."""
 
 UNUSED_FIELDS = {
-    "storage_filesystem": "give storage_path, the path of a folder (on a cluster, of storage that all nodes have mounted)",
     "callbacks": "give callbacks=[...] to Trainer, objects of classes derived from raypar.callbacks.Callback",
     "worker_runtime_env": "give it to ray.init(runtime_env=...)",
     "stop": "give steps= or stop_at_step= to Trainer, or a callback that returns raypar.callbacks.Stop",
@@ -32,8 +31,7 @@ UNUSED_FIELDS = {
     "resources_per_worker": "leave it out: a worker takes one CPU, with use_gpu one GPU too; threads= says how many threads",
     "trainer_resources": "leave it out: the driver takes no CPU",
     "placement_strategy": "leave it out: workers of one stage are placed together where there is room",
-    "accelerator_type": "leave it out, and join a cluster of such machines (address=)",
-    "label_selector": "leave it out, and join a cluster of such machines (address=)",
+    "label_selector": "give one for all workers: a dict",
     "use_tpu": "leave it out: workers compute on CPUs, or with use_gpu on GPUs",
     "elastic_resize_monitor_interval_s": "leave it out: workers join between two steps (elastic.grow_after_s)",
 }
@@ -57,8 +55,8 @@ def settings_from_ray_train(scaling_config: Any, run_config: Any, checkpoint_con
 
 
 def _settings_of_scaling(config: Any, what: str) -> Iterator[ImpliedSetting]:
-    """What a `ScalingConfig` says: the number of workers, or its limits in an elastic run, and the device."""
-    changed = _changed_fields(config, what, "ScalingConfig", {"num_workers", "use_gpu"})
+    """What a `ScalingConfig` says: the number of workers, or its limits in an elastic run, the device, and the nodes."""
+    changed = _changed_fields(config, what, "ScalingConfig", {"num_workers", "use_gpu", "accelerator_type", "label_selector"})
     workers = changed.get("num_workers")
     if isinstance(workers, tuple):
         least, most = workers
@@ -69,15 +67,29 @@ def _settings_of_scaling(config: Any, what: str) -> Iterator[ImpliedSetting]:
         yield ImpliedSetting("workers", workers, f"{what}.num_workers")
     if "use_gpu" in changed:
         yield ImpliedSetting("device", "gpu" if config.use_gpu else "cpu", f"that of {what}.use_gpu")
+    if isinstance(changed.get("label_selector"), list):
+        raise _unused(what, "label_selector")
+    for field in ("accelerator_type", "label_selector"):
+        if field in changed:
+            yield ImpliedSetting(f"placement.{field}", changed[field], f"{what}.{field}")
 
 
 def _settings_of_run(config: Any, what: str) -> Iterator[ImpliedSetting]:
     """What a `RunConfig` says: name and folder, and what its `FailureConfig` and `CheckpointConfig` say."""
-    used = {"name", "storage_path", "failure_config", "checkpoint_config"}
+    used = {"name", "storage_path", "storage_filesystem", "failure_config", "checkpoint_config"}
     changed = _changed_fields(config, what, "RunConfig", used)
     if config.name is not None:
         yield ImpliedSetting("name", config.name, f"{what}.name", overridable=MADE_UP_NAME.fullmatch(config.name) is not None)
-    if config.storage_path is not None:
+    if config.storage_filesystem is not None:
+        from raypar.storage.filesystems import given_filesystem_uri
+
+        if "storage_path" not in changed:
+            raise ConfigError(
+                f"{what}.storage_filesystem is given without a path in it", cure='give storage_path="BUCKET/FOLDER" too'
+            )
+        place = given_filesystem_uri(config.storage_filesystem, config.storage_path, f"{what}.storage_filesystem")
+        yield ImpliedSetting("run_dir", str(place), f"{what}.storage_path")
+    elif config.storage_path is not None:
         yield ImpliedSetting("run_dir", config.storage_path, f"{what}.storage_path", overridable="storage_path" not in changed)
     if config.failure_config is not None:
         inner = f"{what}.failure_config"

@@ -74,8 +74,19 @@ class OutlivedError(ActiveError):
     """The driver had outlived its client and has saved and ended now; run the same command again to resume."""
 
 
+class LeaseHeldError(ActiveError):
+    """Another process holds the lease of a run on shared storage: it trains there, or has died a moment ago."""
+
+
+class LeaseLostError(ClusterError):
+    """This run's lease of its place on shared storage has ended or was taken: it may write nothing there any more."""
+
+
 class CommError(RayparError):
     """A transport operation failed."""
+
+    unreachable_ranks: tuple[int, ...] = ()
+    """Ranks that this one could not connect to, because their machine did not answer or refused."""
 
 
 class GroupAborted(CommError):

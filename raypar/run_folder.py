@@ -1,4 +1,8 @@
-"""The folder of one run, `run_dir/NAME/`: where its files lie, and how it is made, found and locked."""
+"""The folder of one run, `run_dir/NAME/`: where its files lie, and how it is made, found and locked.
+
+A run on shared storage (`run_dir: s3://...`) has a working folder on this machine while it trains. Those who read it copy its
+small files, without its checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +24,8 @@ from raypar.atomic_write import DISK_FULL_ERRNOS, explain_write_errors, regular_
 from raypar.errors import ConfigError
 from raypar.read_run_lines import FILE_BYTES, Line, merge_jsonl_lines, read_valid_lines
 from raypar.run_folder_schema import check_run_folder_json
+from raypar.storage.run_files import CHECKPOINTS, ROOM_PREFIX
+from raypar.storage.storage_uri import SCHEMES, StorageUri, local_path_of_file_uri, parse_storage_uri
 from raypar.untrusted_files import (
     JsonTooDeep,
     describe_special_file,
@@ -47,20 +55,65 @@ def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
 
     `what`: the argument or key that gave it.
     """
-    from raypar.worker.checkpoint.checkpoint_store import storage_scheme, unknown_storage_error
+    from raypar.worker.checkpoint.checkpoint_store import STORES, storage_scheme, unknown_storage_error
 
-    if storage_scheme(given):
-        raise unknown_storage_error(given, what)
+    if (local := local_path_of_file_uri(os.fspath(given), what)) is not None:
+        return local
+    if scheme := storage_scheme(given):
+        if scheme not in STORES:
+            raise unknown_storage_error(given, what)
+        raise ConfigError(
+            f"{what} is {shorten(parse_storage_uri(os.fspath(given), what))}: here only a folder of this machine will do",
+            cure="give the path of a folder",
+        )
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"{what} is {shorten(given)}: {error}", cure="give the whole path of the folder") from None
 
 
+def parse_storage_location(given: str | os.PathLike[str], what: str) -> StorageUri | None:
+    """The place on shared storage that a text names; None for the path of a folder, a `file://` URI, and a storage that can
+    only hold checkpoints.
+
+    Raises `ConfigError` for a URI of a storage that raypar does not know, and for one that holds credentials.
+    """
+    from raypar.worker.checkpoint.checkpoint_store import STORES, storage_scheme, unknown_storage_error
+
+    scheme = storage_scheme(given)
+    if not scheme or scheme.lower() == "file":
+        return None
+    if scheme not in STORES:
+        raise unknown_storage_error(given, what)
+    return parse_storage_uri(os.fspath(given), what) if scheme in SCHEMES else None
+
+
 def resume_argument(path: str | os.PathLike[str]) -> str:
-    """The argument by which `raypar resume` and `raypar export` find a run: its name if it is under runs/, else its path."""
+    """The argument by which commands find a run: its name if it is under runs/, else its path, or its URI (quoted)."""
+    if parse_storage_location(path, "the run") is not None:
+        return shlex.quote(os.fspath(path))
     found = Path(path)
     return found.name if found.parent == Path("runs") else os.fspath(path)
+
+
+def run_without_job_error(folder: RunFolder) -> ConfigError:
+    """The error for a run that no command can go on with."""
+    return ConfigError(
+        f"run {folder.place} has no job.yaml: raypar.Trainer made it, from functions without names, or it was removed",
+        cure=f"go on from Python: Trainer(..., resume_from_checkpoint={folder.place!r}).fit()",
+    )
+
+
+@dataclass(frozen=True)
+class RemotePlace:
+    """Where a run lies on shared storage, and by whose right this process writes there."""
+
+    uri: StorageUri
+    """The run's place."""
+    owner: str = ""
+    """Id of the owner of its lease; empty for one who only reads."""
+    lease_in_ray: bool = False
+    """Whether the lease is in the cluster's key-value store: the storage has no conditional writes that raypar knows."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +121,23 @@ class RunFolder:
     """One run's folder: paths of its files. Only `create` makes a folder on disk."""
 
     path: Path
-    """The folder."""
+    """The folder; of a run on shared storage its working folder, or a copy of its small files."""
+    remote: RemotePlace | None = None
+    """Where the run lies, if on shared storage."""
 
     @property
     def name(self) -> str:
         """The run's name."""
         return self.path.name
+
+    @property
+    def place(self) -> str:
+        """Where the run lies, as text for people and commands: the folder's path, or a URI."""
+        return str(self.path) if self.remote is None else str(self.remote.uri)
+
+    def place_of(self, path: Path) -> str:
+        """Where people find one of the run's files."""
+        return str(path) if self.remote is None else str(self.remote.uri.child(path.name))
 
     @property
     def job(self) -> Path:
@@ -130,6 +194,8 @@ class RunFolder:
         """The location of the run's checkpoints, for `open_checkpoint_store`; a relative path may look like a URL (`ab:/r`)."""
         from raypar.worker.checkpoint.checkpoint_store import storage_scheme
 
+        if self.remote is not None:
+            return str(self.remote.uri.child(CHECKPOINTS))
         text = str(self.checkpoints)
         return os.path.abspath(text) if storage_scheme(text) else text
 
@@ -183,10 +249,7 @@ class RunFolder:
             if is_run:
                 RunFolder(path).refuse_special_files()
                 if with_job and not has_job:
-                    raise ConfigError(
-                        f"run {path} has no job.yaml: raypar.Trainer made it, from functions without names, or it was removed",
-                        cure=f"go on from Python: Trainer(..., resume_from_checkpoint={str(path)!r}).fit()",
-                    )
+                    raise run_without_job_error(RunFolder(path))
                 return RunFolder(path)
         root = Path(run_dir)
         there = sorted({p.parent.name for mark in ("job.yaml", "checkpoints") for p in root.glob(f"*/{mark}")})
@@ -200,6 +263,41 @@ class RunFolder:
                 else f"no run lies under {root}: give the path of the run's folder, or --run-dir with the folder of your runs"
             ),
         )
+
+    @staticmethod
+    @contextlib.contextmanager
+    def opened(
+        run: str | Path | None, run_dir: str | Path = "runs/", *, with_job: bool = True, last_bytes: int | None = None
+    ) -> Iterator[RunFolder]:
+        """The folder of a run for reading, as `find` finds it (None: as `latest` does). `run` and `run_dir` may be URIs.
+
+        Of a run on shared storage it is a copy of the small files, which is removed at the end of the block. `last_bytes`: so
+        many of the last bytes of metrics and events are enough. Raises `ConfigError`.
+        """
+        uri = None if run is None else parse_storage_location(run, "the run")
+        below = parse_storage_location(run_dir, "--run-dir") if uri is None else None
+        if uri is None and below is None:
+            yield RunFolder.latest(run_dir) if run is None else RunFolder.find(run, run_dir, with_job=with_job)
+            return
+        from raypar.storage.folder_download import RUNS_CURE, download_run, is_run, runs_below
+
+        if uri is None and run is None and below is not None:
+            there = runs_below(below)
+            if not there:
+                raise ConfigError(f"no run lies under {below}", cure=RUNS_CURE)
+            uri = there[-1][0]
+        elif uri is None and below is not None:
+            uri = parse_storage_uri(str(below.child(str(run))), "the run")
+        assert uri is not None
+        if not is_run(uri):
+            raise ConfigError(f"no run lies at {uri}", cure=RUNS_CURE)
+        with tempfile.TemporaryDirectory(prefix=ROOM_PREFIX, ignore_cleanup_errors=True) as room:
+            folder = RunFolder(Path(room) / uri.name, RemotePlace(uri))
+            folder.path.mkdir()
+            download_run(uri, folder.path, last_bytes=last_bytes)
+            if with_job and not folder.job.is_file():
+                raise run_without_job_error(folder)
+            yield folder
 
     @staticmethod
     def latest(run_dir: str | Path = "runs/") -> RunFolder:

@@ -13,6 +13,7 @@ from raypar.config import (
     InitFromConfig,
     Job,
     OptimizerConfig,
+    PlacementConfig,
     PlanConfig,
     PrecisionConfig,
     TrackerConfig,
@@ -22,7 +23,7 @@ from raypar.config import (
 from raypar.launch.launch_options import EventHandler
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result, raise_run_failure
-from raypar.launch.train_job import train_job_in_new_folder
+from raypar.launch.start_new_run import train_job_in_new_folder
 from raypar.plan import ParallelPlan
 from raypar.traceback_filter import without_raypar_frames
 from raypar.trainer_arguments import (
@@ -65,7 +66,7 @@ class Trainer:
     `plan`: {"stages": pipeline parallel, "replicas": data parallel, "shards": tensor parallel (not ZeRO or FSDP)}, "auto", or a
     `ParallelPlan`, whose schedule is `schedule`. Only shards and their styles change the results. Without `plan` there is one
     worker, or with `workers` the planner's choice.
-    `elastic`: True, or a dict: workers may die, hang, join or be drained.
+    `elastic`: True, or a dict: workers may die, hang, join or be drained. `placement`: on which nodes of a cluster they may be.
 
     These arguments are no part of the job:
 
@@ -113,6 +114,7 @@ class Trainer:
         validation: FunctionArgument | SampleSource | DataSpec | None = None,
         plan: Literal["auto"] | Arguments | PlanConfig | ParallelPlan = DEFAULTS["plan"],
         elastic: bool | Arguments | ElasticConfig | None = None,
+        placement: Arguments | PlacementConfig = DEFAULTS["placement"],
         checkpoint: Arguments | CheckpointConfig = DEFAULTS["checkpoint"],
         run_dir: str | os.PathLike[str] = "runs/",
         reduction: Literal["canonical", "fast"] = "canonical",

@@ -31,7 +31,7 @@ LIBRARIES = ("torch", "ray", "numpy", "raypar")
 """Whose versions are compared, with Python's."""
 
 
-class NodeReporter:
+class NodeFactsProbe:
     """An actor on a node. Its code is sent to the node, so it imports nothing of raypar."""
 
     def clock(self) -> float:
@@ -68,10 +68,10 @@ class NodeReporter:
 
 
 def send_code_whole() -> None:
-    """Have the code of `NodeReporter` pickled, and not only its name: a node may have no raypar, or another one."""
+    """Have the code of `NodeFactsProbe` pickled, and not only its name: a node may have no raypar, or another one."""
     from ray import cloudpickle
 
-    for module in {NodeReporter.__module__, processor_model.__module__}:
+    for module in {NodeFactsProbe.__module__, processor_model.__module__}:
         cloudpickle.register_pickle_by_value(sys.modules[module])
 
 
@@ -82,7 +82,7 @@ def ask_nodes(folder: str) -> list[dict[str, Any]]:
 
     nodes = [node for node in ray.nodes() if node["Alive"]][:MOST_NODES]
     send_code_whole()
-    reporter = ray.remote(num_cpus=0)(NodeReporter)
+    reporter = ray.remote(num_cpus=0)(NodeFactsProbe)
     asked = []
     with contextlib.ExitStack() as stack:
         file = None
@@ -134,7 +134,7 @@ def main(address: str, folder: str) -> dict[str, Any]:
     except Exception as error:  # Ray raises a bare one in places
         return {"error": f"cannot join a Ray cluster at {address!r}: {error_first_line(error)}"}
     try:
-        ours = NodeReporter().describe(LIBRARIES, SETTINGS, None)
+        ours = NodeFactsProbe().describe(LIBRARIES, SETTINGS, None)
         nodes = ask_nodes(folder if Path(folder).is_dir() else os.getcwd())
         return {"nodes": nodes, **{key: ours[key] for key in ("versions", "processor", "settings")}}
     finally:

@@ -33,6 +33,7 @@ from raypar.actors.members_file import MembersFileText
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.metrics_task import MetricsTask
 from raypar.actors.plan_cache import PlanCache
+from raypar.actors.remote_run import RemoteRun
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
@@ -46,9 +47,11 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.phases import Phase
+from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError, OutOfMemory, RayparError, error_first_line
 from raypar.plan.ownership import Ownership
+from raypar.storage.filesystems import keep_pickled_filesystems
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 
 TICK_S = 0.25
@@ -122,14 +125,16 @@ class DriverActor:
         journal, feed, tasks = self.journal, self.feed, self.tasks
         machine = RunMachine(request.policy, plan=request.plan, held_pieces=lambda plan: Ownership(plan, request.outline).held)
         plans = PlanCache(request)
-        pool = WorkerPool(credential, request.gpus, request.environment)
+        keep_pickled_filesystems(request.filesystems)
+        remote = RemoteRun(request) if request.storage else None
+        pool = WorkerPool(credential, request.placement, request.environment, request.filesystems)
         publisher = MetricsPublisher(request.run, request.policy.job_steps, request.price_per_worker_hour)
-        recorder = RunRecorder(request, journal, publisher)
+        recorder = RunRecorder(request, journal, remote, publisher)
         side_effects = SideEffectThread(recorder, machine, feed, tasks)
         registry = WorkerRegistry(
             pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members
         )
-        machine.membership.nodes = registry.node_of_worker
+        machine.membership.nodes, machine.membership.zones = registry.node_of_worker, registry.zone_of_node
         self.parts = parts = DriverParts(
             request=request,
             machine=machine,
@@ -143,6 +148,7 @@ class DriverActor:
             calls=WorkerCalls(machine, pool, plans, tasks, registry.hellos),
             tasks=tasks,
             feed=feed,
+            remote=remote,
         )
         self.members_text = MembersFileText(request)
         self.startup = DriverStartup(parts)
@@ -168,6 +174,8 @@ class DriverActor:
             record = await asyncio.to_thread(self.journal.last_record)
             end = await asyncio.to_thread(self.journal.end)
             self._set_up(request, await asyncio.to_thread(self.journal.credential))
+            if self.parts.remote is not None:
+                await asyncio.to_thread(self.parts.remote.begin)
             self.has_request = True
         if end is not None:
             self.parts.machine.phase = Phase.OVER
@@ -240,8 +248,10 @@ class DriverActor:
         parts = self.parts
         self.tasks.spawn(self._tick())
         self.tasks.spawn(WaitReporter(parts).watch())
+        if parts.remote is not None:
+            self.tasks.spawn(parts.remote.watch(self._is_over, parts.side_effects.note, parts.tasks.post))
         self.tasks.spawn(MetricsTask(parts).watch())
-        self.tasks.spawn(parts.registry.watch(parts.request.silent_s, lambda: parts.machine.phase is Phase.OVER))
+        self.tasks.spawn(parts.registry.watch(parts.request.silent_s, self._is_over))
         try:
             while parts.machine.phase is not Phase.OVER:
                 event = await self.queue.get()
@@ -261,6 +271,10 @@ class DriverActor:
             self.tasks.spawn(
                 self.shutdown.end_run(do.Teardown("failed", str(error), parts.machine.progress.emitted, wrong), self.step_calls)
             )
+
+    def _is_over(self) -> bool:
+        """Whether the run is over."""
+        return self.parts.machine.phase is Phase.OVER
 
     async def _tick(self) -> None:
         """Post a `Tick` four times a second; stop the run after its maximal time, or when no client polls any more."""
@@ -344,8 +358,10 @@ class DriverActor:
         """Begin what the machine has decided about workers, the next generation, and the end of the run."""
         parts = self.parts
         match decision.action:
-            case do.StartWorker(worker):
-                self.tasks.spawn(self._start_worker(worker))
+            case do.StartWorkers(workers, on_demand):
+                self.tasks.spawn(self._start_workers(workers, on_demand))
+            case do.ReleaseWorkers(workers):
+                self._release_workers(workers, decision.reason)
             case do.ReportFirstStepAfterRecovery():
                 self.generations.report_first_step(decision.action)
             case do.ClaimGeneration(number):
@@ -378,16 +394,22 @@ class DriverActor:
 
     # -- workers that come and go --------------------------------------------------------------------------------------------
 
-    async def _start_worker(self, number: int) -> None:
-        """Start one more worker under `number`, which no other worker ever gets."""
+    async def _start_workers(self, numbers: tuple[int, ...], on_demand: bool) -> None:
+        """Start further workers under `numbers`, which no other workers ever get."""
         parts = self.parts
-        request = parts.request
-        await asyncio.to_thread(self.journal.store_worker_number, number)
-        text = f"a worker is wanted: worker {number} starts as soon as there is room"
-        parts.side_effects.note("hiring", text=text, worker=number)
-        await parts.registry.start_worker(
-            number, request.spec, request.listen_host, request.orphan_timeout_s, request.start_deadline_s
-        )
+        await asyncio.to_thread(parts.journal.store_worker_number, numbers[-1])
+        starts = verb_form(numbers, "a worker is wanted: worker %s starts", "a replica is wanted: workers %s start")
+        text = f"{starts % ', '.join(map(str, numbers))} as soon as there is room"
+        parts.side_effects.note("hiring", text=text, worker=numbers[0], workers=list(numbers))
+        await parts.registry.start_workers(numbers, parts.request, on_demand=on_demand)
+
+    def _release_workers(self, numbers: tuple[int, ...], reason: str) -> None:
+        """Withdraw the demand for workers, and end those that run."""
+        parts = self.parts
+        text = f"{format_worker_numbers(numbers)} {verb_form(numbers, 'is', 'are')} given back: {reason}"
+        parts.side_effects.note("released", text=text, workers=list(numbers))
+        for number in numbers:
+            parts.registry.dismiss(number)
 
     def _report_lost_worker(self, number: int, why: str, with_node: bool = False) -> None:
         """Report a lost worker, and its node if the node is lost too; remove what is left of the worker. Idempotent."""

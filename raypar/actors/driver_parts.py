@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.plan_cache import PlanCache
+from raypar.actors.remote_run import RemoteRun
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
@@ -46,3 +47,5 @@ class DriverParts:
     """Work beside the event loop."""
     feed: EventFeed
     """What the client is told."""
+    remote: RemoteRun | None
+    """Lease and upload of a run on shared storage; None for one in a folder."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 from raypar.actors import membership_event_text
+from raypar.actors.autoscaler_state import NodeFacts, list_node_facts, memory_per_worker
 from raypar.actors.driver_parts import DriverParts
+from raypar.actors.first_placement import FirstPlacement, make_groups
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.run_state_in_ray_kv import MembershipRecord
 from raypar.actors.worker_pool import remove_leftover_placement_groups
@@ -18,10 +22,14 @@ from raypar.elastic import events as on
 from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.digest_check import InitialDigestCheck
 from raypar.elastic.plural_wording import count_of, format_worker_numbers
-from raypar.elastic.seating import spread_replicas_over_nodes
+from raypar.elastic.seating import WorkerPlaces, spread_replicas_over_nodes
+from raypar.elastic.start_size import StartLimits, least_workers_at_start
+from raypar.elastic.worker_placement import match_labels
 from raypar.errors import ClusterError
+from raypar.plan import ParallelPlan
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.ownership import same_state_keys
+from raypar.schedule.program_assignment import ProgramAssignment
 
 
 @dataclass
@@ -40,21 +48,18 @@ class DriverStartup:
         None if a worker was lost meanwhile: the machine has been told, and an elastic run continues with the others.
         """
         parts = self.parts
-        request, plan, recorder = parts.request, parts.request.plan, parts.recorder
+        request, recorder = parts.request, parts.recorder
         swept = await asyncio.to_thread(remove_leftover_placement_groups, request.run)
         if swept:
             parts.feed.tell("warning", text=f"removed {swept} placement groups that an earlier driver of this run had left")
-        await parts.pool.reserve(plan, request.wait_for_workers_s, lambda text: parts.feed.tell("waiting", text=text))
-        await asyncio.to_thread(parts.journal.store_worker_number, plan.world - 1)
-        for number in range(plan.world):
+        plan, members = await self._place_workers()
+        for number in members:
             parts.pool.start_worker(number, request.spec, request.listen_host, request.orphan_timeout_s)
-        hellos: dict[int, WorkerHello] = await self._everybody(lambda number, w: w.hello.remote(), "start")
+        hellos: dict[int, WorkerHello] = await self._everybody(members, lambda number, w: w.hello.remote(), "start")
         for number, hello in hellos.items():
             parts.registry.add_started_worker(number, hello)
             await asyncio.to_thread(parts.journal.store_hello, number, hello)
         nodes = parts.registry.nodes_of_workers(hellos)
-        members = spread_replicas_over_nodes(plan, nodes) if len(hellos) == plan.world else tuple(range(plan.world))
-        parts.machine.membership.members = members
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
         text = f"{count_of(len(hellos), 'worker')} on {count_of(len(set(nodes.values())), 'node')}: pids {pids}"
         precision = request.contract.get("precision")
@@ -66,19 +71,23 @@ class DriverStartup:
         for line in recorder.compare_fingerprints(list(hellos.values())):
             parts.side_effects.note("warning", text=line)
         await parts.side_effects.awaited(recorder.start_callbacks)
-        await asyncio.to_thread(parts.journal.record, MembershipRecord(1, plan, members, request.schedule_name))
+        schedule = request.schedule_name if plan == request.plan else parts.plans.schedule(plan)
+        await asyncio.to_thread(parts.journal.record, MembershipRecord(1, plan, members, schedule))
         if len(hellos) < plan.world:
             return None
         addresses = [hellos[number].address for number in members]
         deadline_s, done = request.start_deadline_s, request.policy.steps_before_run
         ranks = {number: rank for rank, number in enumerate(members)}
         keepers = assign_buddies([nodes[number] for number in members], same_state_keys(parts.machine.held_pieces(plan)))
+        assignments = await asyncio.to_thread(self._assignments, plan)
 
         def part(rank: int) -> bytes:
-            assignment, begins = pickle.loads(request.assignments[rank]), request.resume is None
-            return pickle.dumps(AdoptPlanCommand(assignment, ranks, done, (), request.resume, begins, mirror_keepers=keepers))
+            begins = request.resume is None
+            command = AdoptPlanCommand(assignments[rank], ranks, done, (), request.resume, begins, mirror_keepers=keepers)
+            return pickle.dumps(command)
 
         described = await self._everybody(
+            members,
             lambda number, w: w.adopt.remote(1, part(ranks[number]), plan.coordinate(ranks[number]), addresses, deadline_s),
             "build its stages",
         )
@@ -94,14 +103,76 @@ class DriverStartup:
         await parts.side_effects.awaited(recorder.restart_step_timer)
         return on.WorkersReady()
 
-    async def _everybody(self, call: Callable[[int, Any], Any], what: str) -> dict[int, Any]:
-        """Call every worker; worker number -> answer. `what`: what the workers are asked to do, for messages.
+    def _assignments(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
+        """By rank: the worker's assignment under the first plan."""
+        request = self.parts.request
+        return tuple(map(pickle.loads, request.assignments)) if plan == request.plan else self.parts.plans.assignments(plan)
+
+    async def _place_workers(self) -> tuple[ParallelPlan, tuple[int, ...]]:
+        """Ask for all workers of the job's plan, and wait until the run can begin: (its first plan, worker by rank).
+
+        The machine is told. Further workers start in the background, now or when the cluster finds a place for them.
+        """
+        parts = self.parts
+        request, policy, pool = parts.request, parts.request.policy, parts.pool
+        wanted = request.plan.world
+        least = least_workers_at_start(request.plan, policy.min_workers) if policy.elastic else wanted
+        limits = StartLimits(wanted, least, policy.grow_after_s, request.wait_for_workers_s)
+        groups = make_groups(request.plan, request.placement.on_demand)
+        chosen = [request.plan]
+
+        def fits(placed: Mapping[int, str], facts: Mapping[str, NodeFacts]) -> bool:
+            found = parts.plans.first(len(placed), memory_per_worker(placed, facts))
+            chosen[0] = found or request.plan
+            return found is not None
+
+        await asyncio.to_thread(parts.journal.store_worker_number, wanted - 1)
+        first = FirstPlacement(pool, groups, limits, lambda text: parts.feed.tell("waiting", text=text), fits)
+        nodes = await first.wait()
+        plan = request.plan if len(nodes) == wanted else chosen[0]
+        placed = [group for group in groups if group.numbers[0] in nodes]
+        on_demand = tuple(n for group in groups if group.on_demand for n in group.numbers)
+        await asyncio.to_thread(self._warn_of_spot_node)
+        await parts.registry.look_at_zones()
+        places = WorkerPlaces(nodes, parts.registry.zone_of_node, on_demand)
+        members = spread_replicas_over_nodes(plan, places, [group.numbers for group in placed])
+        spare = [group for group in placed if group.numbers[0] not in members]
+        pending = [group for group in groups if group not in placed]
+        told = on.FirstWorkersPlaced(
+            plan,
+            members,
+            tuple(n for group in spare for n in group.numbers),
+            tuple(n for group in pending for n in group.numbers),
+            tuple(group.numbers for group in groups),
+            on_demand,
+        )
+        parts.tasks.post(told)
+        if pending or spare:
+            text = f"the run begins with {count_of(plan.world, 'worker')} of {wanted} ({plan.describe()})"
+            parts.side_effects.note("note", text=f"{text}; the others join when they are there")
+            parts.side_effects.aside(parts.recorder.write_plan_file, plan, parts.plans.schedule(plan))
+        for group in (*spare, *pending):
+            parts.tasks.spawn(parts.registry.start_workers(group.numbers, request, requested=True))
+        return plan, members
+
+    def _warn_of_spot_node(self) -> None:
+        """Warn if some workers are to be safe on on-demand nodes and this driver itself is on another node."""
+        placement, home = self.parts.request.placement, ray.get_runtime_context().get_node_id()
+        labels = list_node_facts().get(home, NodeFacts()).labels
+        wanted = {key: value for key, value in placement.on_demand_label_selector.items() if key in labels}
+        if placement.on_demand and not match_labels(labels, wanted):
+            has = ", ".join(f"{key}={labels[key]}" for key in wanted)
+            text = f"the driver is on node {home[:8]} ({has}), which may be taken away: start raypar on an on-demand node"
+            self.parts.side_effects.note("warning", text=text)
+
+    async def _everybody(self, members: Sequence[int], call: Callable[[int, Any], Any], what: str) -> dict[int, Any]:
+        """Call every worker of `members`; worker number -> answer. `what`: what they are asked to do, for messages.
 
         If several calls fail, a failure of user code is raised first, then one of raypar, then a loss. An elastic run reports
         lost workers to the machine instead, and leaves them out of the answers.
         """
         parts = self.parts
-        numbers = list(parts.pool.workers)
+        numbers = [number for number in members if number in parts.pool.workers]
         asking = [asyncio.ensure_future(parts.calls.ask(n, call(n, parts.pool.workers[n]))) for n in numbers]
         waiting, start_s = set(asking), time.monotonic()
         elastic = parts.request.policy.elastic
@@ -138,21 +209,25 @@ class DriverStartup:
         """Find the workers of the former driver, and how much of the run the user has seen; the event for the run machine."""
         parts = self.parts
         request, recorder = parts.request, parts.recorder
-        await asyncio.to_thread(parts.pool.find)
+        hellos = await asyncio.to_thread(parts.journal.hellos)
+        found_groups = await asyncio.to_thread(parts.pool.find, {*hellos, *record.members})
         workers = dict(parts.pool.workers)
-        for number, hello in (await asyncio.to_thread(parts.journal.hellos)).items():
+        for number, hello in hellos.items():
             if number in workers or number in record.members:
                 parts.registry.add_started_worker(number, hello)
         starting = tuple(n for n in workers if n not in parts.registry.hellos)
         for number in starting:
             parts.tasks.spawn(parts.registry.await_hello(number, workers[number], request.start_deadline_s))
+        for group in found_groups.pending:
+            parts.tasks.spawn(parts.registry.start_workers(group, request, requested=True))
+        pending = tuple(number for group in found_groups.pending for number in group)
         parts.plans.schedules[record.plan] = record.schedule
         seen = await parts.side_effects.awaited(recorder.take_over)  # in its thread, which alone writes these files
         parts.reports.outcomes, parts.reports.in_journal = dict(seen.outcomes), dict(seen.unseen)
         parts.feed.pass_on(recorder.new_events())
         generation = await asyncio.to_thread(parts.journal.newest_claimed_generation)
         numbers_given = max(
-            await asyncio.to_thread(parts.journal.count_worker_numbers), *(n + 1 for n in (*workers, *record.members))
+            await asyncio.to_thread(parts.journal.count_worker_numbers), *(n + 1 for n in (*workers, *pending, *record.members))
         )
         found = len(workers) - len(starting)
         text = f"the driver was lost; a new one has found {found} workers and goes on after step {seen.steps}"
@@ -175,6 +250,18 @@ class DriverStartup:
             seen.validated,
             seen.saved,
             starting,
+            pending,
+            (*found_groups.pending, *found_groups.started),
+            await asyncio.to_thread(self._on_demand_workers),
             numbers_given,
             None if seen.last_s is None else max(0.0, time.time() - seen.last_s),
         )
+
+    def _on_demand_workers(self) -> tuple[int, ...]:
+        """Workers on nodes that the cloud does not take back."""
+        parts = self.parts
+        placement, facts = parts.request.placement, list_node_facts()
+        if not placement.on_demand:
+            return ()
+        safe = {node for node, known in facts.items() if match_labels(known.labels, placement.on_demand_label_selector)}
+        return tuple(number for number, node in parts.pool.placed_workers().items() if node in safe)

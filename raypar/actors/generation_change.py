@@ -49,11 +49,13 @@ class GenerationChange:
         """Announce a new generation to a worker, which stops its step; ask for its status. Posts `WorkerStatusReported`."""
         parts = self.parts
         worker, keep_reports = parts.pool.workers[number], parts.reports.keep_reports_from_status
-        parts.calls.call(number, generation, worker.announce_generation.remote(generation, reason), lambda number, _: on.Tick())
-        parts.calls.call(
+        parts.calls.call_until_answered(
+            number, generation, lambda: worker.announce_generation.remote(generation, reason), lambda number, _: on.Tick()
+        )
+        parts.calls.call_until_answered(
             number,
             generation,
-            worker.report_status.remote(generation),
+            lambda: worker.report_status.remote(generation),
             lambda _, status: on.WorkerStatusReported(generation, keep_reports(status)),
         )
 
@@ -68,10 +70,16 @@ class GenerationChange:
             )
 
     async def choose_plan(self, generation: int, workers: int) -> None:
-        """Choose the plan for `workers` workers. Posts `PlanChosen`."""
+        """Choose the plan for `workers` workers. Posts `PlanChosen`.
+
+        A larger plan is lowered before, while training continues, so that the move to it takes less time.
+        """
         parts = self.parts
         now = parts.machine.membership.plan
-        parts.tasks.post(await asyncio.to_thread(parts.plans.choose, generation, workers, now))
+        chosen = await asyncio.to_thread(parts.plans.choose, generation, workers, now)
+        if chosen.plan is not None and now is not None and chosen.plan.world > now.world:
+            await asyncio.to_thread(parts.plans.assignments, chosen.plan)
+        parts.tasks.post(chosen)
 
     async def adopt_plan(self, order: do.AdoptPlan, reason: str) -> None:
         """Lower the plan; have every worker connect, exchange state and build its stages. Each posts `PlanAdopted`."""

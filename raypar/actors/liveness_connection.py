@@ -1,8 +1,12 @@
 """Tells whether a silent process still exists, by a connection that its kernel keeps open until the process ends.
 
 A process that is stopped, or busy in C code, answers no pings, but its connections stay open. The driver holds one to every
-worker, and nothing is ever sent on it. If it closes, the process has ended; if keepalive probes are not acknowledged, the
-machine is gone. Ray reports both too, but takes 14 s or more if the raylet died with the worker.
+worker, and nothing is ever sent on it. If it closes, the process has ended. Ray reports that too, but takes 14 s or more if the
+raylet died with the worker.
+
+If keepalive probes are not acknowledged, the machine cannot be reached: it has lost its power, or the network between is broken
+and the worker lives. Nobody can tell these apart from here, so that proves nothing: the driver connects again and again, and
+Ray's own judgement ends the worker of a machine that is gone.
 """
 
 from __future__ import annotations
@@ -15,9 +19,9 @@ DIAL_S = 5.0
 BACKLOG = 64
 """Listen backlog. Connections are never accepted; each driver that the run has had leaves one here."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 2, 2, 5
-"""TCP keepalive: the first probe after 2 s, then one every 2 s; the connection is given up after 12 s.
-
-A shorter interruption of the network does not count as the end of a process."""
+"""TCP keepalive: the first probe after 2 s, then one every 2 s; the connection is given up after 12 s, and made anew."""
+REDIAL_S = 1.0
+"""Time between two attempts to connect to a worker that cannot be reached any more."""
 
 
 class LivenessListener:
@@ -41,7 +45,7 @@ class LivenessConnections:
 
     def __init__(self) -> None:
         self.ended: set[int] = set()
-        """Workers whose process or machine is gone. A worker that could never be reached is not among them."""
+        """Workers whose process has ended, as its machine says. A worker that cannot be reached is not among them."""
         self._held: dict[int, asyncio.Task[None]] = {}
         """Worker -> the task that watches its connection."""
 
@@ -57,19 +61,40 @@ class LivenessConnections:
             task.cancel()
 
     async def _hold(self, number: int, address: str) -> None:
+        """Hold a connection until the process at its other end has ended; give up if there never was one."""
         host, _, port = address.rpartition(":")
-        try:
-            reader, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), DIAL_S)
-        except (OSError, ValueError, asyncio.TimeoutError):
-            return
-        try:
-            with contextlib.suppress(OSError):
-                enable_tcp_keepalive(writer.get_extra_info("socket"))
-            with contextlib.suppress(OSError):
-                await reader.read()
-            self.ended.add(number)
-        finally:
-            writer.close()
+        reached = False
+        while True:
+            try:
+                reader, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), DIAL_S)
+            except ConnectionRefusedError:
+                if reached:  # its machine answers again, and nothing listens there any more
+                    self.ended.add(number)
+                return
+            except (OSError, ValueError, asyncio.TimeoutError):
+                if not reached:
+                    return
+                await asyncio.sleep(REDIAL_S)
+                continue
+            reached = True
+            if await wait_for_end_of_process(reader, writer):
+                self.ended.add(number)
+                return
+
+
+async def wait_for_end_of_process(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    """Wait until a connection ends. True if the other machine has closed it; False if that cannot be reached any more."""
+    try:
+        with contextlib.suppress(OSError):
+            enable_tcp_keepalive(writer.get_extra_info("socket"))
+        await reader.read()
+        return True
+    except ConnectionError:  # reset by the other machine
+        return True
+    except OSError:  # no keepalive probe was acknowledged, or there is no route
+        return False
+    finally:
+        writer.close()
 
 
 def enable_tcp_keepalive(sock: socket.socket) -> None:

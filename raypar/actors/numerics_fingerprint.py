@@ -35,6 +35,7 @@ def fingerprint_worker_numerics(threads: int, device: torch.device, precision: P
     import numpy
     import torch
 
+    autocast = precision.autocast if precision is not None else None
     on_gpu: dict[str, str] = {}
     if device.type == "cuda":
         on_gpu = {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
@@ -50,7 +51,7 @@ def fingerprint_worker_numerics(threads: int, device: torch.device, precision: P
         "threads": str(threads),
         "settings": " ".join(f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ) or "none",
         "kernels": digest_kernel_results(device),
-        **({"bfloat16_kernels": digest_bfloat16_results(device)} if precision is not None and precision.compute else {}),
+        **({f"{autocast.dtype_name}_kernels": digest_autocast_kernel_results(device, autocast.dtype)} if autocast else {}),
         **on_gpu,
     }
 
@@ -94,13 +95,13 @@ def digest_kernel_results(device: torch.device) -> str:
     return _digest(results)
 
 
-def digest_bfloat16_results(device: torch.device) -> str:
-    """As `digest_kernel_results`, in bfloat16: processors have other kernels for it (AVX-512 BF16, AMX, none)."""
+def digest_autocast_kernel_results(device: torch.device, dtype: torch.dtype) -> str:
+    """As `digest_kernel_results`, in `dtype`: processors have other kernels for bfloat16 (AVX-512 BF16, AMX, none)."""
     import torch
     from torch.nn import functional
 
     generator = torch.Generator().manual_seed(0)
-    a, b, bias = (torch.randn(shape, generator=generator).to(device).bfloat16() for shape in ((33, 65), (47, 65), (47,)))
+    a, b, bias = (torch.randn(shape, generator=generator).to(device).to(dtype) for shape in ((33, 65), (47, 65), (47,)))
     x = functional.linear(a, b, bias)
     heads = x.view(1, 3, 11, 47)
     results = [

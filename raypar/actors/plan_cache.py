@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from raypar.actors.run_request import RunRequest
 from raypar.elastic import events as on
@@ -24,6 +25,8 @@ class PlanCache:
         """Plan -> name of the schedule it was chosen with."""
         self._found: dict[int, ParallelPlan | PlanError] = {request.plan.world: request.plan}
         """Number of workers -> plan, or why there is none; the job's own number has the job's own plan."""
+        self._assignments: dict[ParallelPlan, tuple[ProgramAssignment, ...]] = {}
+        """The plan that was prepared last -> its assignments."""
         self._passes: dict[ParallelPlan, tuple[int, ...]] = {}
         """Plan -> `passes`."""
         self._lock = threading.Lock()
@@ -35,6 +38,19 @@ class PlanCache:
         if isinstance(found, PlanError):
             return on.PlanChosen(generation, None, found.what)
         return on.PlanChosen(generation, found, "", self._step_s(found), self._step_s(now) if now is not None else 0.0)
+
+    def first(self, workers: int, memory_bytes: int | None) -> ParallelPlan | None:
+        """The plan with which a run begins on `workers` workers that have so much memory each; None if there is none.
+
+        It has the job's number of shards, on which results depend; fewer workers than `workers` may suffice for it.
+        """
+        request = self.request
+        if workers >= request.plan.world:
+            return request.plan
+        found = self._searched(workers, memory_bytes)
+        if isinstance(found, PlanError) or found.shards_by_layer != request.plan.shards_by_layer:
+            return None
+        return found
 
     def prepare(self, workers: int) -> None:
         """Search the plan for `workers` workers before it is needed."""
@@ -48,12 +64,17 @@ class PlanCache:
                 self._found[workers] = found
             return found
 
-    def _searched(self, workers: int) -> ParallelPlan | PlanError:
-        """The best plan with the job's number of shards, if there are workers for them: that number changes results."""
+    def _searched(self, workers: int, memory_bytes: int | None = None) -> ParallelPlan | PlanError:
+        """The best plan with the job's number of shards, if there are workers for them: that number changes results.
+
+        `memory_bytes`: of each worker, where it is known.
+        """
+        known = [limit for limit in (self.request.profile.memory_bytes, memory_bytes) if limit is not None]
+        profile = replace(self.request.profile, memory_bytes=min(known, default=None))
         most = max(stage.shards for stage in self.request.plan.stages)
         shards = next(n for n in possible_shard_counts(self.request.plan) if most % n == 0 and n <= max(1, workers))
         try:
-            choice = search_plans(self.request.profile, workers, self.request.batching, shards, self.request.plan.recompute)
+            choice = search_plans(profile, workers, self.request.batching, shards, self.request.plan.recompute)
         except PlanError as error:
             return error
         self.schedules.setdefault(choice.plan, choice.schedule)
@@ -76,7 +97,13 @@ class PlanCache:
         return "the job's own does not fit this plan"
 
     def assignments(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
-        """Every worker's assignment under the plan, by rank."""
+        """Every worker's assignment under the plan, by rank; kept for the plan that was asked for last."""
+        found = self._assignments.get(plan)
+        if found is None:
+            self._assignments = {plan: (found := self._lowered(plan))}
+        return found
+
+    def _lowered(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
         request = self.request
         made = registry.build_schedule(self.schedule(plan), MicrobatchRouting(plan, request.batching))
         outline = request.outline

@@ -123,7 +123,7 @@ def connect_ray(
             wait_until_working_dir_unpacked()
             yield RayConnection("found", f"using the Ray this process has joined, {there}", there)
         elif address:
-            with without_ray_death_notices(), join_cluster(address, working_dir) as connection:
+            with without_autoscaler_lines(), without_ray_death_notices(), join_cluster(address, working_dir) as connection:
                 yield connection
         else:
             if gpus:
@@ -442,6 +442,26 @@ def is_head_on_this_machine(address: str) -> bool:
         ours = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
         return socket.gethostbyname(host) in ours
     return False
+
+
+@contextlib.contextmanager
+def without_autoscaler_lines() -> Iterator[None]:
+    """Keep Ray from printing what its autoscaler does, unless the user has set `RAY_SCHEDULER_EVENTS`.
+
+    It repeats every few seconds that a placement group has no place, for as long as a run waits to grow. The patched name is
+    private to Ray; without it the lines are there.
+    """
+    from ray._private import ray_constants
+
+    before = getattr(ray_constants, "AUTOSCALER_EVENTS", None)
+    if before is None or "RAY_SCHEDULER_EVENTS" in os.environ:
+        yield
+        return
+    ray_constants.AUTOSCALER_EVENTS = 0
+    try:
+        yield
+    finally:
+        ray_constants.AUTOSCALER_EVENTS = before
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from raypar.actors.hello_and_failure_messages import WorkerHello
 from raypar.actors.jsonl_file import JsonlFile
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.numerics_fingerprint import describe_fingerprint_differences
+from raypar.actors.remote_run import RemoteRun
 from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.step_reports import merge_reports
@@ -83,7 +84,13 @@ class RunRecorder:
     Call its methods from one thread at a time.
     """
 
-    def __init__(self, request: RunRequest, journal: Journal | None = None, publisher: MetricsPublisher | None = None) -> None:
+    def __init__(
+        self,
+        request: RunRequest,
+        journal: Journal | None = None,
+        remote: RemoteRun | None = None,
+        publisher: MetricsPublisher | None = None,
+    ) -> None:
         self.request = request
         """The run's request."""
         self.journal = journal
@@ -92,7 +99,10 @@ class RunRecorder:
         """Publishes the run's metrics; None: they are not published."""
         self.folder = Path(request.folder)
         """The run folder."""
-        run = RunFolder(self.folder)
+        self.remote = remote
+        """The run's place on shared storage; None for a run in a folder."""
+        self.run_folder = run = RunFolder(self.folder, remote.place if remote is not None else None)
+        """The same, with the places of its files."""
         self._new_events: list[dict[str, Any]] = []
         """Events for the client since the last `new_events`."""
         self.metrics = JsonlFile(run.metrics, self._say, journal)
@@ -259,7 +269,7 @@ class RunRecorder:
 
     def _lines_of_metrics(self) -> list[Line]:
         """The lines of metrics.jsonl; none if it cannot be read."""
-        run = RunFolder(self.folder)
+        run = self.run_folder
         with contextlib.suppress(RayparError):
             return list(run.read_lines(run.metrics))
         return []
@@ -370,22 +380,20 @@ class RunRecorder:
         self._totals_saved_s = now_s
         totals = self.telemetry.totals
         totals.time = time.time()
-        self._replace(RunFolder(self.folder).totals, json.dumps(totals.as_document()) + "\n")
+        self._replace(self.run_folder.totals, json.dumps(totals.as_document()) + "\n")
 
     def _former_totals(self) -> dict[str, Any] | None:
         """The content of totals.json; None if there is none that can be used."""
-        run = RunFolder(self.folder)
         with contextlib.suppress(RayparError):
-            return run.read_document(run.totals, damaged=True)
+            return self.run_folder.read_document(self.run_folder.totals, damaged=True)
         return None
 
     def write_members_file(self, text: str) -> None:
         """Replace members.json."""
-        self._replace(RunFolder(self.folder).members, text)
+        self._replace(self.run_folder.members, text)
 
     def write_plan_file(self, plan: ParallelPlan, schedule: str) -> None:
         """Replace plan.json: a generation with another plan has begun."""
-        run = RunFolder(self.folder)
         facts = {
             "schedule": schedule,
             "stages": [asdict(stage) for stage in plan.stages],
@@ -394,7 +402,7 @@ class RunRecorder:
             **({"recompute": list(plan.recompute)} if plan.recompute else {}),
             **self._predictions(plan, schedule),
         }
-        self._replace(run.plan, json.dumps(facts, indent=1) + "\n")
+        self._replace(self.run_folder.plan, json.dumps(facts, indent=1) + "\n")
 
     def _predictions(self, plan: ParallelPlan, schedule: str) -> dict[str, Any]:
         """What is predicted of a plan, for plan.json: the memory of workers; of the job's own plan the step too."""
@@ -465,7 +473,13 @@ class RunRecorder:
 
     def checkpoint_begin(self, done: int) -> CheckpointRef:
         """Begin a checkpoint, into which workers write. Raises `CheckpointError`."""
+        self._check_lease()
         return checkpoint_files.create_checkpoint(self._checkpoint_store, done)
+
+    def _check_lease(self) -> None:
+        """Raise `ClusterError` if checkpoints may not be written now: another process may have the run."""
+        if self.remote is not None:
+            self.remote.check()
 
     def checkpoint_drop(self, begun: CheckpointRef) -> None:
         """Remove a checkpoint that could not be finished."""
@@ -481,6 +495,7 @@ class RunRecorder:
                         f"{begun.file_location(record.file)}, written by a worker, cannot be seen by the driver",
                         cure="set run_dir to storage that all nodes share",
                     )
+            self._check_lease()
             self.last_checkpoint = checkpoint_files.commit_checkpoint(
                 begun, written, steps_done=done, contract=self.request.contract, metrics=self._last_loss_and_norm
             )
@@ -525,7 +540,7 @@ class RunRecorder:
                 write_step_timeline_files(
                     self.request, self.traced_step["step"], self.traced_step["spans"], self.traced_step["nodes"]
                 )
-                self._new_events.append({"kind": "picture", "path": str(self.folder / "swimlane.svg")})
+                self._new_events.append({"kind": "picture", "path": self.run_folder.place_of(self.run_folder.swimlane)})
             except OSError as error:
                 text = f"the picture could not be written ({error})\n  cure: free disk space; the run itself is not touched"
                 self._say("warning", text)

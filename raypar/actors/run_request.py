@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.worker_placement import WorkerPlacement
 from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StageConnections
 from raypar.planner.model_profile import ModelProfile
 from raypar.schedule.step_timeline import Timeline
@@ -19,7 +20,7 @@ class RunRequest:
     run: str
     """The run's name."""
     folder: str
-    """Absolute path of the run folder."""
+    """Absolute path of the run folder; of a run on shared storage its working folder."""
     policy: RunPolicy
     """Limits and settings for the run machine's decisions."""
     plan: ParallelPlan
@@ -66,7 +67,15 @@ class RunRequest:
     """What one worker costs an hour, for the metrics; None: nobody has said."""
     silent_s: float = 10.0
     """Time without an answer after which a worker is silent."""
-    gpus: int = 0
-    """GPUs of each worker."""
+    placement: WorkerPlacement = field(default_factory=WorkerPlacement)
+    """What the nodes of workers must have."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of worker processes; the job's own runtime environment overrides them."""
+    storage: str = ""
+    """URI of the run's place on shared storage; empty: its folder is all there is."""
+    filesystems: Mapping[str, bytes] = field(default_factory=dict)
+    """Id -> pickle of each file system that was given as an object, on which the run or the checkpoint to load lies."""
+    lease_owner: str = ""
+    """Id of the owner of the run's lease there."""
+    lease_in_ray: bool = False
+    """Whether the lease is in Ray's key-value store."""

@@ -69,8 +69,15 @@ class WaitReporter:
         for number, worker in workers.items():
             if number not in pending:
                 pending[number] = asyncio.ensure_future(asyncio.wrap_future(worker.activity.remote().future()))
+                pending[number].add_done_callback(mark_failure_as_seen)
         await asyncio.wait([pending[number] for number in workers], timeout=ANSWER_TIMEOUT_S)
         ended = {number: asked for number, asked in pending.items() if asked.done()}
         self.pending = {number: asked for number, asked in pending.items() if not asked.done()}
         answered = {number: asked.result() for number, asked in ended.items() if asked.exception() is None}
         return {number: doing for number, doing in answered.items() if number in workers}
+
+
+def mark_failure_as_seen(asked: asyncio.Future[str]) -> None:
+    """Keep asyncio from printing the failure of a call whose answer nobody needs any more: the worker has been given up."""
+    if not asked.cancelled():
+        asked.exception()

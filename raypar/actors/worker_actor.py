@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
+from raypar.storage.filesystems import keep_pickled_filesystems
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.process.thread_activity import describe_thread_activity
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
@@ -53,13 +54,23 @@ class WorkerActor:
     No other worker of the run ever has its `number`.
     """
 
-    def __init__(self, credential: RunCredential, number: int, spec: bytes, host: str | None, orphan_timeout_s: float) -> None:
+    def __init__(
+        self,
+        credential: RunCredential,
+        number: int,
+        spec: bytes,
+        host: str | None,
+        orphan_timeout_s: float,
+        filesystems: Mapping[str, bytes] | None = None,
+    ) -> None:
         self.credential = credential
         """The run's name and secret, for connections to other workers."""
         self.number = number
         """The worker's number."""
         self.pickled_spec = spec
         """The `JobSpec`, pickled; opened by `hello`."""
+        self.filesystems = filesystems or {}
+        """Id -> pickle of file systems that were given as objects, on which checkpoints lie."""
         self.coordinate = f"worker {number}"
         """The worker's seat in words, for messages."""
         self.working_dir = WorkingDirGuard()
@@ -125,6 +136,7 @@ class WorkerActor:
         from raypar.worker.worker_core import WorkerCore
 
         keep_freed_memory()
+        keep_pickled_filesystems(self.filesystems)
         self.torch_guard = guard = TorchStateGuard(threads=1)
         with guard.watching("a module that the job names"):
             self.spec = pickle.loads(self.pickled_spec)
@@ -332,7 +344,9 @@ class WorkerActor:
         if isinstance(error, StaleGeneration):
             return CallFailure("aborted", error)
         if isinstance(error, CommError):
-            return CallFailure("aborted", type(error)(f"{self.coordinate}, {doing}: {error.what}", error.cure))
+            named = type(error)(f"{self.coordinate}, {doing}: {error.what}", error.cure)
+            named.unreachable_ranks = error.unreachable_ranks
+            return CallFailure("aborted", named)
         if is_out_of_memory(error):
             text = "".join(traceback.format_exception(error)).rstrip()
             first = str(error.what if isinstance(error, UserCodeError) else error).partition("\n")[0]

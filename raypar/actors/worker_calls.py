@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Coroutine
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
@@ -16,9 +16,16 @@ from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import gather_answers_within, killed_for_memory_error
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
-from raypar.errors import ClusterError, OutOfMemory, WorkerLost, error_first_line
+from raypar.errors import ClusterError, CommError, OutOfMemory, WorkerLost, error_first_line
 
 STACKS_S = 5.0
+ASK_AGAIN_S = 0.5
+"""Pause before a call is repeated whose connection broke before its answer came."""
+
+
+class AnswerLost(CommError):
+    """The connection to a worker broke before its answer came: nobody knows whether the call was executed, and the worker may
+    be well. Ray says so after a network break of some seconds, and only of an actor that it does not know to be dead."""
 
 
 class WorkerCalls:
@@ -50,12 +57,32 @@ class WorkerCalls:
 
     def call(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.RunEvent]) -> None:
         """Post `event(number, answer)` when the call is answered, or `CallFailed` of that generation when it fails."""
-        task = self.tasks.spawn(self._answer(number, generation, ref, event))
+        self._await_in_background(self._answer(number, generation, lambda: ref, event, repeats=False))
+
+    def call_until_answered(
+        self, number: int, generation: int, ask: Callable[[], Any], event: Callable[[int, Any], on.RunEvent]
+    ) -> None:
+        """Like `call`, for a call that may be executed twice: it is repeated while its answer is lost in a broken network."""
+        self._await_in_background(self._answer(number, generation, ask, event, repeats=True))
+
+    def _await_in_background(self, answering: Coroutine[Any, Any, None]) -> None:
+        task = self.tasks.spawn(answering)
         self._answered.add(task)
         task.add_done_callback(self._answered.discard)
 
-    async def _answer(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.RunEvent]) -> None:
-        answer = await self.ask(number, ref)
+    async def _answer(
+        self, number: int, generation: int, ask: Callable[[], Any], event: Callable[[int, Any], on.RunEvent], repeats: bool
+    ) -> None:
+        answer = await self.ask(number, ask())
+        while (
+            repeats
+            and isinstance(answer, CallFailure)
+            and isinstance(answer.error, AnswerLost)
+            and generation == self.machine.membership.generation
+            and number in self.pool.workers
+        ):
+            await asyncio.sleep(ASK_AGAIN_S)
+            answer = await self.ask(number, ask())
         if not isinstance(answer, CallFailure):
             self.tasks.post(event(number, answer))
         else:
@@ -73,7 +100,10 @@ class WorkerCalls:
         self._asked[number] += 1
         try:
             return await ref
-        except (RayActorError, ActorUnavailableError) as error:
+        except ActorUnavailableError as error:
+            what = f"{who}: the connection broke before its answer came: {error_first_line(error)}"
+            return CallFailure("aborted", AnswerLost(what, cure="look at the network between its node and the driver's"))
+        except RayActorError as error:
             what = f"{who} was lost: {error_first_line(error)}"
             cure = "`raypar resume` goes on from the last checkpoint, if there is one"
             if not self.machine.policy.elastic:

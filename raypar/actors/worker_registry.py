@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
-from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
+from raypar.actors.autoscaler_state import list_node_facts, zones_of_nodes
 from raypar.actors.cluster_info import list_dead_nodes, list_draining_nodes
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.liveness_connection import LivenessConnections
@@ -29,6 +30,22 @@ UNHEARD_S = 1.2
 """Time without an answer after which a worker may be lost."""
 DRAIN_POLL_S = 1.0
 """Time from one look at Ray's node table to the next."""
+
+
+class WorkerBeginning(Protocol):
+    """What a new worker is given, and how long it may take to start (`RunRequest`)."""
+
+    @property
+    def spec(self) -> bytes: ...
+
+    @property
+    def listen_host(self) -> str | None: ...
+
+    @property
+    def orphan_timeout_s(self) -> float: ...
+
+    @property
+    def start_deadline_s(self) -> float: ...
 
 
 class WorkerRegistry:
@@ -66,6 +83,8 @@ class WorkerRegistry:
         """Nodes whose worker was a straggler: no worker is started there while another node has room."""
         self.node_of_worker: dict[int, str] = {}
         """Worker -> node, of all workers that have ever started."""
+        self.zone_of_node: dict[str, str] = {}
+        """Node -> its availability zone, of nodes that say theirs."""
         self._answered_s: dict[int, float] = {}
         """Worker -> time of its last answer, of workers that have not been dismissed."""
         self._leaving: set[int] = set()
@@ -100,17 +119,36 @@ class WorkerRegistry:
 
     # -- hiring and dismissing -----------------------------------------------------------------------------------------------
 
-    async def start_worker(self, number: int, spec: bytes, host: str | None, orphan_timeout_s: float, start_s: float) -> None:
-        """Start one more worker: placement, process, torch, model code. Posts `WorkerJoined` or `WorkerStartFailed`."""
+    async def start_workers(
+        self, numbers: tuple[int, ...], begin: WorkerBeginning, *, on_demand: bool = False, requested: bool = False
+    ) -> None:
+        """Start further workers: placement, processes, torch, model code.
+
+        Posts `WorkerPlaced`, then `WorkerJoined` or `WorkerStartFailed` of each. `requested`: their placement group is there.
+        """
+        suspect, slow = (set[str](), set[str]()) if requested else (set(self.suspect_nodes), set(self.slow_nodes))
         try:
-            await self.pool.reserve_one(number, self.suspect_nodes, self.slow_nodes)
-            if number not in self.pool.groups:
-                return  # dismissed while it waited for its place
-            worker = self.pool.start_worker(number, spec, host, orphan_timeout_s)
-            self.post(on.WorkerPlaced(number))
-            await self.await_hello(number, worker, start_s)
+            if not requested:
+                await asyncio.to_thread(self.pool.request_group, numbers, {*suspect, *slow}, on_demand=on_demand)
+            if not await self.pool.wait_until_placed(numbers, suspect, slow, on_demand=on_demand):
+                return
+            there = [number for number in numbers if number in self.pool.groups]
+            workers = {n: self.pool.start_worker(n, begin.spec, begin.listen_host, begin.orphan_timeout_s) for n in there}
         except Exception as error:
-            self.give_up_start(number, error)
+            for number in numbers:
+                self.give_up_start(number, error)
+            return
+        for number in there:
+            self.post(on.WorkerPlaced(number))
+        await self.look_at_zones()
+        await asyncio.gather(*(self.await_hello(number, workers[number], begin.start_deadline_s) for number in there))
+
+    async def look_at_zones(self) -> None:
+        """Note the zones of the nodes that there are; without an answer of Ray's head the known ones stay."""
+        try:
+            self.zone_of_node.update(zones_of_nodes(await asyncio.to_thread(list_node_facts)))
+        except Exception:
+            return  # seats are then spread over nodes only
 
     async def await_hello(self, number: int, worker: Any, start_s: float) -> None:
         """Wait until a new worker has loaded everything. Posts `WorkerJoined` or `WorkerStartFailed`."""
@@ -216,14 +254,17 @@ class WorkerRegistry:
                 self._answered_s = {number: min(now, s + excused_s) for number, s in self._answered_s.items()}
 
     async def _ping(self, number: int, worker: Any) -> None:
-        """Ping one worker. Posts `CallFailed` for a dead worker, and nothing for a silent one."""
+        """Ping one worker. Posts `CallFailed` for a dead worker, and nothing for a silent one.
+
+        A worker whose connection has broken (`ActorUnavailableError`) is silent too: Ray does not know that it is dead.
+        """
         try:
             _, _, leaving, waited_s = await asyncio.wait_for(asyncio.wrap_future(worker.ping.remote().future()), 30.0)
         except OutOfMemoryError as error:
             if number in self.pool.workers:
                 self.post(on.CallFailed("lost", killed_for_memory_error(f"worker {number}", error), number))
         except RayActorError as error:
-            if number in self.pool.workers:
+            if number in self.pool.workers and not isinstance(error, ActorUnavailableError):
                 self.post(on.CallFailed("lost", WorkerLost(f"worker {number} was lost: {error_first_line(error)}"), number))
         except Exception:
             return  # the worker is silent; `watch` counts the seconds

@@ -13,7 +13,7 @@ from raypar.comm.buffer_pool import CPU
 from raypar.comm.collectives import ALIGN, even_slices
 from raypar.comm.communicator_key import FAST_REDUCTION_CHANNELS
 from raypar.comm.transport import Handle, Transport
-from raypar.plan.addition_tree import TreeNode, fold_tree, tree_children
+from raypar.plan.addition_tree import TreeNode, addition_tree_children, fold_tree
 
 SubtreeSums = Mapping[TreeNode, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
 """Node of the addition tree -> parameter index -> sum of its gradients over the node's blocks; None: no gradient."""
@@ -127,7 +127,7 @@ class GradientBucket(ABC):
 
 def _terms(rows: SubtreeSums, index: int, node: TreeNode) -> list[Tensor]:
     """The terms of a parameter's sum over a node: that sum, or one or both of its children's; none if it is undefined."""
-    parts = (node,) if node in rows or node[1] - node[0] == 1 else tree_children(node)
+    parts = (node,) if node in rows or node[1] - node[0] == 1 else addition_tree_children(node)
     return [term for part in parts if part in rows and (term := rows[part][index]) is not None]
 
 

@@ -6,13 +6,18 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypar.errors import CheckpointError, ConfigError
-from raypar.run_folder import RunFolder, check_local_path
+from raypar.run_folder import RunFolder, check_local_path, parse_storage_location
 
 if TYPE_CHECKING:
+    from typing import BinaryIO
+
+    from raypar.storage.storage_uri import StorageUri
+    from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
     from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
 
 SUFFIXES = (".safetensors", ".pt")
@@ -20,10 +25,14 @@ SUFFIXES = (".safetensors", ".pt")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar export`."""
-    parser.add_argument("run", help="a run's name under --run-dir, its path, or the path of one checkpoint")
-    parser.add_argument("--out", required=True, metavar="FILE", help="what to write: .safetensors, or .pt for torch.load")
+    parser.add_argument("run", help="a run's name under --run-dir, or the path or URI of a run or of one checkpoint")
+    parser.add_argument(
+        "--out", required=True, metavar="FILE", help="what to write, a path or a URI: .safetensors, or .pt for torch.load"
+    )
     parser.add_argument("--step", type=int, help="the checkpoint after so many steps (default: the last that is whole)")
-    parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
+    parser.add_argument(
+        "--run-dir", default="runs/", help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,8 +41,9 @@ def run(args: argparse.Namespace) -> int:
     The file has all parameters and persistent buffers, so that `load_state_dict` takes a .pt unchanged. A tied parameter has
     all its names in a .pt. A .safetensors holds each tensor once, under its first name; the metadata map the other names to it.
     """
-    out = check_local_path(args.out, "--out")
-    if out.suffix not in SUFFIXES or not out.parent.is_dir():
+    shared = parse_storage_location(args.out, "--out")
+    out = check_local_path(args.out, "--out") if shared is None else Path(shared.name)
+    if out.suffix not in SUFFIXES or (shared is None and not out.parent.is_dir()):
         raise ConfigError(f"cannot write --out {args.out}", cure=f"name a {' or '.join(SUFFIXES)} file in a folder that exists")
     checkpoint = _checkpoint(args.run, args.run_dir, args.step)
     from raypar.worker.checkpoint.checkpoint_files import (
@@ -42,18 +52,24 @@ def run(args: argparse.Namespace) -> int:
         CheckpointTensors,
         checkpoint_weights_hash,
         load_manifest,
-        write_safetensors,
     )
 
-    ties, tensors = load_manifest(checkpoint).ties, CheckpointTensors(checkpoint, kinds=(PARAMETER, BUFFER))
+    manifest, tensors = load_manifest(checkpoint), CheckpointTensors(checkpoint, kinds=(PARAMETER, BUFFER))
+    size = write_to_folder(out, tensors, manifest.ties) if shared is None else write_to_storage(shared, tensors, manifest.ties)
+    print(f"{len(tensors)} tensors after {manifest.steps_done} steps in {args.out} ({size / 2**20:.1f} MiB)")
+    print(f"weights sha256 {checkpoint_weights_hash(checkpoint)}", flush=True)
+    return 0
+
+
+def write_to_folder(out: Path, tensors: CheckpointTensors, ties: Mapping[str, str]) -> int:
+    """Write the file whole or not at all; returns its size in bytes. Raises `CheckpointError`."""
+    from raypar.worker.checkpoint.checkpoint_files import write_safetensors
+
     aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         if out.suffix == ".pt":
-            import torch
-
-            whole = dict(tensors)
             with open(aside, "wb") as file:  # unlike torch's own file class, this one says why writing failed
-                torch.save(whole | {name: whole[first] for name, first in ties.items()}, file)
+                save_state_dict(file, tensors, ties)
         else:
             write_safetensors(aside, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})
         os.replace(aside, out)
@@ -67,10 +83,33 @@ def run(args: argparse.Namespace) -> int:
     finally:
         with contextlib.suppress(OSError):  # it is not there, or the disk is read-only
             aside.unlink()
-    steps, size = load_manifest(checkpoint).steps_done, out.stat().st_size / 2**20
-    print(f"{len(tensors)} tensors after {steps} steps in {out} ({size:.1f} MiB)")
-    print(f"weights sha256 {checkpoint_weights_hash(checkpoint)}", flush=True)
-    return 0
+    return out.stat().st_size
+
+
+def write_to_storage(place: StorageUri, tensors: CheckpointTensors, ties: Mapping[str, str]) -> int:
+    """Write the file at a place on shared storage, one tensor at a time; returns its size in bytes. Raises `CheckpointError`.
+
+    A .pt is made in memory first.
+    """
+    import io
+
+    from raypar.storage.pyarrow_store import open_for_writing
+    from raypar.worker.checkpoint.checkpoint_files import write_tensors_as_safetensors
+
+    with open_for_writing(place) as file:
+        if place.name.endswith(".pt"):
+            whole = io.BytesIO()
+            save_state_dict(whole, tensors, ties)
+            return file.write(whole.getbuffer())
+        return write_tensors_as_safetensors(file, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})[0]
+
+
+def save_state_dict(file: BinaryIO, tensors: CheckpointTensors, ties: Mapping[str, str]) -> None:
+    """Write a state_dict, with a tied parameter under all its names."""
+    import torch
+
+    whole = dict(tensors)
+    torch.save(whole | {name: whole[first] for name, first in ties.items()}, file)
 
 
 def unwritable_out_error(out: Path, error: BaseException) -> CheckpointError:
@@ -95,8 +134,8 @@ def _checkpoint(run: str, run_dir: str, step: int | None) -> CheckpointRef:
     given = open_checkpoint(run, "the run")
     if given.has_file(MANIFEST):
         return verify_checkpoint(given).checkpoint
-    folder = RunFolder.find(run, run_dir, with_job=False)
-    store = open_checkpoint_store(folder.checkpoint_location)
+    with RunFolder.opened(run, run_dir, with_job=False, last_bytes=0) as folder:
+        store = open_checkpoint_store(folder.checkpoint_location)
     if step is not None:
         there = sorted(name for name in store.names() if name.startswith("step_"))
         if checkpoint_name(step) not in there:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 """How often a followed run's files are looked at."""
+POLL_STORAGE_S = 3.0
+"""How often those of a run on shared storage are, at most: each look reads them again, in at most a tenth of the time."""
 GONE_S = 30.0
 """How long a followed run without a process on this machine may write nothing."""
 
@@ -32,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the log; see above for the exit codes."""
     from raypar.console.json_stdout import json_stdout
-    from raypar.launch.cluster_jobs import match_job, parse_job
+    from raypar.launch.cluster_jobs import match_job, parse_ray_job_record
     from raypar.launch.job_printer import JobPrinter
     from raypar.launch.job_server import connect_job_server, find_server_address
     from raypar.run_folder import RunFolder
@@ -40,10 +42,10 @@ def run(args: argparse.Namespace) -> int:
     address = find_server_address(args.address) if args.run_dir is None else None
     with json_stdout(args.json) as out:
         if address is None:
-            folder = RunFolder.find(args.run, args.run_dir or "runs/", with_job=False)
-            return print_run_log(folder, out, follow=args.follow, as_json=args.json)
+            with RunFolder.opened(args.run, args.run_dir or "runs/", with_job=False) as folder:
+                return print_run_log(folder, out, follow=args.follow, as_json=args.json)
         server = connect_job_server(address)
-        job = match_job(args.run, [*map(parse_job, server.jobs())], server.name)
+        job = match_job(args.run, [*map(parse_ray_job_record, server.jobs())], server.name)
         printer = JobPrinter(out, as_json=args.json)
         if args.follow:
             return printer.ended(follow_to_the_end(server, job, printer))
@@ -62,17 +64,21 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
 
     from raypar.commands.status import read_job_step_count
     from raypar.console.json_stdout import json_text
-    from raypar.console.run_log import RunLog, exit_code_of_end, with_kind
+    from raypar.console.run_log import RunLogFormatter, exit_code_of_end, with_kind
     from raypar.console.run_status import find_end_event
     from raypar.errors import ClusterError
     from raypar.launch.new_run_lines import NewLines
     from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, without_certain_secrets
+    from raypar.storage.folder_download import download_run
 
     known = secrets_of_environment(os.environ)
-    log, end = RunLog(read_job_step_count(folder)), None
+    log, end = RunLogFormatter(read_job_step_count(folder)), None
     files = NewLines(folder.metrics), NewLines(folder.events)
     heard_s = time.monotonic()
     while True:
+        looked_s = time.monotonic()
+        if folder.remote is not None and files[0].offset + files[1].offset:
+            download_run(folder.remote.uri, folder.path)
         locked = folder.is_locked()  # before the files: then they hold all that the process has written
         metrics, events = files[0].read(), files[1].read()
         end = find_end_event(metrics, events, {}) or (None if metrics or events else end)
@@ -90,7 +96,8 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
         if time.monotonic() - heard_s > GONE_S:
             raise ClusterError(
                 f"run {folder.name} has written nothing for {GONE_S:.0f} s, and no process of this machine trains it",
-                cure=f"`raypar status {folder.path}` says what it was doing; `raypar resume {folder.path}` goes on from its "
+                cure=f"`raypar status {folder.place}` says what it was doing; `raypar resume {folder.place}` goes on from its "
                 "last checkpoint",
             )
-        time.sleep(POLL_S)
+        took_s = time.monotonic() - looked_s
+        time.sleep(POLL_S if folder.remote is None else max(POLL_STORAGE_S, 9 * took_s))

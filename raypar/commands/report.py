@@ -20,9 +20,13 @@ JOB_CHARACTERS = 60_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar report`."""
     parser.add_argument(
-        "run", nargs="?", help="name of a run under --run-dir, or the path of its folder (default: the one started last there)"
+        "run",
+        nargs="?",
+        help="name of a run under --run-dir, or the path or URI of its folder (default: the one started last there)",
     )
-    parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
+    parser.add_argument(
+        "--run-dir", default="runs/", help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
+    )
     parser.add_argument("--out", metavar="FILE", help="the file to write (default: NAME.html in this folder)")
 
 
@@ -36,10 +40,10 @@ def run(args: argparse.Namespace) -> int:
     from raypar.redact_secrets import redact_text, secrets_of_environment
     from raypar.run_folder import RunFolder
 
-    folder = RunFolder.latest(args.run_dir) if args.run is None else RunFolder.find(args.run, args.run_dir, with_job=False)
     known = secrets_of_environment(os.environ)
-    out = args.out if args.out is not None else f"{folder.path.resolve().name}.html"
-    page = report_page(folder, time.time(), partial(redact_text, known=known), known)
+    with RunFolder.opened(args.run, args.run_dir, with_job=False) as folder:
+        out = args.out if args.out is not None else f"{folder.path.resolve().name}.html"
+        page = report_page(folder, time.time(), partial(redact_text, known=known), known)
     write_option_output_file(out, page, "--out")
     print(f"report: {out} ({len(page.encode()) / 1000:,.0f} kB)")
     return 0

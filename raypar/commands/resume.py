@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 
 from raypar.commands.train import add_run_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar resume`."""
-    parser.add_argument("run", help="name of a run under --run-dir, or the path of its folder")
+    parser.add_argument("run", help="name of a run under --run-dir, or the path or URI of its folder")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -18,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="a.b=c",
         help="override a job key (not one on which results depend)",
     )
-    parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
+    parser.add_argument(
+        "--run-dir", default="runs/", help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
+    )
     add_run_arguments(parser)
 
 
@@ -35,12 +38,12 @@ def run(args: argparse.Namespace) -> int:
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
     from raypar.run_folder import RunFolder
 
-    with json_stdout(args.json) as out:
-        folder = RunFolder.find(args.run, choose_lasting_run_dir(args.run_dir))
+    with json_stdout(args.json) as out, contextlib.ExitStack() as stack:
+        folder = stack.enter_context(RunFolder.opened(args.run, choose_lasting_run_dir(args.run_dir)))
         job = load_job(folder.job, args.overrides)
         console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out)
         console.faults += [event for event in folder.read_lines(folder.events) if event["kind"] in COUNTED]
-        console({"kind": "stage", "stage": "read", "text": f"run {folder.name} found in {folder.path}: {job.steps} steps"})
+        console({"kind": "stage", "stage": "read", "text": f"run {folder.name} found in {folder.place}: {job.steps} steps"})
         result = resume_job(
             job, folder, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
         )

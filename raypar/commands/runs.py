@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from raypar.launch.cluster_jobs import ClusterJob
     from raypar.launch.job_server import JobServer
     from raypar.run_folder import RunFolder
+    from raypar.storage.storage_uri import StorageUri
 
 TAIL_BYTES = 256 << 10
 """How much of a run's metrics and events is read: the last steps, and the end."""
@@ -25,7 +26,10 @@ DEADLINE_S = 60.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar runs`."""
-    parser.add_argument("--run-dir", help="where runs lie (default runs/); given, the cluster is not asked")
+    parser.add_argument(
+        "--run-dir",
+        help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/); given, the cluster is not asked",
+    )
     add_address_argument(parser)
     parser.add_argument("--last", type=int, default=20, metavar="N", help="show the last N (default 20; 0: all)")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
@@ -63,15 +67,29 @@ def run(args: argparse.Namespace) -> int:
 
 def list_runs_in_folder(run_dir: str, last: int, now: float) -> list[RunRow]:
     """The rows of the runs below `run_dir` that were started or resumed last, in that order."""
-    from raypar.run_folder import RunFolder, check_local_path
+    from raypar.run_folder import RunFolder, check_local_path, parse_storage_location
     from raypar.untrusted_files import explain_read_errors
 
+    if (shared := parse_storage_location(run_dir, "--run-dir")) is not None:
+        return list_runs_on_storage(shared, last, now)
     root = check_local_path(run_dir, "--run-dir")
     with explain_read_errors(root):
         folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
         runs = [RunFolder(path) for path in folders if (path / "job.yaml").exists() or (path / "checkpoints").is_dir()]
     runs.sort(key=lambda run: read_start_time(run) or 0.0)
     return [read_run_row(run, now) for run in runs[-last or None :]]
+
+
+def list_runs_on_storage(run_dir: StorageUri, last: int, now: float) -> list[RunRow]:
+    """The same of runs below a place on shared storage."""
+    from raypar.run_folder import RunFolder
+    from raypar.storage.folder_download import runs_below
+
+    rows = []
+    for uri, _ in runs_below(run_dir)[-last or None :]:
+        with RunFolder.opened(str(uri), with_job=False, last_bytes=TAIL_BYTES) as run:
+            rows.append(read_run_row(run, now))
+    return rows
 
 
 def read_start_time(run: RunFolder) -> float | None:
@@ -92,7 +110,7 @@ def read_run_row(run: RunFolder, now: float) -> RunRow:
     try:
         return build_run_row(
             run.name,
-            str(run.path),
+            run.place,
             steps=read_job_step_count(run),
             metrics=NewLines(run.metrics, TAIL_BYTES).read(),
             events=NewLines(run.events, TAIL_BYTES).read(),
@@ -102,16 +120,16 @@ def read_run_row(run: RunFolder, now: float) -> RunRow:
             now=now,
         )
     except ConfigError as error:
-        return RunRow(name=run.name, path=str(run.path), state="unreadable", why=error.what)
+        return RunRow(name=run.name, path=run.place, state="unreadable", why=error.what)
 
 
 def list_cluster_runs(server: JobServer, last: int) -> list[RunRow]:
     """The rows of the jobs that were submitted last, in that order."""
     import time
 
-    from raypar.launch.cluster_jobs import parse_job
+    from raypar.launch.cluster_jobs import parse_ray_job_record
 
-    jobs = sorted(map(parse_job, server.jobs()), key=lambda job: job.started_s or 0.0)[-last or None :]
+    jobs = sorted(map(parse_ray_job_record, server.jobs()), key=lambda job: job.started_s or 0.0)[-last or None :]
     until_s = time.monotonic() + DEADLINE_S
     newest_first = [read_job_row(server, job, with_log=time.monotonic() < until_s) for job in reversed(jobs)]
     return newest_first[::-1]

@@ -1,4 +1,4 @@
-"""`raypar status [RUN]`: prints the status of a run from its folder alone, without asking Ray."""
+"""`raypar status [RUN]`: prints the status of a run from its files alone, without asking Ray."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar status`."""
     parser.add_argument(
-        "run", nargs="?", help="name of a run under --run-dir, or the path of its folder (default: the one started last there)"
+        "run",
+        nargs="?",
+        help="name of a run under --run-dir, or the path or URI of its folder (default: the one started last there)",
     )
-    parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
+    parser.add_argument(
+        "--run-dir", default="runs/", help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
+    )
     parser.add_argument("--svg", metavar="FILE", help="draw samples/s, loss and workers over time, with the faults")
     parser.add_argument(
         "--trace", metavar="FILE", help="the same as a trace that opens in Perfetto: steps, and the gaps between"
@@ -35,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
     from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
     from raypar.run_folder import RunFolder
 
-    folder = RunFolder.latest(args.run_dir) if args.run is None else RunFolder.find(args.run, args.run_dir, with_job=False)
-    found = read_status(folder, time.time())
-    if args.svg is not None:
-        write_throughput_chart(folder, args.svg, found.steps)
-    if args.trace is not None:
-        write_run_trace(folder, args.trace)
     known = secrets_of_environment(os.environ)
+    with RunFolder.opened(args.run, args.run_dir, with_job=False) as folder:
+        found = read_status(folder, time.time())
+        if args.svg is not None:
+            write_throughput_chart(folder, args.svg, found.steps)
+        if args.trace is not None:
+            write_run_trace(folder, args.trace)
     if args.json:
         print(json.dumps(tree_without_certain_secrets(found.facts(), known)))
     else:
@@ -103,7 +107,7 @@ def status_of_lines(
     cluster = folder.read_document(folder.cluster, damaged=True)
     return build_run_status(
         folder.name,
-        str(folder.path),
+        folder.place,
         steps=read_job_step_count(folder),
         plan=folder.read_document(folder.plan, damaged=True),
         members=folder.read_document(folder.members, damaged=True),

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Stop the run and say what it has left; see above for the exit codes."""
     from raypar.console.json_stdout import json_stdout, json_text
     from raypar.errors import ConfigError
-    from raypar.launch.cluster_jobs import match_job, parse_job
+    from raypar.launch.cluster_jobs import match_job, parse_ray_job_record
     from raypar.launch.job_server import connect_job_server, find_server_address
     from raypar.run_folder import RunFolder
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             facts = stop_run_of_folder(RunFolder.find(args.run, args.run_dir or "runs/", with_job=False), args.wait_s)
         else:
             server = connect_job_server(address)
-            facts = stop_job(server, match_job(args.run, [*map(parse_job, server.jobs())], server.name), args.wait_s)
+            facts = stop_job(server, match_job(args.run, [*map(parse_ray_job_record, server.jobs())], server.name), args.wait_s)
         text = facts.pop("text")
         print(json_text(facts) if args.json else text, file=out)
     return 0

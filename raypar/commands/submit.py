@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Submit, and follow the job to its end; see above for the exit codes."""
     from raypar.config import load_job
     from raypar.console.json_stdout import json_stdout
-    from raypar.launch.cluster_jobs import parse_job
+    from raypar.launch.cluster_jobs import parse_ray_job_record
     from raypar.launch.job_printer import JobPrinter
     from raypar.launch.job_server import connect_job_server, find_server_address
     from raypar.launch.submit_to_job_server import make_entrypoint, make_runtime_env, submit_job
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         printer.submitted(submission_id, job.name, server.name, entrypoint)
         if args.no_wait:
             return 0
-        ended = follow_to_the_end(server, parse_job({"submission_id": submission_id, "metadata": {}}), printer)
+        ended = follow_to_the_end(server, parse_ray_job_record({"submission_id": submission_id, "metadata": {}}), printer)
         return printer.ended(ended)
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 REFRESH_S = 1.0
 """Time from one look at the files to the next."""
+REFRESH_STORAGE_S = 3.0
+"""The same of a run on shared storage, of which each look reads the last lines again."""
 FIRST_BYTES = 8 << 20
 """How much of the end of a file the first look reads: some ten thousand steps. Later looks read what is new."""
 ONCE_LINES = 40
@@ -25,9 +27,13 @@ QUIT_KEYS = ("q", "Q", "")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar top`."""
     parser.add_argument(
-        "run", nargs="?", help="name of a run under --run-dir, or the path of its folder (default: the one started last there)"
+        "run",
+        nargs="?",
+        help="name of a run under --run-dir, or the path or URI of its folder (default: the one started last there)",
     )
-    parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
+    parser.add_argument(
+        "--run-dir", default="runs/", help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
+    )
     parser.add_argument("--once", action="store_true", help="print the screen once, also where there is no terminal")
 
 
@@ -41,31 +47,31 @@ def run(args: argparse.Namespace) -> int:
     from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
     from raypar.run_folder import RunFolder
 
-    folder = RunFolder.latest(args.run_dir) if args.run is None else RunFolder.find(args.run, args.run_dir, with_job=False)
     require_rich()
     clean = partial(redact_certain_secrets, known=secrets_of_environment(os.environ))
-    look = follow_run_folder(folder)
     console = make_console()
-    if args.once:
-        height = console.height if console.is_terminal else ONCE_LINES
-        console.print(top_screen(look(), console.width, height, clean))
-        return 0
-    if not sys.stdout.isatty():
-        raise ConfigError(
-            "raypar top draws on a terminal, and its output is none",
-            cure="add --once to print the screen once, or use `raypar status` or `raypar logs -f`",
-        )
-    from rich.live import Live
+    with RunFolder.opened(args.run, args.run_dir, with_job=False) as folder:
+        look = follow_run_folder(folder)
+        if args.once:
+            height = console.height if console.is_terminal else ONCE_LINES
+            console.print(top_screen(look(), console.width, height, clean))
+            return 0
+        if not sys.stdout.isatty():
+            raise ConfigError(
+                "raypar top draws on a terminal, and its output is none",
+                cure="add --once to print the screen once, or use `raypar status` or `raypar logs -f`",
+            )
+        from rich.live import Live
 
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        Live(console=console, screen=True, auto_refresh=False) as live,
-        pressed_keys() as key,
-    ):
-        while True:
-            live.update(top_screen(look(), console.width, console.height, clean), refresh=True)
-            if key(REFRESH_S) in QUIT_KEYS:
-                break
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            Live(console=console, screen=True, auto_refresh=False) as live,
+            pressed_keys() as key,
+        ):
+            while True:
+                live.update(top_screen(look(), console.width, console.height, clean), refresh=True)
+                if key(REFRESH_S if folder.remote is None else REFRESH_STORAGE_S) in QUIT_KEYS:
+                    break
     return 0
 
 
@@ -83,7 +89,10 @@ def follow_run_folder(folder: RunFolder) -> Callable[[], LiveView]:
 
     def look() -> LiveView:
         from raypar.console.run_status import build_run_status
+        from raypar.storage.folder_download import download_run
 
+        if folder.remote is not None and metrics.offset + events.offset:
+            download_run(folder.remote.uri, folder.path)
         live.add(metrics.read(), events.read())
         now = time.time()
         status = build_run_status(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,24 +53,25 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.event_printer import EventPrinter
     from raypar.console.json_stdout import json_stdout
     from raypar.launch import raise_run_failure, train_job_in_new_folder
-    from raypar.launch.ray_job_resubmission import choose_lasting_run_dir, find_unfinished_run, is_submitted_job
+    from raypar.launch.ray_job_resubmission import choose_lasting_run_dir, is_submitted_job, unfinished_run
 
     with json_stdout(args.json) as out:
         job = load_job(args.job, args.overrides)
         job = job.model_copy(update={"run_dir": str(choose_lasting_run_dir(job.run_dir))})
         console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out)
         console({"kind": "stage", "stage": "read", "text": f"job {job.name} read from {args.job}: {job.steps} steps"})
-        former = None
-        if is_submitted_job() if args.resume is None else args.resume:
-            former, why = find_unfinished_run(job)
-            if why:
-                console({"kind": "note", "text": why})
-        if former is not None:
-            result = resume_existing_run(job, former, console, args)
-        else:
-            result = train_job_in_new_folder(
-                job, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
-            )
+        with contextlib.ExitStack() as stack:
+            former = None
+            if is_submitted_job() if args.resume is None else args.resume:
+                former, why = stack.enter_context(unfinished_run(job))
+                if why:
+                    console({"kind": "note", "text": why})
+            if former is not None:
+                result = resume_existing_run(job, former, console, args)
+            else:
+                result = train_job_in_new_folder(
+                    job, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
+                )
         raise_run_failure(result)
         return console.finish(result)
 
@@ -77,13 +79,16 @@ def run(args: argparse.Namespace) -> int:
 def resume_existing_run(job: Job, former: RunFolder, console: EventPrinter, args: argparse.Namespace) -> Result:
     """Resume a run of this job, after waiting for its former driver, which may still be saving if its client was killed.
 
+    A run on shared storage is also waited for until its lease has ended.
+
     Raises `ActiveError` if the run has a live client.
     """
     import time
 
     from raypar.console.fault_summary import COUNTED
-    from raypar.errors import ActiveError, OutlivedError
+    from raypar.errors import ActiveError, LeaseHeldError, OutlivedError
     from raypar.launch import resume_job
+    from raypar.storage.run_lease import LEASE_S
 
     console.faults += [event for event in former.read_lines(former.events) if event["kind"] in COUNTED]
     until_s = time.monotonic() + FORMER_S
@@ -93,7 +98,8 @@ def resume_existing_run(job: Job, former: RunFolder, console: EventPrinter, args
                 job, former, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
             )
         except ActiveError as error:
-            if not isinstance(error, OutlivedError) and time.monotonic() > until_s:
+            more_s = LEASE_S if isinstance(error, LeaseHeldError) else 0.0  # of a process that has died
+            if not isinstance(error, OutlivedError) and time.monotonic() > until_s + more_s:
                 raise
             console({"kind": "warning", "text": error.what})
             time.sleep(1.0)

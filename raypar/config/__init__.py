@@ -17,6 +17,7 @@ from raypar.config.job import PlanConfig as PlanConfig
 from raypar.config.job import PrecisionConfig as PrecisionConfig
 from raypar.config.job import TrackerConfig as TrackerConfig
 from raypar.config.job import ValidationConfig as ValidationConfig
+from raypar.config.placement_section import PlacementConfig as PlacementConfig
 from raypar.config.read_job import RUN_ARGUMENTS as RUN_ARGUMENTS
 from raypar.config.read_job import check_run_arguments as check_run_arguments
 from raypar.config.read_job import job_from_argument_tree as job_from_argument_tree

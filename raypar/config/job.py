@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     NonNegativeFloat,
@@ -21,51 +19,35 @@ from pydantic import (
     PositiveInt,
     PrivateAttr,
     Tag,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
+from raypar.config.placement_section import PlacementConfig
 from raypar.config.plain_values import is_importable_name, to_plain_values
-from raypar.config.validation_errors import AUTO, GIVEN, config_error, walk_sections
+from raypar.config.section import MAX_WORKERS, Section
+from raypar.config.validation_errors import AUTO, GIVEN
 from raypar.errors import ConfigError, PlanError
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
 from raypar.plan.recomputation import RecomputePolicy
 from raypar.run_folder_schema import MAX_STEPS
 from raypar.safe_yaml import dump_yaml, parse_yaml
-from raypar.traceback_filter import without_raypar_frames
 from raypar.untrusted_files import shorten
+from raypar.worker.autocast_precisions import PrecisionName
 from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import LOSS_OF_MODEL, DataSpec, JobSpec, OptimizerSpec, Precision, Ref, ValidationSpec
 
 JOB_BYTES = 1 << 20
 """Size limit of a job file."""
-MAX_WORKERS, MAX_PARTS, MAX_SAMPLES = 2**16, 2**16, 2**24
-"""Limits of numbers in a job file, because lists of that length are made: of workers; of microbatches, blocks or chunks of a
-step; of samples of a step."""
+MAX_PARTS, MAX_SAMPLES = 2**16, 2**24
+"""Limits of numbers in a job file, because lists of that length are made: of microbatches, blocks or chunks of a step; of
+samples of a step."""
 Workers = Annotated[PositiveInt, Field(le=MAX_WORKERS)]
 Parts = Annotated[PositiveInt, Field(le=MAX_PARTS)]
 
 
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 """A path; from Python also a `pathlib.Path`."""
-
-
-class _Section(BaseModel):
-    """Base of all sections of a job file. Strict: a string is not taken for a number, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    @without_raypar_frames
-    def __init__(self, **given: Any) -> None:
-        """A section made from Python: `PlanConfig(stages=2)`. Raises `ConfigError`."""
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            inside = next((path for path, section in walk_sections(Job) if section is type(self)), ())
-            raise config_error(error.errors(), inside, Job, of_trainer=True) from None
-
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # sections in a tree are validated without it
 
 
 RUN_NAME_CURE = "letters, digits, '.', '_' and '-' only: it names the run's folder"
@@ -89,7 +71,7 @@ def _loss_function(value: Any) -> Any:
     return value if isinstance(value, str) and value == LOSS_OF_MODEL else _function(value)
 
 
-class FunctionConfig(_Section):
+class FunctionConfig(Section):
     """A function and its arguments: `{function: module:name, args: {...}}`, or just `module:name`."""
 
     function: Annotated[str | Callable[..., Any], PlainValidator(_function)]
@@ -113,12 +95,12 @@ class ModelConfig(FunctionConfig):
     """The function that builds the model, how a model that is an unmodified module is divided, and what its forward may do."""
 
     units: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Patterns of the names of modules that run whole, each in a layer of its own; empty: elements of lists of modules, and
-    what stands beside them."""
+    """Names of the modules, with `*` for any part, at which the model is divided into layers: each such module runs whole.
+    Empty: the elements of the model's lists of modules, and what stands beside them."""
     buffers: Literal["refuse", "last", "sum"] = "refuse"
-    """What becomes of buffers that forward writes in training, beside running statistics of norms, which are always kept.
-    `refuse`: an error. `last`: the value of the last microbatch that has written it; `sum`: what each microbatch has added.
-    Each microbatch begins with the value of the step's beginning."""
+    """What becomes of a buffer that the forward writes in training. `refuse`: it is an error. `last`: the value that the last
+    microbatch has written. `sum`: what all microbatches have added. Each microbatch begins with the value from the beginning of
+    the step. (Running statistics of batch norms are always kept, as one process would.)"""
 
 
 class LossConfig(FunctionConfig):
@@ -132,13 +114,15 @@ class DataConfig(FunctionConfig):
     """The map-style data set of a job, and how its samples become the model's input and the loss's target."""
 
     input: str | None = None
-    """The field that the first layer of a sequential model reads; None: `x`."""
+    """The field of a sample that the first layer of a sequential model reads; None: `x`. (A module with a forward of its own
+    gets the fields that have the names of its parameters.)"""
     target: str | None = None
-    """The field that the loss gets as its target; None: `y`."""
+    """The field of a sample that the loss gets as its target; None: `y`."""
     names: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Names of the fields of a sample that is a tuple; empty: `x`, `y`, `z`."""
     processes: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
-    """CPU processes that load samples ahead of the steps; 0: the worker itself loads them."""
+    """Processes of each worker that load samples ahead of the steps, like a `DataLoader`'s `num_workers`; 0: the worker itself
+    loads them."""
 
     def to_data(self) -> DataSpec:
         """The data set as a `DataSpec`, for `JobSpec`."""
@@ -163,7 +147,8 @@ class OptimizerConfig(FunctionConfig):
     """The optimizer class, its arguments, and groups of parameters with other arguments."""
 
     groups: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
-    """`{match: pattern of parameter names, ...other arguments}`; a parameter belongs to the first group that matches."""
+    """Parameters that get other arguments: `{match: "*.bias", weight_decay: 0.0}` for each group. A parameter belongs to the
+    first group whose pattern matches its name."""
 
     @field_validator("groups")
     @classmethod
@@ -201,34 +186,39 @@ Counts = Annotated[Any, BeforeValidator(_counts)]
 """One count (int), or one per stage (tuple of int)."""
 
 
-class PlanConfig(_Section):
+class PlanConfig(Section):
     """Which workers hold which layers, and in which order they compute."""
 
     stages: Workers = 1
-    """Pipeline parallel: worker positions along the pipeline; each has `chunks` stages."""
+    """Pipeline parallel: how many workers stand one behind the other, each with its part of the layers (with `chunks`: with
+    several parts)."""
     replicas: Counts = 1
-    """Data parallel: workers that hold the same stages and compute different microbatches; one number, or one per position."""
+    """Data parallel: how many workers hold the same layers and compute different microbatches; one number, or a list with one
+    per stage."""
     shards: Counts = 1
-    """Tensor parallel: workers over which the tensors of each layer of a replica are cut (not ZeRO or FSDP); one number, or one
-    per position."""
+    """Tensor parallel: over how many workers the tensors of each layer are cut (this is not ZeRO or FSDP); one number, or a
+    list with one per stage."""
     schedule: str = "1f1b"
-    """Name of the schedule."""
+    """The order in which a worker computes forwards and backwards; `afab` is another name of `gpipe`."""
     chunks: Parts | None = None
-    """Stages per worker; None: the schedule's default."""
+    """Stages of each worker (virtual pipeline stages); None: 2 with `interleaved` and `zb-v`, else 1."""
     cuts: Annotated[tuple[PositiveInt, ...] | None, Field(strict=False)] = None
-    """First layer of stages 1, 2, ...; None: by measured times, so that workers are equally busy."""
+    """Split points: the numbers of the first layers of stages 1, 2, ...; None: layers are timed, and divided so that the
+    predicted step is shortest. Results do not depend on it."""
     schedule_file: PathText | None = None
-    """A file with the schedule, in place of `schedule`."""
+    """A file with a schedule of your own, in place of `schedule`: a line for each worker, as `raypar simulate --csv` writes
+    it."""
     warmup: Annotated[tuple[NonNegativeInt, ...] | None, Field(strict=False)] = None
-    """By worker position: forwards before the first backward; None: as the schedule has it."""
+    """For each stage: how many forwards a worker computes before its first backward; None: as the schedule has it."""
     styles: dict[str, str] = {}
-    """Pattern of layer names -> sharding style of such a layer. The first match counts; other layers get inferred styles."""
+    """How layers are cut over shards: pattern of layer names -> style, such as `"block*.up": column`. The first match counts;
+    for other layers the style is inferred from their names."""
     sequence_parallel: bool = False
-    """Whether values [batch, sequence, features] between sharded layers are cut along the sequence."""
+    """Whether values [batch, sequence, features] between sharded layers are cut along the sequence (sequence parallel)."""
 
     recompute: Annotated[Any, BeforeValidator(_recompute_policy)] = "none"
-    """Layers whose activations are dropped after the forward and computed again for the backward: less memory, more time, the
-    same results. `none`, `full`, or a list of patterns of layer names."""
+    """Activation checkpointing: layers whose activations are dropped after the forward and computed again for the backward, for
+    less memory and more time, with the same results. `none`, `full`, or a list of patterns of layer names."""
 
     @property
     def replicas_per_stage(self) -> tuple[int, ...]:
@@ -332,7 +322,7 @@ class PlanConfig(_Section):
         )
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """When checkpoints are saved, and how many of them are kept."""
 
     every: NonNegativeInt = 0
@@ -340,35 +330,42 @@ class CheckpointConfig(_Section):
     keep: PositiveInt = 2
     """How many checkpoints are kept: the newest ones."""
     at_end: bool = True
-    """Whether the end of the run is saved."""
+    """Whether a checkpoint is saved at the end of the run."""
 
 
-class ElasticConfig(_Section):
+MIRROR_COST = 0.02
+"""Share of the steps' time that the mirror may take, when `elastic.mirror` is auto."""
+
+
+class ElasticConfig(Section):
     """How a run continues when workers are lost, and when workers join."""
 
     min_workers: PositiveInt = 1
-    """With fewer workers than this the run waits for others, up to the job's `wait_for_workers_s`."""
+    """The run begins with so many workers if no others have come for `grow_after_s`, and grows when others come. With fewer
+    than this it waits for others, up to the job's `wait_for_workers_s`, at the beginning and later."""
     max_workers: Workers | None = None
     """Lost workers are replaced up to this number; None: as many as the plan has."""
     standbys: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
-    """Extra workers that are started and wait, so that an empty seat is filled at once."""
+    """Extra workers that are started and wait, so that a lost worker is replaced at once."""
     grow_after_s: NonNegativeFloat = 5.0
-    """Joining workers get seats between two steps: when all of them have started, or this long after the first one. They get
-    none if moving the state costs more time than they save."""
+    """Workers that join get work between two steps: when all of them have started, or this many seconds after the first one.
+    They get none if moving the state to them takes more time than they save; beyond `standbys` they are then given back to the
+    cluster."""
     step_deadline_s: PositiveFloat = 3.0
-    """A step has hung if it takes longer than this and longer than 5 times the longest of the last 100 steps. Workers that do
-    not answer then are given up."""
+    """Seconds. A step counts as hung if it takes longer than this and longer than 5 times the longest of the last 100 steps;
+    workers that do not answer then are given up."""
     last_copy_wait_s: NonNegativeFloat = 600.0
-    """How much longer a silent worker is waited for if it has the only copy of some state (a copy in the mirror counts as
+    """How many more seconds a silent worker is waited for if it has the only copy of some state (a copy in the mirror counts as
     another one). The wait ends early if its process or its node is known to have ended."""
     mirror: Literal["auto", "off"] | PositiveInt = "auto"
-    """Steps from one copy of the state into another worker's memory to the next; the copy is used when the last live one is
-    lost. `auto`: as often as 2 % of the time allows."""
+    """Every how many steps each worker copies its state into the memory of another one, for the case that the last worker with
+    some state is lost. `auto`: as often as 2 % of the time allows. `off`: never."""
     stragglers: Literal["report", "replace"] = "report"
-    """What happens to a straggler: a line for the user, or it leaves as soon as another worker can take its place."""
+    """What happens to a straggler (a slow worker): a line reports it, or it is replaced as soon as another worker can take its
+    place."""
     straggler_times: Annotated[float, Field(gt=1)] = 1.5
-    """A straggler computes more than this many times as long as its replicas, for 20 steps in a row; without other replicas, as
-    its own first 20 steps."""
+    """A worker is a straggler if it computes more than this many times as long as its replicas, 20 steps in a row; a worker
+    without replicas is compared with its own first 20 steps."""
 
     @field_validator("mirror", mode="before")
     @classmethod
@@ -378,6 +375,26 @@ class ElasticConfig(_Section):
         if value not in ("auto", "off") and not (isinstance(value, int) and value > 0):
             raise ValueError("auto, off, or a number of steps")
         return value
+
+    def to_policy_fields(self, wait_for_workers_s: float) -> dict[str, Any]:
+        """The fields of `elastic.run_policy.RunPolicy` for an elastic run. Deadlines are short: a wrong suspicion costs a
+        recovery only. `wait_for_workers_s`: the job's."""
+        return {
+            "elastic": True,
+            "hires": True,
+            "min_workers": self.min_workers,
+            "max_workers": self.max_workers,
+            "standbys": self.standbys,
+            "grow_after_s": self.grow_after_s,
+            "step_deadline_s": self.step_deadline_s,
+            "step_deadline_times": 5.0,
+            "capacity_s": wait_for_workers_s,
+            "last_copy_wait_s": self.last_copy_wait_s,
+            "replace_stragglers": self.stragglers == "replace",
+            "straggler_times": self.straggler_times,
+            "mirror_every": self.mirror if isinstance(self.mirror, int) else 0,
+            "mirror_cost": MIRROR_COST if self.mirror == "auto" else 0.0,
+        }
 
     @model_validator(mode="after")
     def _least_and_most(self) -> ElasticConfig:
@@ -398,7 +415,7 @@ def _switch(value: Any) -> Any:
     return ({} if value else None) if isinstance(value, bool) else value
 
 
-class InitFromConfig(_Section):
+class InitFromConfig(Section):
     """Weights to begin with: `{path: FILE, strip_prefix: "model.", ...}`, or just the path."""
 
     path: PathText
@@ -430,7 +447,7 @@ class InitFromConfig(_Section):
         return InitialWeightsFile(*given, self.allow_missing, self.allow_unexpected)
 
 
-class EarlyStoppingConfig(_Section):
+class EarlyStoppingConfig(Section):
     """When a run stops early: if the validation loss has not fallen by more than `min_delta` for `patience` validations."""
 
     patience: PositiveInt = 3
@@ -439,7 +456,7 @@ class EarlyStoppingConfig(_Section):
     """How much the loss has to fall to count as lower."""
 
 
-class TrackerConfig(_Section):
+class TrackerConfig(Section):
     """An experiment tracker: `{tracker: tensorboard | wandb | mlflow, args: {...}}`, or just its name."""
 
     tracker: Literal["tensorboard", "wandb", "mlflow"]
@@ -453,10 +470,10 @@ class TrackerConfig(_Section):
         return {"tracker": value} if isinstance(value, str) else value
 
 
-class PrecisionConfig(_Section):
+class PrecisionConfig(Section):
     """The dtypes in which a job computes, where they are others than its `dtype`."""
 
-    compute: Literal["bf16"] | None = None
+    compute: PrecisionName | None = None
     """`bf16`: layers and the loss run under `torch.autocast` to bfloat16, parameters, their gradients and the optimizer stay
     float32. None: everything is computed in `dtype`."""
 
@@ -465,57 +482,67 @@ class PrecisionConfig(_Section):
         return Precision(self.compute)
 
 
-class Job(_Section):
+class Job(Section):
     """A whole job: the keys of a job file, which are `Trainer`'s arguments too."""
 
     name: str = "run"
-    """Names the run and its folder; a job file without it has the name of the file."""
+    """Name of the run and of its folder. A job file without it has the name of the file."""
     seed: int = 0
     """Seed of all random numbers of the job."""
     steps: Annotated[PositiveInt, Field(le=MAX_STEPS)]
-    """Optimizer steps in all."""
+    """Number of optimizer steps of the whole run."""
     batch_size: Annotated[PositiveInt, Field(le=MAX_SAMPLES)]
-    """Samples of one step."""
+    """Samples of one step, over all workers (the global batch size)."""
     microbatches: Parts
-    """Into how many microbatches a batch is cut."""
+    """Number of parts into which a batch is cut, as in gradient accumulation: replicas share them out, and the stages of a
+    pipeline work on different ones at the same time."""
     virtual_replicas: Annotated[NonNegativeInt, Field(le=MAX_PARTS)] = 0
-    """Contiguous blocks of microbatches, in which gradients are summed first; 0: one per microbatch, at most 16."""
+    """Blocks of consecutive microbatches. Gradients are summed inside each block first, then over the blocks in a fixed order,
+    so results depend on this number, and not on how many replicas there are. A replica computes whole blocks: with more
+    replicas than blocks some have no work. 0: one block for each microbatch, at most 16."""
     model: ModelConfig
-    """The function that builds the model, how it is divided, and what becomes of buffers that its forward writes."""
+    """The function that builds the model: it returns an `nn.Module`, a list of blocks or a `raypar.Graph`."""
     loss: LossConfig
-    """The loss function, or a function that makes it; `model`: the model's own loss."""
+    """The loss: a function of (output, target) that returns the mean over the samples, or (sum, count); or a loss module;
+    `model`: the model's own loss."""
     data: DataConfig
-    """The training data."""
+    """The training data: a function or class that gives a map-style data set, and how its samples are used."""
     optimizer: OptimizerConfig = OptimizerConfig(function="torch.optim:AdamW")
-    """The optimizer of every worker."""
+    """The optimizer: a class of `torch.optim` or your own, with its arguments."""
     lr_schedule: FunctionConfig | None = None
-    """The learning rate scheduler; None: a constant rate."""
+    """A function of the step (from 0) that returns the factor on all learning rates; None: 1."""
     clip_norm: PositiveFloat | None = None
-    """Largest norm of the whole gradient; None: it is not clipped."""
+    """Largest norm of the whole gradient, as in `clip_grad_norm_`; None: it is not clipped."""
     validation: ValidationConfig | None = None
     """The validation data; None: no validation."""
     plan: Annotated[
         Annotated[Literal["auto"], Tag(AUTO)] | Annotated[PlanConfig, Tag(GIVEN)],
         Discriminator(lambda value: AUTO if isinstance(value, str) else GIVEN),
     ] = PlanConfig()
-    """The parallel plan; `auto`: the planner chooses it."""
+    """The parallel plan, of stages x replicas x shards workers, one of each without it; `auto`: the planner chooses it."""
     elastic: Annotated[ElasticConfig | None, BeforeValidator(_switch)] = None
-    """How the run survives lost workers; None: it does not."""
+    """How the run continues when workers are lost or join: keys as below, or `true` for the defaults; None, or `false`: a lost
+    worker ends the run."""
+    placement: PlacementConfig = PlacementConfig()
+    """On which nodes of a cluster workers may be, and so which nodes an autoscaler adds; without it on any."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When checkpoints are saved."""
     run_dir: PathText = "runs/"
-    """The folder in which run folders are made."""
+    """The folder in which run folders are made, or the URI of a place on object storage (`s3://BUCKET/runs`). With workers on
+    several machines it must be a place that all of them reach."""
     reduction: Literal["canonical", "fast"] = "canonical"
-    """How gradients are summed: in an order that does not depend on the number of replicas and stages, or in a faster one."""
+    """How gradients are summed. `canonical`: in an order that does not depend on the number of replicas and stages, so that
+    results do not either. `fast`: in any order."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Type of the parameters."""
+    """Type of the parameters, their gradients and the optimizer's state."""
     precision: PrecisionConfig | None = None
-    """The type in which layers and the loss compute; None: `dtype`."""
+    """Mixed precision; None: everything is computed in `dtype`."""
     init: Literal["model", "by-name"] = "model"
-    """Initial values: those that the model function gives, or those of every module's `reset_parameters` under a seed made from
-    the module's name."""
+    """Initial values of the parameters. `model`: those that the model function gives, after it was seeded with `seed`.
+    `by-name`: those of every module's `reset_parameters()`, under a seed made from the module's name."""
     deferred_init: Literal["auto", "always", "never"] = "auto"
-    """Whether large tensors of the model are computed only by the workers that own them; the values are the same."""
+    """Whether the model function runs without memory for large tensors, so that a worker only ever holds the tensors that are
+    its own. The values are the same. `auto`: if the model takes more than 1 GiB."""
     init_from: InitFromConfig | None = None
     """A file with weights to begin with; None: the values that `init` says."""
     device: Literal["cpu", "gpu"] = "cpu"
@@ -529,13 +556,15 @@ class Job(_Section):
     early_stopping: EarlyStoppingConfig | None = None
     """When the run stops before its last step; None: it does not."""
     callbacks: Annotated[tuple[FunctionConfig, ...], Field(strict=False)] = ()
-    """Callables that make the user's callbacks."""
+    """Functions or classes that make your callbacks, objects of classes derived from `raypar.Callback`."""
     trackers: Annotated[tuple[TrackerConfig, ...], Field(strict=False)] = ()
     """Experiment trackers that get the metrics."""
     wait_for_workers_s: NonNegativeFloat = 300.0
-    """Seconds that the run waits for room for its workers, and later for lost ones below `elastic.min_workers`."""
+    """How many seconds the run waits for room for its workers on the cluster; later, with fewer than `elastic.min_workers`, for
+    others."""
     trace_every: NonNegativeInt = 0
-    """Steps from one measured step to the next; 0: a few steps only."""
+    """Every how many steps one is measured, instruction by instruction; the last one that was measured is drawn in
+    `swimlane.svg`. 0: a few steps, the first and the last among them."""
     price_per_worker_hour: PositiveFloat | None = None
     """What one worker costs an hour, in any currency, for the cost per sample among the metrics; None: it is not computed."""
 

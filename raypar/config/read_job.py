@@ -10,25 +10,39 @@ from typing import Any
 
 from pydantic import BaseModel, PositiveInt, ValidationError
 
-from raypar.config.job import JOB_BYTES, RUN_NAME_CURE, Job, PlanConfig, Workers, _Section, is_run_name
+from raypar.config.job import JOB_BYTES, RUN_NAME_CURE, Job, PlanConfig, Workers, is_run_name
+from raypar.config.section import Section
 from raypar.config.validation_errors import config_error, keys_of, section_types
 from raypar.errors import ConfigError
 from raypar.safe_yaml import parse_yaml
 from raypar.untrusted_files import read_limited_text, repr_text, shorten
 
 
-class _RunArguments(_Section):
+class _RunArguments(Section):
     """The arguments of `Trainer` that say how and where a job is run; used to check them."""
 
     workers: Workers | None = None
+    """The most workers that the planner may use, with `plan="auto"` or without `plan`; None: one per processor of this
+    machine."""
     schedule: str | None = None
+    """The schedule's name: the same as the key `schedule` of `plan`."""
     address: str | None = None
+    """The Ray cluster to join, `"auto"` or `"HEAD:6379"`; None: the one that the program has joined by `ray.init`, else
+    `RAY_ADDRESS`, else a local Ray cluster that is started and removed again."""
     local_nodes: PositiveInt = 1
+    """Nodes of the local Ray cluster that is started when there is no other."""
     stop_at_step: PositiveInt | None = None
+    """Number of steps after which the run saves a checkpoint and stops, to be resumed."""
     resume_from_checkpoint: Any = None
+    """The `checkpoint` of a result, or the path of a checkpoint or of a run, whose last one is taken. Training continues after
+    its steps in a new run folder, under the plan that is given here."""
     scaling_config: Any = None
+    """Ray Train's `ScalingConfig`: `num_workers` (also as (least, most) of an elastic run) and `use_gpu`."""
     run_config: Any = None
+    """Ray Train's `RunConfig`: `name`, `storage_path`, `storage_filesystem`, its `FailureConfig` (`max_failures=-1`: elastic)
+    and `CheckpointConfig`."""
     checkpoint_config: Any = None
+    """Ray Train's `CheckpointConfig`: `num_to_keep`."""
 
 
 RUN_ARGUMENTS = tuple(_RunArguments.model_fields)

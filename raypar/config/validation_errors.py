@@ -14,6 +14,7 @@ from raypar.config.plain_values import is_importable_name
 from raypar.errors import ConfigError
 from raypar.keys_of_other_frameworks import advice_for
 from raypar.untrusted_files import repr_text, shorten
+from raypar.worker.autocast_precisions import precision_settings_text
 
 AUTO, GIVEN = "<auto>", "<given>"
 """Tags of the two types of `plan`. Pydantic puts them into error locations; messages leave them out."""
@@ -152,9 +153,9 @@ class _Explainer:
         here, text = str(path[0]) if path else "", got if isinstance(got, str) else ""
         name = (str(got) if text or type(got).__module__ == "torch" else "").removeprefix("torch.")
         if here == "precision":
-            return '; for mixed precision it is {"compute": "bf16"}, and without it everything is computed in `dtype`'
+            return f"; for mixed precision it is {precision_settings_text()}, and without it everything is computed in `dtype`"
         if here == "dtype" and name in _HALF_PRECISION:
-            return '; for mixed precision leave it float32, and set precision to {"compute": "bf16"}'
+            return f"; for mixed precision leave it float32, and set precision to {precision_settings_text()}"
         if here == "dtype" and name in ("float32", "float64"):
             return f'; write "{name}"'
         if here == "device" and name.partition(":")[0] in ("cuda", "nvidia"):

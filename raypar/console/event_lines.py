@@ -139,6 +139,7 @@ LINE_OF_KIND: dict[str, Callable[[Event], str | None]] = {
     "generation": generation_line,
     "waiting": own_text_line,
     "hiring": own_text_line,
+    "released": own_text_line,
     "left": own_text_line,
     "node": own_text_line,
     "note": own_text_line,

@@ -12,7 +12,7 @@ EVERY_S = 10.0
 """Time from one line about a step to the next."""
 
 
-class RunLog:
+class RunLogFormatter:
     """Makes the lines of a run's log from what is new in its files."""
 
     def __init__(self, steps: int | None) -> None:

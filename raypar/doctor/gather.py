@@ -81,8 +81,8 @@ def gather_facts(run_dir: str, address: str | None, environment: Mapping[str, st
     host = Gathering(read_host, SYSTEM_S, "resolving the name of this machine")
     folders = [Gathering(partial(read_folder, path), SYSTEM_S, f"looking at {path}") for path in ("/dev/shm", run_dir, temp)]
     libraries = ["torch", "torchvision", *["nccl"] * bool(gpus)]
-    torch = Gathering(lambda: run_probe("library_probe", libraries, IMPORT_S), IMPORT_S + 5, "importing PyTorch")
-    ray = Gathering(lambda: run_probe("library_probe", ["ray"], IMPORT_S), IMPORT_S + 5, "importing Ray")
+    torch = Gathering(lambda: run_probe("import_probe", libraries, IMPORT_S), IMPORT_S + 5, "importing PyTorch")
+    ray = Gathering(lambda: run_probe("import_probe", ["ray"], IMPORT_S), IMPORT_S + 5, "importing Ray")
     cluster: Any = NotKnown("no cluster is named")
     if address is not None:
         cluster = Gathering(lambda: ask_cluster(address, run_dir), CLUSTER_S + 5, "asking the cluster").result()

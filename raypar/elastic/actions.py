@@ -189,11 +189,24 @@ class AdoptPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class StartWorker:
-    """Start a worker in the background, wherever there is room. Later answer: `WorkerJoined` or `WorkerStartFailed`."""
+class StartWorkers:
+    """Ask the cluster for a place for these workers, all on one node, and start them there once it is found.
 
-    worker: int
-    """Its number."""
+    An autoscaler adds a node for them. Answers: of each worker `WorkerPlaced` and `WorkerJoined`, or `WorkerStartFailed`.
+    """
+
+    workers: tuple[int, ...]
+    """Their numbers, which no other workers ever get: one worker, or all shards of one replica of a stage."""
+    on_demand: bool = False
+    """Whether they need a node that the cloud does not take back."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseWorkers:
+    """Withdraw the demand for workers that have no seat, and end those that run, so that their nodes can go. No answer."""
+
+    workers: tuple[int, ...]
+    """The workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +275,8 @@ Action = (
     | ApplyKeptGradients
     | ChoosePlan
     | AdoptPlan
-    | StartWorker
+    | StartWorkers
+    | ReleaseWorkers
     | ReportFirstStepAfterRecovery
     | CompareReplayedStep
     | KillWorker

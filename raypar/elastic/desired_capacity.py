@@ -1,9 +1,12 @@
-"""How many workers a run should start and use now: the one decision that an autoscaler would replace. Pure."""
+"""How many workers a run should ask the cluster for, use, wait for and give back now, as one decision. Pure.
+
+Asking for workers is what makes an autoscaler add nodes, and giving them back is what makes it remove them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass, field
 
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 
@@ -27,6 +30,10 @@ class WorkerCountLimits:
     """Whether the run moves to a larger plan to give waiting workers a seat."""
     retry_s: float = 5.0
     """Pause in seconds after the first failed start of a worker."""
+    replica_size: int = 1
+    """Workers of one replica of a stage: its shards. So many are asked for together, on one node."""
+    on_demand: int = 0
+    """Least number of workers on nodes that the cloud does not take back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,16 @@ class CapacityInputs:
     step nobody knows what a seat saves."""
     stopping: bool = False
     """Whether the run has been asked to end."""
+    useful: int | None = None
+    """The most workers for which the planner has had a use; None: it has declined none."""
+    may_release: bool = False
+    """Whether workers may be given back now: the run trains, and no other change is under way."""
+    needed_spares: Set[int] = frozenset()
+    """Workers of `spares` that may hold the only copy of some state."""
+    asked_together: Mapping[int, Set[int]] = field(default_factory=dict)
+    """Worker -> the workers that were asked for together with it, itself included; without an entry it was asked for alone."""
+    on_demand: Set[int] = frozenset()
+    """Workers that are on nodes which the cloud does not take back, or have been asked for there."""
 
     @property
     def present(self) -> Set[int]:
@@ -67,22 +84,42 @@ class DesiredCapacity:
 
     seats: int
     """Workers that the next plan should use."""
-    workers_to_start: int
-    """Workers to start now."""
+    groups_to_start: tuple[StartGroup, ...]
+    """Workers to start now, in groups that are placed whole."""
     workers_lacking: int
     """Number of workers that are missing for the minimum; the run waits for them."""
     grow: bool
     """Whether to ask the planner now for a plan of more seats."""
+    workers_to_release: tuple[int, ...]
+    """Workers to give back now: those being started come before those that wait for a seat."""
     reason: str
     """The sentence for the log."""
 
+    @property
+    def workers_to_start(self) -> int:
+        """Number of workers to start now."""
+        return sum(group.workers for group in self.groups_to_start)
+
+
+@dataclass(frozen=True, slots=True)
+class StartGroup:
+    """Workers that are asked for together: they are placed on one node, or not at all."""
+
+    workers: int
+    """Number of workers."""
+    on_demand: bool = False
+    """Whether they need a node that the cloud does not take back."""
+
 
 def compute_desired_capacity(view: CapacityInputs, limits: WorkerCountLimits, now_s: float) -> DesiredCapacity:
-    """The seats, the workers to start and the missing workers of a run with these workers at `now_s`."""
+    """The seats, the workers to start, to wait for and to give back, of a run with these workers at `now_s`."""
     seats = min(view.available, limits.wanted)
     lacking = max(0, limits.minimum - view.available)
+    target = target_worker_count(view, limits)
     may_start = limits.hires and not view.stopping and now_s >= view.start_after_s
-    start = max(0, limits.wanted + limits.standbys - len(view.present)) if may_start else 0
+    start = _split_into_groups(view, limits, max(0, target - len(view.present))) if may_start else ()
+    may_release = limits.hires and view.may_release and not view.stopping
+    release = choose_workers_to_release(view, len(view.present) - target) if may_release else ()
     grow = _should_grow(view, limits, seats, now_s)
     if lacking:
         are = "worker is" if view.available == 1 else "workers are"
@@ -91,7 +128,45 @@ def compute_desired_capacity(view: CapacityInputs, limits: WorkerCountLimits, no
         reason = f"{format_worker_numbers(view.spares)} {verb_form(view.spares, 'waits', 'wait')} for a seat"
     else:
         reason = f"{len(view.present)} of {limits.wanted} workers are there or on their way"
-    return DesiredCapacity(seats, start, lacking, grow, reason)
+    return DesiredCapacity(seats, start, lacking, grow, release, reason)
+
+
+def target_worker_count(view: CapacityInputs, limits: WorkerCountLimits) -> int:
+    """The number of workers to have, standbys included. What the planner has declined is not asked for again."""
+    useful = limits.wanted if view.useful is None else min(limits.wanted, view.useful)
+    return useful + limits.standbys
+
+
+def _split_into_groups(view: CapacityInputs, limits: WorkerCountLimits, missing: int) -> tuple[StartGroup, ...]:
+    """`missing` workers in groups of whole replicas, and the rest one by one; first those that must be on-demand."""
+    sizes = [limits.replica_size] * (missing // limits.replica_size) + [1] * (missing % limits.replica_size)
+    lacking = limits.on_demand - len(view.on_demand & view.present)
+    groups = []
+    for size in sizes:
+        groups.append(StartGroup(size, lacking > 0))
+        lacking -= size
+    return tuple(groups)
+
+
+def choose_workers_to_release(view: CapacityInputs, surplus: int) -> tuple[int, ...]:
+    """At most `surplus` workers without a seat, in whole groups: those without a place first, then those without a process.
+
+    The placement group of workers that were asked for together can only be given back whole. Never given back are members, and
+    spares that may hold the only copy of some state. Of equals the last one asked for goes first.
+    """
+    free = (view.spares | view.starting) - view.needed_spares
+    groups = {frozenset(view.asked_together.get(worker, {worker}) & view.present) for worker in free}
+
+    def effort(group: Collection[int]) -> tuple[int, int]:
+        """How much has been done for the group, and its place among equals."""
+        ready, placed = any(w in view.spares for w in group), any(w in view.placed for w in group)
+        return 2 * ready + placed, -max(group)
+
+    released: list[int] = []
+    for group in sorted((group for group in groups if group <= free), key=effort):
+        if len(released) + len(group) <= surplus:
+            released += sorted(group)
+    return tuple(released)
 
 
 def _should_grow(view: CapacityInputs, limits: WorkerCountLimits, seats: int, now_s: float) -> bool:

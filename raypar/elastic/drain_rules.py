@@ -24,8 +24,11 @@ def drain_worker(m: RunState, event: DrainRequested) -> None:
 
 
 def drain_before_start(m: RunState, event: DrainRequested) -> None:
-    """Mark the worker as leaving: a new generation without it begins before the first step."""
-    m.membership.leaving.add(event.worker)
+    """Mark the worker as leaving: a new generation without it begins before the first step. Kill one without a seat at once."""
+    if event.worker in m.membership.members:
+        m.membership.leaving.add(event.worker)
+    else:
+        drain_worker(m, event)
 
 
 def drain_later(m: RunState, event: DrainRequested) -> None:

@@ -14,6 +14,24 @@ FailureKind = Literal["user", "lost", "error", "aborted"]
 
 
 @dataclass(frozen=True, slots=True)
+class FirstWorkersPlaced:
+    """The cluster has found room for the workers that the run begins with; they are started now."""
+
+    plan: ParallelPlan
+    """The first generation's plan: the job's own, or one for fewer workers."""
+    members: tuple[int, ...]
+    """`members[rank]`: the worker in the seat `rank` of the plan."""
+    placed: tuple[int, ...] = ()
+    """Further workers that are placed and started; they wait for a seat."""
+    pending: tuple[int, ...] = ()
+    """Workers that are asked for and not placed yet."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """The workers that share a placement group, of each group."""
+    on_demand: tuple[int, ...] = ()
+    """Workers that have been asked for on nodes that the cloud does not take back."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersReady:
     """All workers of the first plan have built their stages and are connected."""
 
@@ -189,6 +207,12 @@ class DriverFailover:
     """Steps of the last checkpoint."""
     starting: tuple[int, ...] = ()
     """Workers that were started and have not joined yet."""
+    pending: tuple[int, ...] = ()
+    """Workers that were asked for and have not been started, because they had no place or the driver was lost."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """The workers that share a placement group, of each group."""
+    on_demand: tuple[int, ...] = ()
+    """Workers that are on nodes which the cloud does not take back."""
     next_worker_number: int = 0
     """The number that the next worker gets."""
     idle_s: float | None = None
@@ -300,7 +324,8 @@ class Tick:
 
 
 RunEvent = (
-    WorkersReady
+    FirstWorkersPlaced
+    | WorkersReady
     | StepReported
     | CallFailed
     | StepJournalled

@@ -7,6 +7,7 @@ import re
 from raypar.elastic.events import CallFailed
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
+from raypar.elastic.unreachable_workers import describe_unreachable_workers
 from raypar.errors import OutOfMemory, WorkerLost, error_first_line
 
 
@@ -58,6 +59,13 @@ def make_repeated_failure_error(m: RunState) -> WorkerLost:
             "in one process; `raypar resume` goes on from the last checkpoint",
         )
     last = "\n".join(str(f.error) for f in failures[-most:])
+    if pairs := describe_unreachable_workers(m):
+        return WorkerLost(
+            f"{m.health.attempts} recoveries in a row did not get beyond step {step}: {pairs} cannot reach each other, and "
+            f"none of them can be done without; the last failures:\n{last}",
+            cure="look at the network between their nodes (`raypar doctor`, routes, firewalls); `raypar resume` goes on from "
+            "the last checkpoint",
+        )
     return WorkerLost(
         f"{m.health.attempts} recoveries in a row did not get beyond step {step}; the last failures:\n{last}",
         cure="what kills the workers is probably in this step: look at their logs; `raypar resume` goes on",

@@ -25,32 +25,41 @@ def note_placed_worker(m: RunState, event: WorkerPlaced) -> None:
 
 def add_spare_while_recovering(m: RunState, event: WorkerJoined) -> None:
     """Let a new worker wait for a seat; if the run waits for workers, begin a new recovery with it."""
-    add_spare(m, event)
-    if m.phase is Phase.WAITING:
+    if add_spare(m, event) and m.phase is Phase.WAITING:
         begin_recovery(m, f"worker {event.worker} has joined", counts=False)
 
 
 def add_spare_while_running(m: RunState, event: WorkerJoined) -> None:
     """Let a new worker wait for a seat, which it may get between two steps."""
-    add_spare(m, event)
-    ask_for_larger_plan(m, desired_capacity_of_run(m))
+    if add_spare(m, event):
+        ask_for_larger_plan(m, desired_capacity_of_run(m))
 
 
-def add_spare(m: RunState, event: WorkerJoined) -> None:
-    """Let a new worker wait for a seat.
+def add_spare(m: RunState, event: WorkerJoined) -> bool:
+    """Let a new worker wait for a seat. False if it was given back or lost before its message came.
 
     At the end of a run it is needed only if a worker is lost with its share of the last checkpoint.
     """
+    if event.worker in m.membership.gone:
+        return False
     m.hiring.forget(event.worker)
     m.hiring.next_number = max(m.hiring.next_number, event.worker + 1)
     m.hiring.failures = 0
     m.membership.spares.add(event.worker)
     if m.planned.ask_at_s is None:
         m.planned.ask_at_s = m.timer.now_s + m.policy.grow_after_s
+    return True
+
+
+def add_spare_quietly(m: RunState, event: WorkerJoined) -> None:
+    """Let a new worker wait for a seat; nothing else follows at the start and at the end of a run."""
+    add_spare(m, event)
 
 
 def retry_start_later(m: RunState, event: WorkerStartFailed) -> None:
     """Mark the worker lost and allow the next start after a pause; another machine may work."""
+    if event.worker in m.membership.gone:
+        return  # it was given back, or had to leave, while it was being started
     mark_worker_lost(m, event.worker)
     pause_s = desired_capacity.retry_pause_s(m.policy.capacity, m.hiring.failures)
     m.hiring.retry_at_s = m.timer.now_s + pause_s
@@ -70,6 +79,7 @@ def ask_for_larger_plan(m: RunState, decision: DesiredCapacity) -> None:
     """Ask the planner for a plan with seats for the spares, if `decision` says so; training goes on meanwhile."""
     if decision.grow:
         m.planned.asking, m.planned.ask_at_s = True, None
+        m.planned.asked_workers = decision.seats
         m.decide(ChoosePlan(m.membership.generation, decision.seats), decision.reason)
 
 
@@ -83,7 +93,10 @@ def judge_larger_plan(m: RunState, event: PlanChosen) -> None:
     if event.generation != who.generation or not planned.asking:
         return
     planned.asking = False
-    if event.plan is None or event.plan.world <= len(who.members) or planned.reason is not None:
+    if planned.reason is not None:
+        return
+    if event.plan is None or event.plan.world <= len(who.members):
+        note_declined_capacity(m)
         return
     left = m.policy.end - m.progress.committed
     # Predictions give the ratio of the two plans' step times; the present step time is measured.
@@ -95,8 +108,32 @@ def judge_larger_plan(m: RunState, event: PlanChosen) -> None:
         stay = f"{format_worker_numbers(who.spares)} {verb_form(who.spares, 'stays', 'stay')} in reserve"
         text = f"{stay}: {verb_form(who.spares, 'a seat', 'seats')} would save {max(gain_s, 0.0):.1f} s of {left} steps"
         m.decide(TellUser(text), f"moving costs about {m.policy.move_s:.1f} s")
+        note_declined_capacity(m)
         return
     planned.reason, planned.plan = f"making room for {format_worker_numbers(who.spares)}", event.plan
     planned.workers = count_available_workers(m)
     if m.phase in (Phase.RUNNING, Phase.FLUSHING):
         issue_steps(m)
+
+
+def note_declined_capacity(m: RunState) -> None:
+    """Note that the planner has no use for more workers than the members: the others are given back and not asked for again.
+
+    If it was asked for fewer workers than are wanted, they are kept for `capacity_s`, because with those that are still to come
+    they may help.
+    """
+    m.planned.declined_at_s = m.timer.now_s
+    if m.planned.asked_workers >= m.policy.wanted:
+        m.hiring.useful, m.hiring.useful_for_good = len(m.membership.members), True
+
+
+def give_up_larger_plan(m: RunState) -> None:
+    """Ask for no more workers if spares have waited in vain for others without which they do not help.
+
+    With another plan they are asked for again.
+    """
+    declined_s = m.planned.declined_at_s
+    if m.hiring.useful is not None or declined_s is None or not m.membership.spares:
+        return
+    if m.timer.now_s - declined_s >= m.policy.capacity_s:
+        m.hiring.useful = len(m.membership.members)

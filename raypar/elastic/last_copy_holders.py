@@ -44,6 +44,16 @@ def find_only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
     return tuple(worker for worker in sorted(silent) if count_shared_elements(lost, held.get(worker, ())))
 
 
+def steps_are_lost_without(m: RunState, silent: Collection[int]) -> bool:
+    """Whether the workers that answer lack some of the newest state, so that all would go back to older copies."""
+    if m.membership.plan is None:
+        return False
+    done = count_steps_of_answering_workers(m, silent)
+    answering = {worker: status for worker, status in m.recovery.statuses.items() if worker not in silent}
+    need = dict(enumerate(m.held_pieces(m.membership.plan)))
+    return not _needs_no_worker(m, done) and bool(pieces_nobody_holds(_live_pieces(m, answering, done), need))
+
+
 def _needs_no_worker(m: RunState, done: int) -> bool:
     """Whether the state after `done` steps is the initial one or in a checkpoint, so that no worker's memory is needed."""
     return done <= m.policy.steps_before_run or state_sources.get_trusted_checkpoint_step(m) == done

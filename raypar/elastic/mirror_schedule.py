@@ -26,6 +26,8 @@ class MirrorSchedule:
     """The step of the run that took the very first snapshot; None: no step has."""
     complete: bool = False
     """Whether some snapshot is known to be complete on all workers."""
+    complete_in_generation: bool = False
+    """Whether one of this generation is, so that none of an earlier one is needed."""
     _steps_s: float = field(default=0.0, init=False)
     """Seconds of the committed steps since the last snapshot, including its own step."""
     _spent_s: float = field(default=0.0, init=False)
@@ -43,7 +45,12 @@ class MirrorSchedule:
         self._steps_s = self._spent_s = 0.0
         self._measured = False
         self._reported = {}
-        self._before = False
+        self._before = self.complete_in_generation = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether snapshots are taken at all."""
+        return bool(self.every or self.cost)
 
     @property
     def awaits_report(self) -> bool:
@@ -55,7 +62,7 @@ class MirrorSchedule:
 
         `anyway`: whether a snapshot is due whatever the time, for instance before a checkpoint.
         """
-        if not (self.every or self.cost) or self.awaits_report:
+        if not self.enabled or self.awaits_report:
             return False
         due = (
             anyway
@@ -83,4 +90,5 @@ class MirrorSchedule:
             self._steps_s += seconds
             self._spent_s += spent
             self._measured = True
-            self.complete = self.complete or self._before  # a snapshot's step is voted on once the one before is complete
+            if self._before:  # a snapshot's step is voted on once the one before is complete
+                self.complete = self.complete_in_generation = True

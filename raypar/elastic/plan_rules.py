@@ -18,7 +18,7 @@ from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import assign_seats, refill_seats
 from raypar.elastic.step_flow import issue_steps
 from raypar.elastic.straggler_rules import begin_straggler_watch
-from raypar.elastic.worker_hiring import desired_capacity_of_run, start_missing_workers
+from raypar.elastic.worker_hiring import desired_capacity_of_run, spares_of_complete_replicas, start_missing_workers
 from raypar.errors import ClusterError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece, pieces_nobody_holds, plan_moves
@@ -53,8 +53,14 @@ def find_plan(m: RunState) -> None:
 
 
 def _usable_workers(m: RunState) -> list[int]:
-    """Workers that have answered in this recovery and are not leaving."""
-    return sorted(set(m.recovery.statuses) - m.membership.leaving)
+    """Workers that have answered in this recovery and are not leaving.
+
+    Spares whose replica is incomplete, because other shards of it have not joined, count only where seats would stay empty
+    without them.
+    """
+    answered = set(m.recovery.statuses) - m.membership.leaving
+    complete = answered - (m.membership.spares - spares_of_complete_replicas(m))
+    return sorted(complete if len(complete) >= len(m.membership.members) else answered)
 
 
 def request_plan(m: RunState, usable: list[int]) -> None:
@@ -152,6 +158,7 @@ def start_generation(m: RunState, order: AdoptPlan) -> None:
     who, p, stopping = m.membership, m.progress, m.stopping
     trained = who.members
     who.plan, who.members = order.plan, order.members
+    who.had_seat.update(trained, order.members)
     warn_of_changed_shard_counts(m, order)
     who.spares = (who.spares | set(m.recovery.statuses)) - set(who.members) - who.leaving - who.gone
     p.issued = p.committed = order.done
@@ -160,6 +167,8 @@ def start_generation(m: RunState, order: AdoptPlan) -> None:
     m.trust.tainted -= set(who.members)
     m.planned.reason = m.planned.plan = None
     m.planned.ask_at_s = m.timer.now_s if who.spares else None
+    m.planned.declined_at_s = None
+    m.hiring.useful = m.hiring.useful if m.hiring.useful_for_good else None
     _dismiss_leaving_workers(m, trained)
     if stopping.request is not None and (stopping.stop_step is None or stopping.interrupted):
         stopping.stop_step = max(p.committed, p.emitted)

@@ -38,8 +38,15 @@ from raypar.elastic.plural_wording import format_worker_numbers
 from raypar.elastic.run_state import RunState
 from raypar.elastic.shard_count_history import ShardCountHistory
 from raypar.elastic.step_flow import record_emitted_step
+from raypar.elastic.unreachable_workers import choose_unreachable_workers, note_unreachable_workers
 from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import ClusterError, error_first_line
+
+CLAIM_TOLD_S = 5.0
+"""Time after which people are told that the claim of a generation waits for Ray's control store."""
+CUT_OFF_S, MOST_PATIENCE_S = 2.0, 20.0
+"""A claim that takes longer than `CUT_OFF_S` means that the driver was cut off. Silent workers are then waited for as long
+again, but not longer than `MOST_PATIENCE_S`, and only if steps would be lost without them."""
 
 # -- the way in ----------------------------------------------------------------------------------------------------------
 
@@ -54,10 +61,14 @@ def take_over_run(m: RunState, event: DriverFailover) -> None:
     p.issued = p.committed = p.emitted = p.journalled = event.seen
     p.served_flush_point = event.seen - 1  # what is due there may not have been served
     p.validated, p.saved = event.validated, event.saved
-    hiring.starting, hiring.placed = set(event.starting), set(event.starting)
+    hiring.starting, hiring.placed = {*event.starting, *event.pending}, set(event.starting)
+    for group in event.groups:
+        hiring.put_together(group)
+    hiring.on_demand = set(event.on_demand)
     hiring.next_number = max(hiring.next_number, event.next_worker_number)
     p.last_commit_s = None if event.idle_s is None else m.timer.now_s - event.idle_s
     who.spares = set(event.workers) - set(event.members) - hiring.starting
+    who.had_seat = set(event.workers)  # not known; any of them may keep a mirror snapshot
     m.mirror.complete = True  # not known; better an error than a restart from the beginning
     who.gone = set(event.members) - set(event.workers)
     begin_recovery(m, "a new driver takes over")
@@ -91,6 +102,8 @@ def fence_workers(m: RunState, event: GenerationClaimed) -> None:
     if not event.ok:
         m.end_run("deposed", f"generation {event.generation} was claimed by another driver, which goes on with the run")
         return
+    if m.timer.elapsed_s > CUT_OFF_S:
+        wait_for_packets_again(m, m.timer.elapsed_s)
     # Not earlier: if this driver was stopped, another one may have gone on with these workers; its claim comes first.
     for worker in sorted(who.hung):
         m.decide(KillWorker(worker, "did not answer"), "recovery never waits for a worker that hangs")
@@ -123,9 +136,17 @@ def announce_returned_worker(m: RunState, worker: int) -> None:
     began_s = r.waited_from_s if m.progress.last_commit_s is None else m.progress.last_commit_s
     m.health.next_step_least_limit_s = max(m.health.next_step_least_limit_s, 2 * (m.timer.now_s - began_s))
     waited_s = m.timer.now_s - r.waited_from_s
+    wait_for_packets_again(m, waited_s)
     m.decide(
         TellUser(f"worker {worker} has answered, after a wait of {waited_s:.1f} s; its state is whole"), "it was waited for"
     )
+
+
+def wait_for_packets_again(m: RunState, interruption_s: float) -> None:
+    """Give silent workers time after an interruption of the driver's network: TCP repeats a lost packet after a pause that it
+    has doubled each time, so within as long as the interruption lasted."""
+    until_s = m.timer.now_s + min(interruption_s, MOST_PATIENCE_S)
+    m.health.patient_until_s = max(m.health.patient_until_s, until_s)
 
 
 def settle_open_step_if_all_answered(m: RunState) -> None:
@@ -202,6 +223,8 @@ def handle_failure_while_recovering(m: RunState, event: CallFailed) -> None:
         fail_run(m, event)
     elif event.generation == m.membership.generation and m.phase is not Phase.CLAIMING:
         m.health.failures.append(event)
+        note_unreachable_workers(m, event)
+        mark_workers_hung(m, choose_unreachable_workers(m))
         begin_recovery(m, error_first_line(event.error))
 
 
@@ -223,12 +246,19 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> None:
     if m.stopping.abandon_at_s is not None and timer.now_s >= m.stopping.abandon_at_s:
         end_run_between_generations(m)
         return
+    if m.phase is Phase.CLAIMING and timer.elapsed_s > CLAIM_TOLD_S and not r.awaited:
+        r.awaited = "Ray's control store, which does not answer (the workers keep their state meanwhile)"
+        tell_what_is_awaited(m)
     if m.phase is Phase.WAITING:
         start_missing_workers(m)
         if timer.now_s - r.told_s >= last_copy_holders.TELL_EVERY_S and timer.deadline_s is not None and not timer.expired:
             tell_what_is_awaited(m)
     silent = sorted(r.expected - set(r.statuses)) if m.phase is Phase.STANDING else sorted(r.expected)
     asked = m.phase in (Phase.STANDING, Phase.SETTLING, Phase.ADOPTING)
+    if m.phase is Phase.STANDING and timer.now_s < m.health.patient_until_s:
+        living = set(silent) - event.ended
+        if living and last_copy_holders.steps_are_lost_without(m, living):
+            return
     hopeless = asked and silent and set(silent) <= event.unheard and timer.elapsed_s > m.policy.hopeless_s
     if not (hopeless or timer.expired or (m.phase is Phase.STANDING and r.waited_from_s is not None)):
         return
@@ -238,13 +268,14 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> None:
         m.end_run("failed", "no workers came", ClusterError(what, cure=cure))
     elif m.phase in (Phase.CLAIMING, Phase.PLANNING):
         what = f"{m.phase.value} took more than {timer.elapsed_s:.0f} s"
-        m.end_run("failed", what, ClusterError(what, cure="look at the head node: it does not answer"))
+        cure = "look at the head node, whose control store does not answer; `raypar resume` goes on from the last checkpoint"
+        m.end_run("failed", what, ClusterError(what, cure=cure))
     elif m.phase is Phase.STANDING:
         wait_for_or_drop_silent_workers(m, event, silent)
     else:
         # Workers that answer pings wait for others, or are slow: the next generation asks for their status.
         mute = set(silent) & event.unheard
-        give_up_workers(m, mute - set(last_copy_holders.find_only_holders(m, mute - event.ended)))
+        mark_workers_hung(m, mute - set(last_copy_holders.find_only_holders(m, mute - event.ended)))
         begin_recovery(m, f"{format_worker_numbers(silent)} did not answer while {m.phase.value}")
 
 
@@ -270,11 +301,11 @@ def wait_for_or_drop_silent_workers(m: RunState, event: Tick, silent: list[int])
     if holders and r.waited_from_s is not None:
         m.health.waited_s = timer.now_s - r.waited_from_s
         more = f", in a wait of {m.health.waited_s:.0f} s"
-    give_up_workers(m, silent)
+    mark_workers_hung(m, silent)
     begin_recovery(m, f"{format_worker_numbers(silent)} did not answer while {m.phase.value}{more}")
 
 
-def give_up_workers(m: RunState, silent: Iterable[int]) -> None:
+def mark_workers_hung(m: RunState, silent: Iterable[int]) -> None:
     """Mark the `silent` workers lost; they are killed once the next generation is claimed."""
     for worker in silent:
         mark_worker_lost(m, worker)

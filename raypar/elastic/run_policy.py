@@ -12,7 +12,7 @@ class RunPolicy:
     """The settings of one run, fixed when it starts. Names that end in `_s` are in seconds."""
 
     workers: int
-    """Number of workers that the run begins with."""
+    """Number of workers of the job's own plan. An elastic run may begin with fewer."""
     job_steps: int
     """Number of steps of the whole job."""
     steps_before_run: int = 0
@@ -55,6 +55,10 @@ class RunPolicy:
     """Whether the run starts workers itself, in place of lost ones."""
     standbys: int = 0
     """Workers started beyond the wanted number, to wait for a seat with everything loaded."""
+    replica_size: int = 1
+    """Workers of one replica of a stage (its shards), which are asked for together."""
+    on_demand: int = 0
+    """Least number of workers on nodes that the cloud does not take back."""
     retry_s: float = 5.0
     """Pause after a worker could not be started; it doubles with each further failure, five times at most."""
     grow: bool = True
@@ -65,8 +69,9 @@ class RunPolicy:
     """Cost of a move to another plan: a larger plan has to save more time."""
     max_attempts: int = 8
     """Recoveries in a row without a new step between them; with one more the run fails."""
-    claim_s: float = 10.0
-    """Limit for the journal's answer to the claim of a generation."""
+    claim_s: float = 90.0
+    """Limit for the journal's answer to the claim of a generation. While the network to Ray's control store is broken the
+    workers keep the state; Ray itself ends the driver's node after about half a minute."""
     status_s: float = 1.0
     """Least limit for a worker's status report in a recovery."""
     status_medians: float = 3.0
@@ -106,4 +111,13 @@ class RunPolicy:
     @property
     def capacity(self) -> WorkerCountLimits:
         """The limits on the number of workers."""
-        return WorkerCountLimits(self.wanted, self.min_workers, self.standbys, self.hires, self.grow, self.retry_s)
+        return WorkerCountLimits(
+            self.wanted,
+            self.min_workers,
+            self.standbys,
+            self.hires,
+            self.grow,
+            self.retry_s,
+            self.replica_size,
+            self.on_demand,
+        )

@@ -112,8 +112,12 @@ class Membership:
     """Workers that were lost, have left, or could not be started."""
     hung: set[int] = field(default_factory=set)
     """Workers of `gone` whose processes may still exist; they are killed once the next generation is claimed."""
+    had_seat: set[int] = field(default_factory=set)
+    """Workers that have had a seat in some generation."""
     nodes: Mapping[int, str] = field(default_factory=dict)
     """Worker -> its node, as far as the driver knows."""
+    zones: Mapping[str, str] = field(default_factory=dict)
+    """Node -> its availability zone, where nodes say theirs."""
 
     def mark_lost(self, worker: int) -> None:
         """Count the worker as gone for good."""
@@ -124,7 +128,7 @@ class Membership:
 
 @dataclass(slots=True)
 class WorkerStarts:
-    """Workers that this run starts by itself."""
+    """Workers that this run asks the cluster for."""
 
     next_number: int
     """The number of the next worker that is started."""
@@ -132,10 +136,31 @@ class WorkerStarts:
     """Workers that have been asked for and have not joined yet."""
     placed: set[int] = field(default_factory=set)
     """Workers of `starting` for which the cluster has found room."""
+    asked_together: dict[int, set[int]] = field(default_factory=dict)
+    """Worker -> all workers that share its placement group, where these are several."""
+    on_demand: set[int] = field(default_factory=set)
+    """Workers that are on nodes which the cloud does not take back, or have been asked for there."""
+    useful: int | None = None
+    """The most workers for which the planner has had a use; None: it has declined none."""
+    useful_for_good: bool = False
+    """Whether `useful` holds for all plans, because the planner was asked for all workers that are wanted."""
     failures: int = 0
     """Number of failed starts in a row."""
     retry_at_s: float = 0.0
     """No worker is started before this time."""
+
+    def ask_for(self, workers: tuple[int, ...], *, on_demand: bool = False) -> None:
+        """Note that these workers have been asked for together."""
+        self.next_number = max(self.next_number, workers[-1] + 1)
+        self.starting.update(workers)
+        self.put_together(workers)
+        if on_demand:
+            self.on_demand.update(workers)
+
+    def put_together(self, workers: tuple[int, ...]) -> None:
+        """Note that these workers share a placement group."""
+        if len(workers) > 1:
+            self.asked_together.update({worker: set(workers) for worker in workers})
 
     def forget(self, worker: int) -> None:
         """Remove the worker from those that are being started: it has joined, or will not."""
@@ -155,6 +180,10 @@ class PlannedChange:
     """The number of workers for which that plan was chosen."""
     asking: bool = False
     """Whether the planner has been asked for a larger plan and has not answered."""
+    asked_workers: int = 0
+    """The number of workers for which it was asked last."""
+    declined_at_s: float | None = None
+    """When it declined spares last, under the present plan; None: it has not."""
     ask_at_s: float | None = None
     """Latest time to ask the planner for a plan with seats for the spares; None: all spares have been considered."""
 
@@ -204,6 +233,10 @@ class WorkerHealth:
     """Deaths of workers since the last new step that the step itself may have caused."""
     attempts: int = 0
     """Recoveries since the last new step that count as attempts at the next step."""
+    unreachable: dict[int, set[frozenset[int]]] = field(default_factory=dict)
+    """Generation since the last new step -> pairs of workers that could not reach each other in it."""
+    patient_until_s: float = 0.0
+    """Until then silent workers have time to answer: the driver itself was cut off from everybody, and its network is back."""
     disturbed_at_s: float | None = None
     """When the present disturbance began: a recovery after which no step is committed yet; None: there is none."""
     next_step_least_limit_s: float = 0.0

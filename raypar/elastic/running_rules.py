@@ -14,6 +14,7 @@ from raypar.elastic.events import (
     CallFailed,
     CheckpointFailed,
     CheckpointSaved,
+    FirstWorkersPlaced,
     GroupsAborted,
     RunEvent,
     StacksReported,
@@ -26,7 +27,7 @@ from raypar.elastic.events import (
     ValidationReported,
     WorkersReady,
 )
-from raypar.elastic.growth_rules import ask_for_larger_plan
+from raypar.elastic.growth_rules import ask_for_larger_plan, give_up_larger_plan
 from raypar.elastic.inelastic_silent_worker_rules import check_silent_worker_wait
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
@@ -41,7 +42,7 @@ from raypar.elastic.step_flow import (
     record_emitted_step,
 )
 from raypar.elastic.straggler_rules import begin_straggler_watch, check_stragglers
-from raypar.elastic.worker_hiring import desired_capacity_of_run, start_workers
+from raypar.elastic.worker_hiring import desired_capacity_of_run, release_workers, start_workers
 from raypar.errors import CommTimeout
 
 
@@ -50,6 +51,17 @@ def ignore_event(m: RunState, event: RunEvent) -> None:
 
 
 # -- steps ---------------------------------------------------------------------------------------------------------------
+
+
+def note_first_workers(m: RunState, event: FirstWorkersPlaced) -> None:
+    """Note the first plan and its members. The others join while the first ones start or train."""
+    who, hiring = m.membership, m.hiring
+    who.plan, who.members = event.plan, event.members
+    hiring.starting.update(event.placed, event.pending)
+    hiring.placed.update(event.placed)
+    for group in event.groups:
+        hiring.put_together(group)
+    hiring.on_demand.update(event.on_demand)
 
 
 def start_training(m: RunState, event: WorkersReady) -> None:
@@ -108,8 +120,10 @@ def check_step_deadlines(m: RunState, event: Tick) -> None:
     if check_silent_worker_wait(m, event):
         return
     if m.policy.elastic and m.health.disturbed_at_s is None:
+        give_up_larger_plan(m)
         wanted = desired_capacity_of_run(m)
         start_workers(m, wanted)
+        release_workers(m, wanted)
         ask_for_larger_plan(m, wanted)
     late = find_overdue_workers(m, step_deadline_s(m))
     if not late and event.unheard:  # late and silent: two signs together justify a shorter limit

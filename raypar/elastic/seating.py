@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from raypar.elastic.state_sources import find_live_holders
 from raypar.errors import PlanError
@@ -17,27 +18,53 @@ if TYPE_CHECKING:
     from raypar.elastic.run_state import RunState
 
 
-def spread_replicas_over_nodes(plan: ParallelPlan, nodes: Mapping[int, str]) -> tuple[int, ...]:
-    """By rank, the worker of a first plan: replicas of a position go to different nodes, so that no node has every copy.
+@dataclass(frozen=True, slots=True)
+class WorkerPlaces:
+    """Where workers are. Each mapping is from a worker to a name; a worker without one may be anywhere."""
 
-    Among equal choices the lowest worker number comes first. `nodes`: worker -> node, one worker for each rank of `plan`. A
-    plan with shards takes the workers in order of their numbers.
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """Worker -> its node."""
+    zones: Mapping[str, str] = field(default_factory=dict)
+    """Node -> its availability zone, where nodes say theirs."""
+    on_demand: Collection[int] = ()
+    """Workers on nodes that the cloud does not take back."""
+
+    def zone(self, worker: int) -> str:
+        """The worker's zone; its node where that has no zone."""
+        node = self.nodes.get(worker, "")
+        return self.zones.get(node, node)
+
+
+def spread_replicas_over_nodes(plan: ParallelPlan, places: WorkerPlaces, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """By rank, the worker of a first plan: replicas of a stage go to different nodes and zones, so that none has every copy.
+
+    `groups`: the workers that were placed together, a whole replica each; there may be more than the plan needs. The first
+    replica of every stage goes to an on-demand node as long as there are such. Among equal choices the lowest number wins.
     """
-    free = sorted(nodes)
-    if len(set(nodes.values())) < 2 or any(stage.shards > 1 for stage in plan.stages):
-        return tuple(free)
-    left = Counter(nodes.values())
-    members: list[int] = []
-    used: dict[int, Counter[str]] = {}
-    for seat in plan.seats:
-        here = used.setdefault(seat.position, Counter())
-        # Among the nodes with the fewest copies of this position, the node with the most free workers comes first.
-        worker = min(free, key=lambda n: (here[nodes[n]], -left[nodes[n]], n))
-        free.remove(worker)
-        left[nodes[worker]] -= 1
-        here[nodes[worker]] += 1
-        members.append(worker)
-    return tuple(members)
+    free = sorted(groups)
+    left = Counter(places.nodes.get(group[0], "") for group in free)
+    node_copies, zone_copies = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
+    chosen: dict[tuple[int, int], tuple[int, ...]] = {}
+    replicas = [(seat.position, seat.replica) for seat in plan.seats if seat.shard == 0]
+    if places.on_demand:
+        replicas.sort(key=lambda each: each[1])  # a copy of every stage before the second copy of any
+
+    def cost(position: int, replica: int, group: tuple[int, ...]) -> tuple[bool, int, int, int, tuple[int, ...]]:
+        """What speaks against a group; among nodes with equally few copies the one with the most free workers is best."""
+        node, zone = places.nodes.get(group[0], ""), places.zone(group[0])
+        unsafe = bool(places.on_demand) and (replica == 0) != (group[0] in places.on_demand)
+        return unsafe, zone_copies[position, zone], node_copies[position, node], -left[node], group
+
+    shards = {stage.position: stage.shards for stage in plan.stages}
+    for position, replica in replicas:
+        group = min((g for g in free if len(g) == shards[position]), key=partial(cost, position, replica))
+        free.remove(group)
+        node = places.nodes.get(group[0], "")
+        left[node] -= 1
+        node_copies[position, node] += 1
+        zone_copies[position, places.zone(group[0])] += 1
+        chosen[position, replica] = group
+    return tuple(chosen[seat.position, seat.replica][seat.shard] for seat in plan.seats)
 
 
 def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[int, ...]] | None:
@@ -103,25 +130,27 @@ def seat_whole_replicas(shards: Sequence[Sequence[int]], nodes: Mapping[int, str
 
 def assign_seats(m: RunState, plan: ParallelPlan, usable: list[int]) -> tuple[int, ...]:
     """Who takes which seat of a new plan: as little as possible moves, the shards of a replica sit on one node, and copies of a
-    stage on different ones."""
+    stage on different nodes and zones, one of them on an on-demand node."""
     replicas = [(seat.position, seat.replica) for seat in plan.seats]
     have = find_live_holders(m, m.recovery.done)
-    return match_workers_to_seats(m.held_pieces(plan), have, usable, m.membership.nodes, plan.compute_keys, replicas)
+    places = WorkerPlaces(m.membership.nodes, m.membership.zones, m.hiring.on_demand)
+    return match_workers_to_seats(m.held_pieces(plan), have, usable, places, plan.compute_keys, replicas)
 
 
 def match_workers_to_seats(
     need: Sequence[Sequence[Piece]],
     have: Holdings,
     workers: Sequence[int],
-    nodes: Mapping[int, str] | None = None,
+    places: WorkerPlaces | None = None,
     copies: Sequence[Hashable] = (),
     replicas: Sequence[Hashable] = (),
 ) -> tuple[int, ...]:
     """By seat: the worker that takes it. Workers that hold most of what a seat needs come first, then the lowest numbers.
 
-    `need[rank]`: the pieces that a seat needs. `nodes`: worker -> node. `copies[rank]`: equal for seats that compute the same.
-    `replicas[rank]`: equal for the shards of one replica. As far as nothing more has to move, the shards of a replica get
-    workers on one node; as far as that allows, seats that compute the same get workers on different nodes.
+    `need[rank]`: the pieces that a seat needs. `copies[rank]`: equal for seats that compute the same. `replicas[rank]`: equal
+    for the shards of one replica. As far as nothing more has to move, the shards of a replica get workers on one node; as far
+    as that allows, one of the seats that compute the same gets an on-demand worker, and they get workers in different zones and
+    on different nodes.
     Raises `PlanError` when there are fewer workers than seats.
     """
     if len(workers) < len(need):
@@ -137,9 +166,9 @@ def match_workers_to_seats(
         if rank not in chosen and worker not in chosen.values():
             chosen[rank] = worker
     members = [chosen[rank] for rank in range(len(need))]
-    if nodes and len(set(nodes.values())) > 1 and copies:
+    if places is not None and len(set(places.nodes.values())) > 1 and copies:
         cost = {(rank, worker): size for size, rank, worker in pairs}
-        _improve_seating(members, sorted(set(workers) - set(members)), cost, nodes, copies, replicas or range(len(need)))
+        _improve_seating(members, sorted(set(workers) - set(members)), cost, places, copies, replicas or range(len(need)))
     return tuple(members)
 
 
@@ -147,52 +176,26 @@ def _improve_seating(
     members: list[int],
     idle: list[int],
     cost: Mapping[tuple[int, int], int],
-    nodes: Mapping[int, str],
+    places: WorkerPlaces,
     copies: Sequence[Hashable],
     replicas: Sequence[Hashable],
 ) -> None:
     """Exchange members with each other and with idle workers, in place, for as long as an exchange improves the seating.
 
-    An exchange improves it if it lowers (elements to move, pairs of a replica's shards on different nodes, pairs of copies on
-    one node), compared in this order. So the exchanges come to an end.
+    An exchange improves it if it lowers (elements to move, pairs of a replica's shards on different nodes, stages without an
+    on-demand worker, pairs of copies in one zone, pairs of copies on one node), compared in this order. So it comes to an end.
     """
-
-    def shared(of: Sequence[Hashable]) -> Counter[tuple[Hashable, str]]:
-        return Counter((of[rank], nodes.get(worker, "")) for rank, worker in enumerate(members))
-
-    def more(of: Sequence[Hashable], here: Counter[tuple[Hashable, str]], rank: int, other: int | None, worker: int) -> int:
-        """How many more pairs with equal keys sit on one node after the exchange."""
-        old, changed = members[rank], Counter[tuple[Hashable, str]]()
-        changed[of[rank], nodes.get(worker, "")] += 1
-        changed[of[rank], nodes.get(old, "")] -= 1
-        if other is not None:
-            changed[of[other], nodes.get(old, "")] += 1
-            changed[of[other], nodes.get(worker, "")] -= 1
-        return sum(math.comb(here[k] + d, 2) - math.comb(here[k], 2) for k, d in changed.items())
-
-    def gain(rank: int, other: int | None, worker: int) -> tuple[int, int, int]:
-        """How many more (elements move, pairs of shards are apart, pairs of copies share a node) when `worker` gets `rank`.
-
-        `other`: the rank that `worker` has now, which the present member of `rank` gets; None: `worker` is idle.
-        """
-        elements = cost[rank, worker] - cost[rank, members[rank]]
-        if other is not None:
-            elements += cost[other, members[rank]] - cost[other, worker]
-        return elements, -more(replicas, mates, rank, other, worker), more(copies, twins, rank, other, worker)
-
-    size = Counter(replicas)
     better = True
     while better:
         better = False
         for rank in range(len(members)):
-            mates, twins, node = shared(replicas), shared(copies), nodes.get(members[rank], "")
-            complete = mates[replicas[rank], node] == size[replicas[rank]]
-            if complete and twins[copies[rank], node] < 2 and not cost[rank, members[rank]]:
-                continue  # nothing to gain
+            seating = _Seating(members, cost, places, copies, replicas)
+            if seating.is_best(rank):
+                continue
             others: list[tuple[int | None, int]] = [(o, w) for o, w in enumerate(members) if o != rank]
-            ways = [(gain(rank, other, worker), worker, other) for other, worker in (*others, *((None, w) for w in idle))]
-            (change, worker, other) = min(ways, key=lambda way: way[:2], default=((0, 0, 0), -1, None))
-            if change >= (0, 0, 0):
+            ways = [(seating.cost_of_exchange(rank, o, w), w, o) for o, w in (*others, *((None, w) for w in idle))]
+            (change, worker, other) = min(ways, key=lambda way: way[:2], default=(NO_CHANGE, -1, None))
+            if change >= NO_CHANGE:
                 continue
             old, better = members[rank], True
             members[rank] = worker
@@ -200,3 +203,80 @@ def _improve_seating(
                 members[other] = old
             else:
                 idle[idle.index(worker)] = old
+
+
+NO_CHANGE = (0, 0, 0, 0, 0)
+"""The cost of an exchange that changes nothing."""
+
+
+class _Seating:
+    """One seating, and what exchanges in it would cost."""
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        cost: Mapping[tuple[int, int], int],
+        places: WorkerPlaces,
+        copies: Sequence[Hashable],
+        replicas: Sequence[Hashable],
+    ) -> None:
+        self.members = members
+        """`members[rank]`: the worker in the seat `rank`."""
+        self.cost = cost
+        """(rank, worker) -> elements that move if the worker gets the seat."""
+        self.places = places
+        """Where workers are."""
+        self.copies, self.replicas = copies, replicas
+        """By rank: equal for seats that compute the same, and for the shards of one replica."""
+        self.safe = frozenset(places.on_demand)
+        """Workers on on-demand nodes."""
+        self.mates = self._count(replicas, self._node)
+        """(replica, node) -> its shards there."""
+        self.twins = self._count(copies, self._node)
+        """(copy, node) -> such copies there."""
+        self.zone_twins = self._count(copies, places.zone)
+        """(copy, zone) -> such copies there."""
+        self.guarded = self._count(copies, self.safe.__contains__)
+        """(copy, whether on an on-demand node) -> such copies."""
+
+    def _node(self, worker: int) -> str:
+        return self.places.nodes.get(worker, "")
+
+    def _count(self, of: Sequence[Hashable], place: Callable[[int], Hashable]) -> Counter[Any]:
+        return Counter((of[rank], place(worker)) for rank, worker in enumerate(self.members))
+
+    def is_best(self, rank: int) -> bool:
+        """Whether no exchange can improve this seat."""
+        worker, copy, replica = self.members[rank], self.copies[rank], self.replicas[rank]
+        complete = self.mates[replica, self._node(worker)] == sum(each == replica for each in self.replicas)
+        alone = self.zone_twins[copy, self.places.zone(worker)] < 2 and self.twins[copy, self._node(worker)] < 2
+        return complete and alone and not self.cost[rank, worker] and (not self.safe or self.guarded[copy, True] > 0)
+
+    def cost_of_exchange(self, rank: int, other: int | None, worker: int) -> tuple[int, ...]:
+        """By how much it raises what should be low (see `_improve_seating`) when `worker` gets the seat `rank`.
+
+        `other`: the rank that `worker` has now, which the present member of `rank` gets; None: `worker` is idle.
+        """
+        elements = self.cost[rank, worker] - self.cost[rank, self.members[rank]]
+        if other is not None:
+            elements += self.cost[other, self.members[rank]] - self.cost[other, worker]
+
+        def changed(of: Sequence[Hashable], place: Callable[[int], Hashable]) -> Counter[Any]:
+            """(key, place) -> how many more members are there after the exchange."""
+            old, found = self.members[rank], Counter[Any]()
+            found[of[rank], place(worker)] += 1
+            found[of[rank], place(old)] -= 1
+            if other is not None:
+                found[of[other], place(old)] += 1
+                found[of[other], place(worker)] -= 1
+            return found
+
+        def pairs(here: Counter[Any], change: Counter[Any]) -> int:
+            """How many more pairs with equal keys sit in one place after the exchange."""
+            return sum(math.comb(here[k] + d, 2) - math.comb(here[k], 2) for k, d in change.items())
+
+        guards = changed(self.copies, self.safe.__contains__)
+        unsafe = sum((self.guarded[k] + d < 1) - (self.guarded[k] < 1) for k, d in guards.items() if k[1])
+        apart = -pairs(self.mates, changed(self.replicas, self._node))
+        zones = pairs(self.zone_twins, changed(self.copies, self.places.zone))
+        return elements, apart, unsafe, zones, pairs(self.twins, changed(self.copies, self._node))

@@ -154,6 +154,7 @@ def commit_step(m: RunState, step: int) -> None:
     p.committed = step + 1
     if step >= p.journalled:
         health.attempts = 0
+        health.unreachable.clear()
         health.deaths.clear()
         health.next_step_least_limit_s = 0.0
     m.timer.since_s = now_s

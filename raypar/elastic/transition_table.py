@@ -24,6 +24,7 @@ from raypar.elastic.events import (
     CheckpointSaved,
     DrainRequested,
     DriverFailover,
+    FirstWorkersPlaced,
     GenerationClaimed,
     GroupsAborted,
     KeptGradientsApplied,
@@ -105,6 +106,7 @@ def all_phases_except(*phases: Phase) -> tuple[Phase, ...]:
 
 ROWS: tuple[TransitionRow, ...] = (
     # The start. A drained worker makes a new generation necessary at once; a job of no steps is only saved.
+    make_transition_row(FirstWorkersPlaced, [P.STARTING], running_rules.note_first_workers),
     make_transition_row(
         WorkersReady, [P.STARTING], running_rules.start_training, [P.RUNNING, P.FLUSHING, P.SAVING, P.CLAIMING, P.OVER]
     ),
@@ -197,8 +199,10 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(WorkerJoined, [*TRAINING, P.VALIDATING, P.SAVING], growth_rules.add_spare_while_running),
     make_transition_row(WorkerJoined, RECOVERING[:-1], growth_rules.add_spare_while_recovering),
     make_transition_row(WorkerJoined, [P.WAITING], growth_rules.add_spare_while_recovering, [P.CLAIMING]),
-    make_transition_row(WorkerJoined, [P.ENDING], growth_rules.add_spare),
-    make_transition_row(WorkerStartFailed, [*TRAINING, P.VALIDATING, P.SAVING, *RECOVERING], growth_rules.retry_start_later),
+    make_transition_row(WorkerJoined, [P.STARTING, P.ENDING], growth_rules.add_spare_quietly),
+    make_transition_row(
+        WorkerStartFailed, [P.STARTING, *TRAINING, P.VALIDATING, P.SAVING, *RECOVERING], growth_rules.retry_start_later
+    ),
     make_transition_row(WorkerStartFailed, [P.ENDING], growth_rules.forget_failed_start),
     make_transition_row(PlanChosen, TRAINING, growth_rules.judge_larger_plan, [P.CLAIMING]),
     make_transition_row(PlanChosen, [P.VALIDATING, P.SAVING], growth_rules.judge_larger_plan),
@@ -224,7 +228,8 @@ ROWS: tuple[TransitionRow, ...] = (
     *make_ignored_rows([P.FAILING, P.OVER], StepJournalled, StepEmitted, StopRequested, PlanChosen),
     *make_ignored_rows([P.FAILING, P.OVER, *RECOVERING], WorkersReady),
     *make_ignored_rows([P.OVER], CallFailed, CheckpointSaved, CheckpointFailed, Tick),
-    *make_ignored_rows([P.STARTING, P.ABORTING, P.FAILING, P.OVER], WorkerJoined, WorkerStartFailed),
+    *make_ignored_rows([P.ABORTING, P.FAILING, P.OVER], WorkerJoined, WorkerStartFailed),
+    *make_ignored_rows([P.FAILING, P.OVER], FirstWorkersPlaced),
     *make_ignored_rows([P.ABORTING, P.FAILING, P.OVER], DrainRequested),
     *make_ignored_rows([P.ABORTING], StopRequested),
 )

@@ -2,6 +2,6 @@
 
 from raypar.launch.result import Result, raise_run_failure
 from raypar.launch.resume import resume_job
-from raypar.launch.train_job import train_job_in_new_folder
+from raypar.launch.start_new_run import train_job_in_new_folder
 
 __all__ = ["Result", "raise_run_failure", "resume_job", "train_job_in_new_folder"]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from raypar.errors import ClusterAddressError, ClusterError
-from raypar.launch.cluster_jobs import ClusterJob, parse_job
+from raypar.launch.cluster_jobs import ClusterJob, parse_ray_job_record
 from raypar.launch.job_server import JobServer
 
 POLL_S = 1.0
@@ -72,7 +72,9 @@ class JobFollower:
     def _look(self) -> ClusterJob | None:
         """Show what is new in the log. Returns the job; None while the server is away."""
         try:
-            job = parse_job(self.server.job(self.submission_id))  # before the log: of a job that is over it is the whole one
+            job = parse_ray_job_record(
+                self.server.job(self.submission_id)
+            )  # before the log: of a job that is over it is the whole one
             log = self.server.log(self.submission_id)
         except ClusterAddressError:
             raise
@@ -105,7 +107,7 @@ def wait_for_job_end(server: JobServer, submission_id: str, wait_s: float, say: 
     """The job, once it has ended after it was asked to stop. Raises `ClusterError` after `wait_s`."""
     began_s = told_s = time.monotonic()
     while True:
-        job = parse_job(server.job(submission_id))
+        job = parse_ray_job_record(server.job(submission_id))
         waited_s = time.monotonic() - began_s
         if job.over:
             return job

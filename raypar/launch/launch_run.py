@@ -118,18 +118,21 @@ def _connect_and_follow(
     """Connect to Ray, make the run folder, and run. If the run ends before its first step the folder is removed."""
     from raypar.actors.cluster_info import cluster_capacity, require_capacity
     from raypar.actors.ray_connection import connect_ray
+    from raypar.actors.sudden_end_notice import explain_sudden_end, sudden_end_text
     from raypar.worker.backend import make_backend
 
     gpus = make_backend(spec.device).gpus_per_worker
     with connect_ray(
         options.address, _most_workers(chosen, options), Path.cwd(), options.local_nodes, bool(gpus)
     ) as connection:
-        require_capacity(chosen.plan.world, cluster_capacity(), gpus, chosen.plan.describe())
+        capacity = cluster_capacity()
+        least = _least_workers(chosen, options) if capacity.may_add_nodes else chosen.plan.world
+        require_capacity(least, capacity, gpus, chosen.plan.describe())
         folder = options.make_folder(chosen)
         begun = options.resume is not None
         try:
             write_text_atomically(folder.cluster, json.dumps(connection.facts, indent=1) + "\n")
-            text = f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.path}"
+            text = f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.place}"
             _tell_stage(tell, "connected", text)
             request = make_request(folder, connection.host)
             if connection.kind == "joined":  # Ray gives every worker its own processor, on some machine
@@ -138,6 +141,7 @@ def _connect_and_follow(
             with contextlib.ExitStack() as stack:
                 queue = None
                 if connection.kind != "own":
+                    stack.enter_context(explain_sudden_end(sudden_end_text(folder.name, connection.address)))
                     queue = stack.enter_context(_placement_turn(folder.name, chosen.plan.world, options, tell))
 
                 def tell_and_watch(event: dict[str, Any]) -> None:
@@ -164,6 +168,14 @@ def _placement_turn(
     return placement_turn(run, workers, wait_s, lambda text: tell({"kind": "waiting", "text": text}))
 
 
+def _least_workers(chosen: ChosenPlan, options: LaunchOptions) -> int:
+    """With how many workers the run may begin where the others may come later."""
+    from raypar.elastic.start_size import least_workers_at_start
+
+    elastic = options.elastic
+    return chosen.plan.world if elastic is None else least_workers_at_start(chosen.plan, elastic.min_workers)
+
+
 def _most_workers(chosen: ChosenPlan, options: LaunchOptions) -> int:
     """How many workers the run may have at once, standbys included; a local Ray cluster offers so many CPUs."""
     most, elastic = chosen.plan.world, options.elastic
@@ -174,7 +186,7 @@ def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler, on_answe
     """Run the request to its end; returns the result, gathered from the events. `on_answer`: see `follow_run`."""
     from raypar.actors.driver_client import follow_run
 
-    result = Result({}, str(folder.path), "failed", request.policy.steps_before_run, checkpoint_path=request.resume)
+    result = Result({}, folder.place, "failed", request.policy.steps_before_run, checkpoint_path=request.resume)
 
     def gather(event: dict[str, Any]) -> None:
         facts = {key: value for key, value in event.items() if key not in ("kind", "time")}

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError
 from raypar.launch.chosen_plan import ChosenPlan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.run_folder import RunFolder
+from raypar.storage.filesystems import pickle_given_filesystems
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec, contract_of_job
 
 if TYPE_CHECKING:
     from raypar.actors.run_request import RunRequest
-    from raypar.config import ElasticConfig
     from raypar.elastic.run_policy import RunPolicy
+    from raypar.plan import ParallelPlan
     from raypar.worker.job_preflight import PreflightResult
 
 OPTIONS_OF_REQUESTS = ("keep_checkpoints", "max_time_s", "wait_for_workers_s", "orphan_timeout_s", "price_per_worker_hour")
 """Options of a run that its request has too, under the same names."""
-MIRROR_COST = 0.02
-"""Share of the steps' time that the mirror may take, when `elastic.mirror` is auto."""
 
 
 def make_run_request(
@@ -41,16 +41,16 @@ def make_run_request(
     from raypar.worker.job_preflight import check_other_shard_counts
     from raypar.worker.worker_assignments import make_worker_assignments
 
+    check_worker_limits(options, chosen.plan.world)
     shards = possible_shard_counts(chosen.plan)
     if options.elastic is not None:
-        check_worker_limits(options.elastic, chosen.plan.world)
         check_other_shard_counts(spec, checked, chosen.plan, shards)
     outline = make_model_outline_with_layouts(checked.graph, shards, dict(spec.styles))
     lowered = make_worker_assignments(
         spec, checked.graph, chosen.plan, chosen.schedule_instructions, validation_samples=checked.validation_samples
     )
     backend = make_backend(spec.device)
-    policy = build_run_machine_policy(spec, chosen.plan.world, options, backend.deadlines)
+    policy = build_run_machine_policy(spec, chosen.plan, options, backend.deadlines)
     backend.check_plan(spec, checked.graph, chosen.plan, lowered, elastic=options.elastic is not None)
     pickled_spec = pickle_for_workers(spec, given_parts(spec))
     pickled_callbacks = pickle_for_workers(Callbacks(options.callbacks), {"callbacks": options.callbacks})
@@ -72,15 +72,26 @@ def make_run_request(
             outline=outline,
             profile=chosen.profile.with_outline(outline),
             validation_batching=lowered[0].validation_microbatches,
-            resume=options.resume.absolute_location() if options.resume is not None else None,
             listen_host=host,
             traced_steps=choose_traced_steps(policy.steps_before_run, policy.end, options.trace_every),
-            gpus=backend.gpus_per_worker,
+            placement=replace(options.placement, gpus=backend.gpus_per_worker),
             environment=backend.environment,
+            **storage_fields(folder, options),
             **{name: getattr(options, name) for name in OPTIONS_OF_REQUESTS},
         )
 
     return request
+
+
+def storage_fields(folder: RunFolder, options: LaunchOptions) -> dict[str, Any]:
+    """The fields of a request that say where the run and the checkpoint to load lie, and how other processes reach them."""
+    resume = options.resume.absolute_location() if options.resume is not None else None
+    place = folder.remote
+    return {
+        "resume": resume,
+        "filesystems": pickle_given_filesystems([folder.place, resume or ""]),
+        **({"storage": str(place.uri), "lease_owner": place.owner, "lease_in_ray": place.lease_in_ray} if place else {}),
+    }
 
 
 def given_parts(spec: JobSpec) -> dict[str, Any]:
@@ -111,8 +122,15 @@ def pickle_for_workers(value: Any, parts: Mapping[str, Any]) -> bytes:
         ) from error
 
 
-def check_worker_limits(elastic: ElasticConfig, world: int) -> None:
-    """Raise `ConfigError` if a plan of `world` workers is outside of the limits of an elastic run."""
+def check_worker_limits(options: LaunchOptions, world: int) -> None:
+    """Raise `ConfigError` if a plan of `world` workers is outside of the job's limits on workers."""
+    elastic, on_demand = options.elastic, options.placement.on_demand
+    if on_demand > world:
+        raise ConfigError(
+            f"placement.on_demand is {on_demand}, but the plan has {world} workers", cure=f"set it to {world} or less"
+        )
+    if elastic is None:
+        return
     if elastic.min_workers > world:
         raise ConfigError(
             f"elastic.min_workers is {elastic.min_workers}, but the plan has {world} workers",
@@ -125,7 +143,9 @@ def check_worker_limits(elastic: ElasticConfig, world: int) -> None:
         )
 
 
-def build_run_machine_policy(spec: JobSpec, world: int, options: LaunchOptions, deadlines: Mapping[str, Any]) -> RunPolicy:
+def build_run_machine_policy(
+    spec: JobSpec, plan: ParallelPlan, options: LaunchOptions, deadlines: Mapping[str, Any]
+) -> RunPolicy:
     """The policy of the run machine: how far to train, when to save and validate, and deadlines.
 
     `deadlines`: those of the kind of device (`DeviceBackend.deadlines`).
@@ -133,7 +153,9 @@ def build_run_machine_policy(spec: JobSpec, world: int, options: LaunchOptions, 
     from raypar.elastic.run_policy import RunPolicy
 
     return RunPolicy(
-        workers=world,
+        workers=plan.world,
+        replica_size=max(stage.shards for stage in plan.stages),
+        on_demand=options.placement.on_demand,
         job_steps=spec.steps,
         steps_before_run=options.steps_done,
         validates=spec.validation is not None,
@@ -141,29 +163,9 @@ def build_run_machine_policy(spec: JobSpec, world: int, options: LaunchOptions, 
         save_every=options.save_every,
         save_at_end=options.save_at_end,
         stop_at=options.stop_at_step,
-        **(elastic_policy_fields(options.elastic, options.wait_for_workers_s) if options.elastic is not None else {}),
+        **(options.elastic.to_policy_fields(options.wait_for_workers_s) if options.elastic is not None else {}),
         **deadlines,
     )
-
-
-def elastic_policy_fields(elastic: ElasticConfig, wait_for_workers_s: float) -> dict[str, Any]:
-    """The fields of `RunPolicy` for an elastic run. Deadlines are short: a wrong suspicion costs a recovery only."""
-    return {
-        "elastic": True,
-        "hires": True,
-        "min_workers": elastic.min_workers,
-        "max_workers": elastic.max_workers,
-        "standbys": elastic.standbys,
-        "grow_after_s": elastic.grow_after_s,
-        "step_deadline_s": elastic.step_deadline_s,
-        "step_deadline_times": 5.0,
-        "capacity_s": wait_for_workers_s,
-        "last_copy_wait_s": elastic.last_copy_wait_s,
-        "replace_stragglers": elastic.stragglers == "replace",
-        "straggler_times": elastic.straggler_times,
-        "mirror_every": elastic.mirror if isinstance(elastic.mirror, int) else 0,
-        "mirror_cost": MIRROR_COST if elastic.mirror == "auto" else 0.0,
-    }
 
 
 def choose_traced_steps(first: int, end: int, every: int) -> Collection[int]:

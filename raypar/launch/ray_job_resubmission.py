@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypar.run_folder import RunFolder, check_local_path
+from raypar.run_folder import RunFolder, check_local_path, parse_storage_location
 
 if TYPE_CHECKING:
     from raypar.config import Job
@@ -26,11 +28,30 @@ def is_submitted_job() -> bool:
     return SUBMITTED_VARIABLE in os.environ
 
 
-def choose_lasting_run_dir(run_dir: str | os.PathLike[str]) -> Path:
+def choose_lasting_run_dir(run_dir: str | os.PathLike[str]) -> Path | str:
     """`run_dir`, moved below `~/raypar` if it is relative and this is a submitted job: Ray removes the folder such a job
-    runs in. Raises `ConfigError` for a URI."""
+    runs in. The URI of a place on shared storage stays. Raises `ConfigError` for one that cannot be."""
+    if (shared := parse_storage_location(run_dir, "run_dir")) is not None:
+        return str(shared)
     path = check_local_path(run_dir, "run_dir")
     return Path.home() / RUNS_FOLDER / path if is_submitted_job() else path
+
+
+@contextlib.contextmanager
+def unfinished_run(job: Job) -> Iterator[tuple[RunFolder | None, str]]:
+    """What `find_unfinished_run` finds; of a run on shared storage a copy, during the block."""
+    shared = parse_storage_location(job.run_dir, "run_dir")
+    if shared is None:
+        yield find_unfinished_run(job)
+        return
+    from raypar.storage.folder_download import runs_below
+
+    there = [uri for uri, _ in runs_below(shared) if is_name_of_run(uri.name, job)]
+    if not there:
+        yield None, ""
+        return
+    with RunFolder.opened(str(there[-1]), with_job=False) as folder:
+        yield can_be_resumed(job, folder)
 
 
 def find_unfinished_run(job: Job) -> tuple[RunFolder | None, str]:
@@ -39,20 +60,29 @@ def find_unfinished_run(job: Job) -> tuple[RunFolder | None, str]:
     It is the run of the job's name that was started or resumed last. It must have a whole checkpoint of the same job with
     steps left. The reason is empty if there has been no run, or if the run has done all its steps.
     """
-    from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint, list_contract_differences, load_manifest
-
-    numbered = re.compile(rf"{re.escape(job.name)}(-\d+)?")
-    runs = [path for path in Path(job.run_dir).glob("*/job.yaml") if numbered.fullmatch(path.parent.name)]
+    runs = [path for path in Path(job.run_dir).glob("*/job.yaml") if is_name_of_run(path.parent.name, job)]
     if not runs:
         return None, ""
     folder = RunFolder(max(runs, key=lambda path: path.lstat().st_mtime).parent)
     folder.refuse_special_files()
+    return can_be_resumed(job, folder)
+
+
+def is_name_of_run(name: str, job: Job) -> bool:
+    """Whether a run with this name may be one of the job."""
+    return re.fullmatch(rf"{re.escape(job.name)}(-\d+)?", name) is not None
+
+
+def can_be_resumed(job: Job, folder: RunFolder) -> tuple[RunFolder | None, str]:
+    """The run's folder if `job` can go on with the run, else None with the reason; see `find_unfinished_run`."""
+    from raypar.worker.checkpoint.checkpoint_files import latest_usable_checkpoint, list_contract_differences, load_manifest
+
     checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_location)
     if checkpoint is None:
         lacks = f"has no checkpoint that is whole ({'; '.join(skipped)})" if skipped else "has no checkpoint"
-        return None, f"run {folder.name} in {folder.path} {lacks}: a new run begins"
+        return None, f"run {folder.name} in {folder.place} {lacks}: a new run begins"
     manifest, spec = load_manifest(checkpoint), job.to_spec()
     differences = list_contract_differences(manifest, spec)
     if differences:
-        return None, f"run {folder.name} in {folder.path} was another job ({'; '.join(differences)}): a new run begins"
+        return None, f"run {folder.name} in {folder.place} was another job ({'; '.join(differences)}): a new run begins"
     return (folder, "") if manifest.steps_done < spec.steps else (None, "")

@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from raypar.atomic_write import write_text_atomically
-from raypar.errors import Interrupted, RayparError
+from raypar.errors import Interrupted, LeaseLostError, RayparError
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
-from raypar.run_folder import ERROR_FILE, resume_argument
+from raypar.run_folder import ERROR_FILE, parse_storage_location, resume_argument
+from raypar.storage.filesystems import open_filesystem, within
+from raypar.storage.folder_download import has_document, is_run, put_document
+from raypar.storage.storage_uri import StorageUri
 from raypar.traceback_filter import TRACEBACK_VARIABLE, full_traceback, remove_raypar_frames, shows_raypar_frames
+
+ERROR_FILE_S = 20.0
+"""How long shared storage may take for a question or a small file after the end of a run."""
 
 
 @dataclass
@@ -23,7 +29,7 @@ class Result:
     metrics: dict[str, Any]
     """The metrics of the last step, with the last `validation_loss`."""
     path: str
-    """The run folder."""
+    """The run folder, or the URI of the run's place on shared storage."""
     end: str
     """The kind of end: done, stopped, interrupted, failed, or deposed (another driver has taken the run over)."""
     done: int
@@ -70,7 +76,21 @@ class Result:
             return None
         from ray.train import Checkpoint
 
-        return Checkpoint.from_directory(self.checkpoint_path)
+        place = parse_storage_location(self.checkpoint_path, "the checkpoint")
+        if place is None:
+            return Checkpoint.from_directory(self.checkpoint_path)
+        filesystem, path = open_filesystem(place)
+        return Checkpoint(path, filesystem)
+
+    @property
+    def filesystem(self) -> Any:
+        """The `pyarrow.fs` file system on which the run lies."""
+        place = parse_storage_location(self.path, "the run")
+        if place is not None:
+            return open_filesystem(place)[0]
+        from pyarrow.fs import LocalFileSystem
+
+        return LocalFileSystem()
 
     @property
     def metrics_dataframe(self) -> Any:
@@ -82,23 +102,41 @@ class Result:
 
 def keep_full_error(result: Result) -> None:
     """Write the full traceback of a failed run into its folder, if it still exists; remove raypar's frames from the error."""
-    error, folder = result.error, Path(result.path)
+    error = result.error
     if error is None:
         return
-    text, kept = full_traceback(error).encode(errors="backslashreplace").decode(), False  # a file's name may be no text
+    place, kept = parse_storage_location(result.path, "the run"), ""
+    text = full_traceback(error).encode(errors="backslashreplace").decode()  # a file's name may be no text
     text = redact_certain_secrets(text, secrets_of_environment(os.environ))
     with contextlib.suppress(OSError, RayparError):  # a full disk must not hide the error
-        if folder.is_dir():
+        if place is not None:
+            kept = put_error_file(place, error, text)
+        elif (folder := Path(result.path)).is_dir():
             write_text_atomically(folder / ERROR_FILE, text)
-            kept = True
+            kept = str(folder / ERROR_FILE)
     if isinstance(error, RayparError) and not shows_raypar_frames() and remove_raypar_frames(error):
-        where = (
-            f"raypar's own frames are in {folder / ERROR_FILE}"
-            if kept
-            else f"{TRACEBACK_VARIABLE}=whole shows raypar's own frames too"
-        )
+        where = f"raypar's own frames are in {kept}" if kept else f"{TRACEBACK_VARIABLE}=whole shows raypar's own frames too"
         error.cure = f"{error.cure}; {where}" if error.cure else where
         error.args = (error.what, error.cure)
+
+
+def put_error_file(place: StorageUri, error: BaseException, text: str) -> str:
+    """Write error.txt at a run's place on shared storage; returns where it is. Empty if nothing may be written there, or no run
+    is there. Raises `RayparError`."""
+    if isinstance(error, LeaseLostError) or not within(ERROR_FILE_S, lambda: is_run(place), f"{place}"):
+        return ""
+    within(ERROR_FILE_S, lambda: put_document(place, ERROR_FILE, text), f"{place}")
+    return str(place.child(ERROR_FILE))
+
+
+def has_job_file(path: str) -> bool:
+    """Whether a run has a job file, so that a command can go on with it."""
+    place = parse_storage_location(path, "the run")
+    if place is None:
+        return (Path(path) / "job.yaml").is_file()
+    with contextlib.suppress(RayparError):
+        return within(ERROR_FILE_S, lambda: has_document(place, "job.yaml"), f"{place}")
+    return True
 
 
 def raise_run_failure(result: Result) -> None:
@@ -117,7 +155,7 @@ def raise_run_failure(result: Result) -> None:
     if result.end == "interrupted":
         at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"
         cure = "submit the same job again: it goes on from there" if is_submitted_job() else f"raypar resume {result.handle}"
-        if not (Path(result.path) / "job.yaml").is_file():  # its functions have no names: only the script can make them
+        if not has_job_file(result.path):  # its functions have no names: only the script can make them
             cure = f"give Trainer resume_from_checkpoint={result.path!r}"
         cure = cure if result.checkpoint_path else ""
         raise Interrupted(f"stopped after {result.done} steps ({result.why}): {at}", cure=cure)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +17,11 @@ from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
 from raypar.launch.launch_options import EventHandler, LaunchOptions, launch_options_from_job
 from raypar.launch.launch_run import launch_run
+from raypar.launch.remote_run import check_run_dir_on_storage, checkpoints_there, refuse_new_checkpoints, resumed_remote_run
 from raypar.launch.result import Result
-from raypar.run_folder import ERROR_FILE, RunFolder
+from raypar.run_folder import ERROR_FILE, RemotePlace, RunFolder, parse_storage_location
+from raypar.storage.filesystems import given_filesystem_uri
+from raypar.storage.folder_download import is_run
 from raypar.untrusted_files import explain_read_errors
 from raypar.user_code_errors import make_importable
 from raypar.worker.job_spec import JobSpec
@@ -46,6 +52,9 @@ def resume_job(
         from raypar.actors.driver_client import refuse_active_run
 
         refuse_active_run(folder.name)  # its client may be gone, and its driver not
+        held = hold()
+        if held.remote is not None:
+            refuse_new_checkpoints(held, before)
         kept = [line for line in folder.read_lines(folder.metrics) if line["step"] <= options.steps_done]
         text = "".join(json.dumps(line) + "\n" for line in kept).encode()
         if not file_has_content(folder.metrics, text):
@@ -54,9 +63,10 @@ def resume_job(
         (folder.path / ERROR_FILE).unlink(missing_ok=True)
         write_text_atomically(folder.plan, plan_json(chosen))
         folder.rewrite_job(job.to_yaml())  # last: the next resumption goes by it
-        return folder
+        return held
 
-    with folder.hold_lock():
+    with folder.hold_lock(), holding_run(folder, tell) as hold:
+        before = checkpoints_there(folder) if folder.remote is not None else set()
         try:
             checkpoint = find_last_whole_checkpoint(folder, tell)
         except CheckpointError:
@@ -67,6 +77,14 @@ def resume_job(
         options = launch_options_from_job(job, rewind_folder, stop_at_step, address, local_nodes)
         options, choose = prepare_resumed_run(checkpoint, options, spec, make_plan_chooser(job, spec), tell)
         return launch_run(spec, choose, options, tell)
+
+
+def holding_run(folder: RunFolder, tell: EventHandler) -> AbstractContextManager[Callable[[], RunFolder]]:
+    """Hold the lease of a run on shared storage during the block; see `resumed_remote_run`. A run in a folder needs none."""
+    if folder.remote is None:
+        return contextlib.nullcontext(lambda: folder)
+    check_run_dir_on_storage(folder.remote.uri)
+    return resumed_remote_run(folder, tell)
 
 
 def prepare_resumed_run(
@@ -129,31 +147,33 @@ def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Checkpo
 def find_checkpoint(given: Any, tell: EventHandler) -> CheckpointRef:
     """The checkpoint that `given` means: a `ray.train.Checkpoint`, the path of a checkpoint, or of a run (its last one).
 
-    Raises `CheckpointError` if there is none or it is not whole, `ConfigError` if it lies on other storage than a folder.
+    Paths may be URIs. Raises `CheckpointError` if there is none or it is not whole.
     """
     from raypar.worker.checkpoint.checkpoint_files import MANIFEST, verify_checkpoint
     from raypar.worker.checkpoint.checkpoint_store import open_checkpoint
 
     elsewhere = getattr(given, "filesystem", None)
-    if elsewhere is not None and elsewhere.type_name != "local":
-        raise ConfigError(
-            f"resume_from_checkpoint lies on a file system of its own ({elsewhere.type_name}), and raypar reads folders only",
-            cure="copy it here first: resume_from_checkpoint=checkpoint.to_directory()",
-        )
     given = getattr(given, "path", given)
+    if elsewhere is not None and elsewhere.type_name != "local":
+        given = str(given_filesystem_uri(elsewhere, given, "resume_from_checkpoint"))
     if not given or not isinstance(given, (str, os.PathLike)):
         raise ConfigError(
             f"resume_from_checkpoint is {given!r}", cure="give a result's checkpoint, or the path of a checkpoint or of a run"
         )
+    if (shared := parse_storage_location(given, "resume_from_checkpoint")) is not None:
+        given = str(shared)
     checkpoint = open_checkpoint(given, "resume_from_checkpoint")
+    if shared is not None and not checkpoint.has_file(MANIFEST) and is_run(shared):
+        return find_last_whole_checkpoint(RunFolder(Path(shared.name), RemotePlace(shared)), tell)
     path = Path(given)
     with explain_read_errors(path):
-        is_run = (path / "checkpoints").is_dir()
-    if is_run:
+        has_checkpoints = shared is None and (path / "checkpoints").is_dir()
+    if has_checkpoints:
         return find_last_whole_checkpoint(RunFolder(path), tell)
     if not checkpoint.has_file(MANIFEST):
         raise CheckpointError(
-            f"{checkpoint} is neither a checkpoint nor a run", cure="give a folder runs/NAME/checkpoints/step_..."
+            f"{checkpoint} is neither a checkpoint nor a run",
+            cure="give the place of a run, or of runs/NAME/checkpoints/step_...",
         )
     with ActivityReporter(tell).reporting():
         return verify_checkpoint(checkpoint).checkpoint

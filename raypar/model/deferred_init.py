@@ -52,7 +52,7 @@ _OTHER_STRIDES = frozenset(f"aten::{name}" for name in ("_linalg_svd", "linalg_e
 """Operations whose meta kernels predict other strides than the CPU's results have: they run on values, at once."""
 
 _OWN_GENERATOR = object()
-"""In a recorded operation: stands for a generator of the user's own. Its state is in `RecordedOperation.random`."""
+"""In a recorded operation: stands for a generator of the user's own. Its state is in `DeferredOperation.random`."""
 
 
 class Undeferrable(BaseException):
@@ -63,8 +63,8 @@ class Undeferrable(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedView:
-    """A large tensor in a recorded operation: key of its `RecordedStorage`, and the geometry of the view."""
+class DeferredView:
+    """A large tensor in a recorded operation: key of its `DeferredStorage`, and the geometry of the view."""
 
     storage_key: int
     dtype: torch.dtype
@@ -78,26 +78,26 @@ class RecordedView:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedOperation:
+class DeferredOperation:
     """One recorded call of an ATen operation."""
 
     func: Any
     leaves: tuple[Any, ...]
-    """The arguments as pytree leaves; large tensors as `RecordedView`, small ones as constants."""
+    """The arguments as pytree leaves; large tensors as `DeferredView`, small ones as constants."""
     tree: Any
     """The pytree structure of `leaves`."""
     reads: tuple[int, ...]
     """Keys of the memory that it reads."""
     writes: tuple[int, ...]
     """Keys of the memory that it changes."""
-    new_tensors: Mapping[int, RecordedView]
+    new_tensors: Mapping[int, DeferredView]
     """Index among the flattened results -> tensor in new memory."""
     generator_state: Tensor | None = None
     """The generator's state before the call, if it draws random numbers."""
 
 
 @dataclass(slots=True)
-class RecordedStorage:
+class DeferredStorage:
     """The storage of one or more large tensors. Its key is the address of its meta storage."""
 
     anchor: torch.UntypedStorage
@@ -116,9 +116,9 @@ class OperationRecording:
         """Tensors below this are real from the start."""
         self.draws = draws
         """Whether random operations advance the generator. If not, only shapes are right, and values without random numbers."""
-        self._operations: list[RecordedOperation] = []
+        self._operations: list[DeferredOperation] = []
         """All recorded operations, in the order in which they ran."""
-        self._memories: dict[int, RecordedStorage] = {}
+        self._memories: dict[int, DeferredStorage] = {}
         """Key -> memory of large tensors."""
 
     # -- recording -------------------------------------------------------------------------------------------------------
@@ -138,17 +138,17 @@ class OperationRecording:
         except NotImplementedError as error:
             raise Undeferrable(f"a tensor without memory of its own, as torch.func.vmap makes them ({error})") from error
 
-    def view(self, tensor: Tensor) -> RecordedView:
+    def view(self, tensor: Tensor) -> DeferredView:
         """How operations refer to a tracked tensor. Raises `Undeferrable` where its geometry does not say its values."""
         if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
             raise Undeferrable("a conjugated, negated or sparse view")
         key = tensor.untyped_storage()._cdata
-        return RecordedView(key, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        return DeferredView(key, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
 
-    def track(self, tensor: Tensor, real: torch.UntypedStorage | None = None) -> RecordedView:
+    def track(self, tensor: Tensor, real: torch.UntypedStorage | None = None) -> DeferredView:
         """Track the memory of a new meta tensor, whose values are `real` if they are known already."""
         storage = tensor.untyped_storage()
-        self._memories[storage._cdata] = RecordedStorage(storage, real_storage=real)
+        self._memories[storage._cdata] = DeferredStorage(storage, real_storage=real)
         return self.view(tensor)
 
     def stand_in(self, value: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class OperationRecording:
         self.track(made, real=value.untyped_storage())
         return made
 
-    def add(self, operation: RecordedOperation) -> None:
+    def add(self, operation: DeferredOperation) -> None:
         """Append an operation."""
         for key in {*operation.writes, *(view.storage_key for view in operation.new_tensors.values())}:
             self._memories[key].writers.append(len(self._operations))
@@ -243,10 +243,10 @@ class OperationRecording:
                     todo += [(read, index) for read in (*self._operations[index].reads, *self._operations[index].writes)]
         return sorted(found)
 
-    def _run(self, operation: RecordedOperation, real: dict[int, torch.UntypedStorage]) -> None:
+    def _run(self, operation: DeferredOperation, real: dict[int, torch.UntypedStorage]) -> None:
         """Run one operation on real memory; adds to `real` what it makes."""
         leaves = [
-            leaf.as_tensor(real[leaf.storage_key]) if isinstance(leaf, RecordedView) else leaf for leaf in operation.leaves
+            leaf.as_tensor(real[leaf.storage_key]) if isinstance(leaf, DeferredView) else leaf for leaf in operation.leaves
         ]
         own = torch.Generator()
         leaves = [own if leaf is _OWN_GENERATOR else leaf for leaf in leaves]
@@ -349,11 +349,11 @@ class _Operations(TorchDispatchMode):
                 func(*args, **kwargs)  # for the generator, which it advances
         view = self.recording.track(made)
         fill = uninitialised_fill_value(func, made)
-        self.recording.add(RecordedOperation(func, tuple(map(self._kept, leaves)), tree, (), (), {0: view}, random))
+        self.recording.add(DeferredOperation(func, tuple(map(self._kept, leaves)), tree, (), (), {0: view}, random))
         if fill is not None:
             whole = torch.ops.aten.fill_.Scalar
             fill_leaves, fill_tree = tree_flatten(((view, fill), {}))
-            self.recording.add(RecordedOperation(whole, tuple(fill_leaves), fill_tree, (), (view.storage_key,), {}))
+            self.recording.add(DeferredOperation(whole, tuple(fill_leaves), fill_tree, (), (view.storage_key,), {}))
         return made
 
     def _record(self, func: Any, leaves: list[Any], tree: Any, written: Sequence[Tensor]) -> Any:
@@ -382,13 +382,13 @@ class _Operations(TorchDispatchMode):
                     _generator_of(leaves).set_state(random)
                 return self._at_once(func, leaves, tree, written)
         writes = tuple({recording.view(t).storage_key for t in written})
-        reads = {v.storage_key for v in views if isinstance(v, RecordedView)} - (set(writes) if overwrites else set())
+        reads = {v.storage_key for v in views if isinstance(v, DeferredView)} - (set(writes) if overwrites else set())
         results, _ = tree_flatten(made)
-        new: dict[int, RecordedView] = {}
+        new: dict[int, DeferredView] = {}
         for place, result in enumerate(results):
             if isinstance(result, Tensor) and not recording.tracks(result):
                 new[place] = recording.track(result)
-        recording.add(RecordedOperation(func, tuple(views), tree, tuple(reads), writes, new, random))
+        recording.add(DeferredOperation(func, tuple(views), tree, tuple(reads), writes, new, random))
         return made
 
     def _move_generator(self, func: Any, leaves: list[Any], tree: Any) -> None:

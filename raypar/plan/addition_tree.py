@@ -14,7 +14,7 @@ TreeNode = tuple[int, int]
 _Sum = TypeVar("_Sum")
 
 
-def tree_children(node: TreeNode) -> tuple[TreeNode, TreeNode]:
+def addition_tree_children(node: TreeNode) -> tuple[TreeNode, TreeNode]:
     """The left and right child of a node of at least two blocks."""
     lo, hi = node
     size = hi - lo
@@ -31,7 +31,7 @@ def covering_nodes(run: range, blocks: int) -> tuple[TreeNode, ...]:
             return ()
         if run.start <= lo and hi <= run.stop:
             return (node,)
-        left, right = tree_children(node)
+        left, right = addition_tree_children(node)
         return inside(left) + inside(right)
 
     return inside((0, blocks)) if len(run) else ()
@@ -43,7 +43,7 @@ def fold_tree(sums: Mapping[TreeNode, _Sum | None], node: TreeNode, add: Callabl
         return sums[node]
     if node[1] - node[0] <= 1:
         return None
-    left, right = (fold_tree(sums, child, add) for child in tree_children(node))
+    left, right = (fold_tree(sums, child, add) for child in addition_tree_children(node))
     if left is None or right is None:
         return right if left is None else left
     return add(left, right)

@@ -50,7 +50,7 @@ class LinkProfile:
         return self.latency_ms + nbytes / self.bandwidth
 
 
-class LayerOutput(NamedTuple):
+class ActivationEdge(NamedTuple):
     """A value that one layer writes and another reads."""
 
     producer: int
@@ -68,20 +68,20 @@ class ModelProfile:
     """A model's layers, measured on one kind of worker.
 
     `memory_bytes`: what one worker may use; None when it is not known.
-    `outputs`: the values that cross when their layers are cut apart, once for each layer that reads them, as `LayerOutput` or
-    as its fields in a tuple; by default each layer feeds the next. `step_ms`: what a step costs beyond compute, transfers and
-    reduction (vote, call, data).
-    `processors`: how many workers can compute at the same time, where all share one machine; None: all of them.
-    `state`: what the model's tensors take; None: each layer is taken to have one tensor, of its bytes, cut evenly over shards.
-    `kept`: what layers keep for the backward, by size of microbatch; empty: each layer's `activation_bytes` are used instead.
-    `recomputable`: indices of the layers that passed the check for recomputation; the others failed it or were not checked.
+    `outputs`: the values that cross when their layers are cut apart, once for each layer that reads them, as
+    `ActivationEdge` or as its fields in a tuple; by default each layer feeds the next. `step_ms`: what a step costs beyond
+    compute, transfers and reduction (vote, call, data). `processors`: how many workers can compute at the same time, where
+    all share one machine; None: all of them. `state`: what the model's tensors take; None: each layer is taken to have one
+    tensor, of its bytes, cut evenly over shards. `kept`: what layers keep for the backward, by size of microbatch; empty:
+    each layer's `activation_bytes` are used instead. `recomputable`: indices of the layers that passed the check for
+    recomputation; the others failed it or were not checked.
     """
 
     layers: tuple[LayerProfile, ...]
     link: LinkProfile = LinkProfile()
     memory_bytes: int | None = None
     step_ms: float = 0.0
-    outputs: tuple[LayerOutput | tuple[int, int, int] | tuple[int, int, int, str], ...] | None = None
+    outputs: tuple[ActivationEdge | tuple[int, int, int] | tuple[int, int, int, str], ...] | None = None
     processors: int | None = None
     state: StateBytes | None = None
     kept: tuple[KeptStorages, ...] = ()
@@ -202,11 +202,11 @@ class ModelProfile:
         return {ACTIVATIONS: every, KEPT_INPUTS: kept + sum(read.values()), STASH: every}
 
     @cached_property
-    def _values_between_layers(self) -> tuple[LayerOutput, ...]:
+    def _values_between_layers(self) -> tuple[ActivationEdge, ...]:
         """The values that pass between layers, once for each layer that reads them."""
         if self.outputs is not None:
-            return tuple(LayerOutput(*output) for output in self.outputs)
-        return tuple(LayerOutput(i, i + 1, layer.output_bytes) for i, layer in enumerate(self.layers[:-1]))
+            return tuple(ActivationEdge(*output) for output in self.outputs)
+        return tuple(ActivationEdge(i, i + 1, layer.output_bytes) for i, layer in enumerate(self.layers[:-1]))
 
     def state_on_shards(self, shards: Collection[int]) -> StateBytes:
         """What the model's tensors take, cut over these numbers of shards."""

@@ -277,7 +277,7 @@ def check_gradient_order(case: RuleCheckInput) -> list[ScheduleProblem]:
     return found
 
 
-def check_shards_agree(case: RuleCheckInput) -> list[ScheduleProblem]:
+def check_shards_have_same_order(case: RuleCheckInput) -> list[ScheduleProblem]:
     """Rule `together`: the shards of a stage's replica have one order, because they compute every instruction together."""
     found: list[ScheduleProblem] = []
     plan = case.routing.plan

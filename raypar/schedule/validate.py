@@ -18,7 +18,7 @@ from raypar.schedule.program_rules import (
     check_gradient_order,
     check_needs_come_first,
     check_sends_match_receives,
-    check_shards_agree,
+    check_shards_have_same_order,
     check_step_end,
 )
 
@@ -80,7 +80,7 @@ def find_schedule_problems(
     found = check_computed_once(case)
     if found:
         return found
-    found = check_needs_come_first(case) + check_gradient_order(case) + check_shards_agree(case)
+    found = check_needs_come_first(case) + check_gradient_order(case) + check_shards_have_same_order(case)
     if lowered:
         found += check_sends_match_receives(case) + check_activation_frees(case) + check_step_end(case)
     if not found:

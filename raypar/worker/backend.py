@@ -91,7 +91,7 @@ class CpuBackend(DeviceBackend):
         return CPU
 
     def check_precision(self, precision: Precision) -> None:
-        """See `DeviceBackend.check_precision`: PyTorch computes in bfloat16 on every processor."""
+        """See `DeviceBackend.check_precision`: PyTorch's autocast computes on every processor."""
 
     def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:
         """See `DeviceBackend.listen`."""
@@ -131,16 +131,18 @@ class GpuBackend(DeviceBackend):
         return self._device.device
 
     def check_precision(self, precision: Precision) -> None:
-        """See `DeviceBackend.check_precision`. PyTorch would emulate bfloat16 on older GPUs, slower than float32."""
+        """See `DeviceBackend.check_precision`."""
         assert self._device is not None, "open_device comes first"
-        if precision.compute != "bf16":
+        autocast = precision.autocast
+        if autocast is None:
             return
         with torch.cuda.device(self._device.device):
-            supported = torch.cuda.is_bf16_supported(including_emulation=False)
+            supported = autocast.gpu_supports()
         if not supported:
             raise ClusterError(
-                f"{self._device.name} on {socket.gethostname()} cannot compute in bfloat16 (precision.compute is bf16)",
-                cure="use GPUs of compute capability 8.0 (Ampere) or newer, or leave precision out of the job",
+                f"{self._device.name} on {socket.gethostname()} cannot compute in {autocast.dtype_name} "
+                f"(precision.compute is {precision.compute})",
+                cure=f"use GPUs of {autocast.gpu_needed}, or leave precision out of the job",
             )
 
     def listen(self, host: str, credential: RunCredential) -> WorkerEndpoint:

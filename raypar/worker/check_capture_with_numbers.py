@@ -30,7 +30,6 @@ from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref, loss_target_name
 from raypar.worker.measure_profile import read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.loss_function import make_loss_function
-from raypar.worker.stage.precision import AUTOCAST_DTYPES
 
 MOST_BYTES = 64 << 20
 """Models with more bytes of parameters and buffers are not compared: it takes six times as much memory."""
@@ -40,9 +39,9 @@ MICROBATCHES = 3
 """Number of microbatches that are compared: with two replicas one worker computes two of them."""
 MOST_STAGES = 8
 """Number of stages into which the model is cut."""
-TOLERANCES = {"bf16": 5e-2, "float32": 1e-4, "float64": 1e-9}
+TOLERANCES = {"float32": 1e-4, "float64": 1e-9}
 """Largest difference, as a share of the largest number in a tensor. Far more than sums in another order make, which is the
-least that a wrong record does."""
+least that a wrong record does. Each mixed precision has its own (`AutocastPrecision.comparison_tolerance`)."""
 
 
 def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> None:
@@ -174,11 +173,11 @@ class _PlainModule:
 
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
-        compute = self._spec.precision.compute
-        if compute is None:
+        autocast = self._spec.precision.autocast
+        if autocast is None:
             yield
         else:
-            with torch.autocast("cpu", AUTOCAST_DTYPES[compute], cache_enabled=False):
+            with torch.autocast("cpu", autocast.dtype, cache_enabled=False):
                 yield
 
     def _begin(self, unit: str) -> None:
@@ -197,7 +196,8 @@ class _PlainModule:
 
     def compare(self, loss: float, found: Mapping[str, Tensor | None]) -> None:
         """Raises `ModelError` if the layers' loss or a gradient is another than the module's."""
-        tolerance = TOLERANCES[self._spec.precision.compute or self._spec.dtype]
+        autocast = self._spec.precision.autocast
+        tolerance = TOLERANCES[self._spec.dtype] if autocast is None else autocast.comparison_tolerance
         wanted = self.total / self.count
         if not math.isfinite(wanted):
             return  # gradients say nothing then

@@ -213,7 +213,7 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
             said = error_message(error)
             if "meta" in said.lower() or "unsupported scalarType" in said:  # `torch.autocast("meta")`
                 return
-            if spec.precision.compute is not None and "bfloat16" in said.lower():
+            if spec.precision.autocast is not None and spec.precision.autocast.dtype_name in said.lower():
                 return  # on the meta device autocast casts nothing; the profile runs the layer with numbers
             raise _misfit_error(layer, values, _dtype(spec), error) from error
         values.update(zip(layer.outputs, _outputs(layer, out), strict=True))

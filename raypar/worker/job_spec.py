@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from raypar.errors import ConfigError, with_article
 from raypar.plan.microbatches import Microbatches
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS, AutocastPrecision, PrecisionName
 
 if TYPE_CHECKING:
     from raypar.worker.init_from_setting import InitialWeightsFile
@@ -219,9 +220,14 @@ class ValidationSpec:
 class Precision:
     """The dtypes in which a job computes, where they are others than the job's `dtype`."""
 
-    compute: Literal["bf16"] | None = None
-    """`bf16`: layers and the loss run under `torch.autocast` to bfloat16, parameters and their gradients stay float32. None:
+    compute: PrecisionName | None = None
+    """Layers and the loss run under `torch.autocast` to this precision; parameters and their gradients stay float32. None:
     everything is computed in the job's `dtype`."""
+
+    @property
+    def autocast(self) -> AutocastPrecision | None:
+        """What `compute` means; None without mixed precision."""
+        return None if self.compute is None else AUTOCAST_PRECISIONS[self.compute]
 
     def describe(self) -> str | None:
         """The precision in words, for people; None where everything is computed in the job's `dtype`."""

@@ -15,7 +15,7 @@ from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_coordinate import refuses_saved_tensor_hooks
 
 
-def run_forward(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def forward_first_microbatch(stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A forward of microbatch 0 in a new step; returns the values that other stages read."""
     stage.begin_step(0)
     return stage.forward(0, received, fields)
@@ -70,12 +70,12 @@ class KeptStoragesMeasurement:
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), whole.guard.accepting_contexts():
-                outputs = run_forward(whole, received, fields)
+                outputs = forward_first_microbatch(whole, received, fields)
         except UserCodeError as error:
             if not refuses_saved_tensor_hooks(error.__cause__):
                 raise
             saved.clear()  # what such a layer keeps is not known
-            outputs = run_forward(whole, received, fields)
+            outputs = forward_first_microbatch(whole, received, fields)
         saved = [tensor for tensor in saved if _has_memory(tensor)]
         saved = [tensor for tensor in saved if tensor.untyped_storage().data_ptr() not in parameters]
         self._layers.append(
@@ -101,7 +101,7 @@ class KeptStoragesMeasurement:
         gradients: Mapping[str, Tensor | None],
     ) -> tuple[int, ...]:
         """Numbers of the storages that `BackwardInput` keeps for `BackwardWeight`."""
-        run_forward(split, received, fields)
+        forward_first_microbatch(split, received, fields)
         split.backward_input(0, gradients)
         known = dict(self._numbers)
         kept = [tensor for deferred in split.stash_of(0) for tensor in (deferred.gradient, deferred.x, deferred.bias_operand)]

@@ -26,11 +26,11 @@ from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.ownership import StateKind
 from raypar.plan.state_bytes import StateBytes
 from raypar.planner.kept_storages import KeptStorages
-from raypar.planner.model_profile import LayerOutput, LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.model_profile import ActivationEdge, LayerProfile, LinkProfile, ModelProfile
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.check_recomputation import check_layer_recomputes
 from raypar.worker.job_spec import JobSpec, loss_target_name
-from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, random_gradients, run_forward
+from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, forward_first_microbatch, random_gradients
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder, make_dataset
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -117,7 +117,7 @@ class MeasuredLayers(NamedTuple):
 
     layers: tuple[LayerProfile, ...]
     """Every layer's profile."""
-    outputs: tuple[LayerOutput, ...]
+    outputs: tuple[ActivationEdge, ...]
     """Every value that passes between layers, once for each layer that reads it."""
     state: BytesByTensor
     """What parameters take."""
@@ -150,7 +150,7 @@ def profile_layers(
         sizes.update((name, tensor_nbytes(value)) for name, value in outputs.items())
     producers = {name: index for index, layer in enumerate(graph.layers) for name in layer.outputs}
     between = tuple(
-        LayerOutput(producers[name], consumer, size, name)
+        ActivationEdge(producers[name], consumer, size, name)
         for name, size in sizes.items()
         for consumer in dict.fromkeys(graph.reading_layers(name))
         if consumer != producers[name]
@@ -182,10 +182,10 @@ def _profile_layer(
     gradients = random_gradients(outputs)
 
     forward_ms, backward_ms = measure_median_ms(
-        lambda: run_forward(whole, received, fields), lambda: whole.backward(0, gradients)
+        lambda: forward_first_microbatch(whole, received, fields), lambda: whole.backward(0, gradients)
     )
     _, input_ms, weight_ms = measure_median_ms(
-        lambda: run_forward(split, received, fields),
+        lambda: forward_first_microbatch(split, received, fields),
         lambda: split.backward_input(0, gradients),
         lambda: split.backward_weight(0),
     )

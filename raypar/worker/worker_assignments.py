@@ -248,7 +248,7 @@ def module_capture_of_job(spec: JobSpec, guard: CallGuard) -> ModuleCapture:
         target=loss_target_name(spec),
         wants_loss=spec.loss.is_loss_of_model,
         units=spec.units,
-        autocast_dtype=torch.bfloat16 if spec.precision.compute == "bf16" else None,
+        autocast_dtype=spec.precision.autocast.dtype if spec.precision.autocast is not None else None,
     )
 
 

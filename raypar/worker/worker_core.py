@@ -370,7 +370,7 @@ class WorkerCore:
             stage.losses.clear()
         if self.validation_loader is not None:
             self.validation_loader.prefetch(0, self._own_validation_microbatches)
-        yield from self.validation_interpreter.run_forward(self.assignment.validation_program, step)
+        yield from self.validation_interpreter.run_validation_pass(self.assignment.validation_program, step)
         losses = {m: (float(s), float(c)) for stage in self.stages.values() for m, (s, c) in stage.losses.items()}
         self.guard.check_all(f"a layer, the loss or the data set, in the validation after {step} steps,")
         return ValidationReport(self.rank, step, losses, (time.perf_counter_ns() - start) / 1e9, self._lines_for_user())

@@ -2,6 +2,7 @@
 
 NCCL is CuPy's real bindings over the stand-in for its library (`helpers.standin`), and host memory."""
 
+import contextlib
 import gc
 import os
 import socket
@@ -373,6 +374,42 @@ def test_connecting_can_be_aborted_and_has_a_deadline():
     with pytest.raises(CommError, match="cannot reach rank 0"):
         meshes[1].connect(rank=1, size=2, addresses=addresses, generation=2, deadline_s=1)
     meshes[1].close()
+
+
+@contextlib.contextmanager
+def machine_that_cannot_be_reached():
+    """An address where nothing is refused and nothing answers: packets are dropped, as those of a broken network."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as clients:
+        for _ in range(3):  # more than the queue has room for; the kernel drops what comes then
+            client = clients.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        yield f"127.0.0.1:{full.getsockname()[1]}"
+
+
+def test_a_machine_that_cannot_be_reached_keeps_no_rank_from_leaving_the_rendezvous():
+    """A rank that waited for the connection answered nobody for 5 s, and was taken for one that hangs."""
+    mesh = TcpEndpoint.listen(credential=CREDENTIAL)
+    with machine_that_cannot_be_reached() as nowhere:
+        timer = threading.Timer(0.05, mesh.abort_connect, ("a newer plan",))
+        timer.start()
+        start = time.monotonic()
+        with pytest.raises(GroupAborted, match="a newer plan"):
+            mesh.connect(rank=1, size=2, addresses=[nowhere, mesh.address], generation=1, deadline_s=LIMIT_S)
+        timer.join()
+        with pytest.raises(CommTimeout, match=r"ranks \[0\] did not connect within 0.1 s"):
+            mesh.connect(rank=1, size=2, addresses=[nowhere, mesh.address], generation=2, deadline_s=0.1)
+        assert time.monotonic() - start < rendezvous.CONNECT_SOCKET_S / 2
+    mesh.close()
+
+
+def test_a_rank_that_cannot_be_reached_is_named(monkeypatch):
+    monkeypatch.setattr(rendezvous, "CONNECT_SOCKET_S", 0.05)
+    mesh = TcpEndpoint.listen(credential=CREDENTIAL)
+    said = "rank 1 cannot reach rank 0 at 127.0.0.1:.*: no connection within 0.05 s"
+    with machine_that_cannot_be_reached() as nowhere, pytest.raises(CommError, match=said):
+        mesh.connect(rank=1, size=2, addresses=[nowhere, mesh.address], generation=1, deadline_s=LIMIT_S)
+    mesh.close()
 
 
 @pytest.mark.parametrize("taken", [False, True])

@@ -23,7 +23,7 @@ from helpers.trainee import Trainee, Undisturbed, as_soon_as, kill
 import raypar
 from raypar.actors.driver_client import ALONE_S
 from raypar.actors.ray_connection import connect_ray
-from raypar.actors.worker_pool import find_existing_worker_numbers, run_namespace
+from raypar.actors.worker_pool import find_existing_worker_numbers, list_leftover_placement_groups, run_namespace
 from raypar.config import load_job
 from raypar.errors import ClusterError, ConfigError, OutlivedError, RayparError
 from raypar.launch import resume_job
@@ -395,6 +395,39 @@ def test_with_fewer_workers_than_wanted_the_run_waits_for_another(long_undisturb
     assert result.weights_sha256 == long_undisturbed.weights_sha256
     assert trainee.losses == long_undisturbed.losses
     assert "3 workers are left, min_workers is 4" in trainee.told("waiting")[0]["text"]
+
+
+@pytest.mark.chaos
+def test_a_new_driver_goes_on_asking_for_the_worker_that_has_no_place_and_at_the_end_nothing_is_asked_for(
+    long_undisturbed, tmp_path
+):
+    """Six workers are wanted, and there is room for five."""
+    trainee = Trainee(tmp_path, *LONG, "elastic.max_workers=6", "plan.stages=2", "plan.replicas=2")
+    starting: list[list[int]] = []
+
+    def look() -> None:
+        starting.append(trainee.members["starting"])
+
+    result = trainee.run(lambda pids: os.kill(trainee.members["driver_pid"], signal.SIGKILL), at=60, then={50: look, 150: look})
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == long_undisturbed.weights_sha256
+    assert trainee.told("driver") and all(5 in numbers for numbers in starting) and len(starting) == 2
+    assert sorted(event["worker"] for event in trainee.told("hiring")) == [4, 5], "asked for once"
+    assert list_leftover_placement_groups("tiny") == []
+
+
+@pytest.mark.chaos
+def test_workers_that_do_not_help_are_given_back_and_not_asked_for_again(long_undisturbed, tmp_path):
+    """Four blocks of microbatches and four layers: the planner has no use for more than four workers on one machine."""
+    trainee = Trainee(tmp_path, *LONG, "elastic.max_workers=4", "plan.stages=1", "plan.replicas=2")
+    held: list[int] = []
+    result = trainee.run(then={195: lambda: held.append(len(list_leftover_placement_groups("tiny")))})
+    assert result.end == "done", result.why
+    assert result.weights_sha256 == long_undisturbed.weights_sha256
+    released = [number for event in trainee.told("released") for number in event["workers"]]
+    grown = [len(event["workers"]) for event in trainee.told("generation")]
+    assert sorted(event["worker"] for event in trainee.told("hiring")) == [2, 3], "asked for once"
+    assert held == [4 - len(released)] and (released or grown == [4])
 
 
 @pytest.mark.chaos

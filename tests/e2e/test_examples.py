@@ -1,5 +1,6 @@
 """The example scripts do what they say."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,15 @@ def test_a_fine_tuning_begins_with_the_weights_of_the_file_and_leaves_a_frozen_l
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "unchanged: embed.token.weight, embed.position.weight"
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("version", [2, 1])
+def test_a_run_on_an_autoscaled_cluster_grows_and_ends_with_the_weights_of_one_process(version, tmp_path):
+    command = [sys.executable, str(EXAMPLES / "autoscale.py"), str(tmp_path), "--autoscaler", str(version)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "equal"
+    assert len(re.findall(r"from \d to \d workers: a pause of", done.stdout)) >= 2, done.stdout
+    assert ">>> the run has ended; only the head is left" in done.stdout
+    assert (tmp_path / "throughput.svg").read_text().startswith("<svg")

@@ -23,7 +23,7 @@ from raypar.console.event_printer import EventPrinter
 from raypar.elastic.actions import Teardown
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError, ConfigError, WorkerLost
-from raypar.launch import Result, resume, train_job
+from raypar.launch import Result, resume, start_new_run
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint import checkpoint_store
 
@@ -116,7 +116,7 @@ def test_a_job_that_cannot_be_kept_is_not_started_and_leaves_no_run_folder(tmp_p
     monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
     monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: ClusterCapacity(1, 5, 5, None))
     job = str(write_job(tmp_path))
-    monkeypatch.setattr(train_job, "plan_json", lambda chosen: "p" * 5000)
+    monkeypatch.setattr(start_new_run, "plan_json", lambda chosen: "p" * 5000)
     for nbytes in (0, 32, 3000):  # job.yaml, the same, plan.json
         with room(nbytes):
             status = main(["train", job])

@@ -13,11 +13,13 @@ from helpers.tiny_job import write_job
 
 from raypar.actors import worker_pool as pool_module
 from raypar.actors.cluster_info import ClusterCapacity
+from raypar.actors.first_placement import reserve_all
 from raypar.actors.numerics_fingerprint import describe_fingerprint_differences, fingerprint_worker_numerics
 from raypar.actors.ray_connection import RayConnection, connect_ray
 from raypar.actors.worker_pool import WorkerPool
 from raypar.cli import main
 from raypar.comm.tcp.handshake import RunCredential
+from raypar.elastic.worker_placement import WorkerPlacement
 from raypar.errors import CheckpointError, ClusterError, ConfigError
 from raypar.plan import ParallelPlan
 from raypar.worker.backend import GpuBackend
@@ -92,12 +94,12 @@ def test_the_request_says_what_each_worker_has_and_how_its_process_is_started(tm
         sets = [f"device={device}", "plan.replicas=1", "elastic=true"]
         assert main(["train", str(write_job(tmp_path)), *(word for one in sets for word in ("--set", one))]) == 1
     on_gpu, on_cpu = seen
-    assert on_gpu.gpus == 1 and on_gpu.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert on_gpu.placement.gpus == 1 and on_gpu.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert on_gpu.environment["CUDA_MODULE_LOADING"] == "EAGER"
     assert on_gpu.environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "0", "each sees its own GPU only"
     assert on_gpu.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and on_gpu.contract["device"] == "gpu"
     assert {key: getattr(on_gpu.policy, key) for key in GpuBackend.deadlines} == GpuBackend.deadlines
-    assert on_cpu.gpus == 0 and not on_cpu.environment and on_cpu.policy.adopt_s < GpuBackend.deadlines["adopt_s"]
+    assert on_cpu.placement.gpus == 0 and not on_cpu.environment and on_cpu.policy.adopt_s < GpuBackend.deadlines["adopt_s"]
 
 
 def test_several_local_nodes_cannot_share_the_gpus_of_a_machine(tmp_path):
@@ -126,8 +128,10 @@ def placed(monkeypatch):
 
 
 def test_a_worker_on_a_gpu_has_a_bundle_with_one_and_a_process_of_its_own(placed):
-    pool = WorkerPool(RunCredential.fresh("run"), 1, {"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "32"})
-    asyncio.run(pool.reserve(ParallelPlan.of((1,), shards=(2,), layers=2), 1.0, print))
+    pool = WorkerPool(
+        RunCredential.fresh("run"), WorkerPlacement(gpus=1), {"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    )
+    asyncio.run(reserve_all(pool, ParallelPlan.of((1,), shards=(2,), layers=2), 1.0, print))
     assert placed == [[{"CPU": 1, "GPU": 1}] * 2], "the shards of a seat together"
     pool.start_worker(0, b"", None, 60.0)
     options = placed[-1]
@@ -137,7 +141,7 @@ def test_a_worker_on_a_gpu_has_a_bundle_with_one_and_a_process_of_its_own(placed
 
 def test_a_worker_on_a_cpu_asks_for_nothing_more(placed):
     pool = WorkerPool(RunCredential.fresh("run"))
-    asyncio.run(pool.reserve(ParallelPlan.mesh(layers=2), 1.0, print))
+    asyncio.run(reserve_all(pool, ParallelPlan.mesh(layers=2), 1.0, print))
     pool.start_worker(0, b"", None, 60.0)
     assert placed[0] == [{"CPU": 1}] and not {"num_gpus", "runtime_env"} & set(placed[1])
 

@@ -5,6 +5,8 @@ import hashlib
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +14,32 @@ import psutil
 import pytest
 import torch
 from helpers.tiny_job import Diary, write_job
+from helpers.trainee import Undisturbed
+from ray.experimental.internal_kv import _internal_kv_list
 
 from raypar import Trainer
 from raypar.actors.ray_connection import connect_ray
+from raypar.actors.ray_lease_store import RayLeaseStore
 from raypar.cli import main
-from raypar.errors import CheckpointError, ClusterError, ConfigError, NonFiniteError, OutOfMemory, UserCodeError, WorkerLost
+from raypar.config import load_job
+from raypar.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    LeaseHeldError,
+    NonFiniteError,
+    OutOfMemory,
+    UserCodeError,
+    WorkerLost,
+)
+from raypar.launch.remote_run import new_remote_run, resumed_remote_run
+from raypar.run_folder import RunFolder
+from raypar.storage.filesystems import given_filesystem_uri
+from raypar.storage.run_lease import Lease
+from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
+from raypar.worker.job_spec import contract_of_job
+from raypar.worker.run_in_one_process import OneProcessRun
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +64,6 @@ def job(tmp_path, monkeypatch):
 def nothing_left() -> bool:
     """No placement group, actor or key of a run is left on the cluster."""
     import ray
-    from ray.experimental.internal_kv import _internal_kv_list
     from ray.util import list_named_actors, placement_group_table
 
     groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
@@ -99,6 +120,70 @@ def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_whe
     assert "seed was 3, is 4" in capfd.readouterr().err
     assert main(["resume", run]) == 2
     assert "12 of 12 steps already done" in capfd.readouterr().err
+
+
+def test_a_run_on_shared_storage_is_read_and_resumed_by_its_uri_with_the_bits_of_one_process(tmp_path, monkeypatch, capfd):
+    """A file system of pyarrow that is given as an object, with the lease in Ray's store; S3: `test_storage_on_moto.py`.
+
+    The first four steps are one process's; its folder, checkpoint and lease are a run's.
+    """
+    from fsspec.implementations.local import LocalFileSystem
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    monkeypatch.chdir(Path(__file__).parents[1])
+    place = given_filesystem_uri(PyFileSystem(FSSpecHandler(LocalFileSystem())), str(tmp_path / "there"))
+    uri, there, said = str(place.child("tiny")), tmp_path / "there/tiny", []
+    loaded = load_job(write_job(tmp_path), [f"run_dir={place}", "plan.stages=1", "plan.replicas=1"])
+    whole = Undisturbed.of(tmp_path, "steps=12")
+    with (
+        new_remote_run(place, "tiny", said.append) as folder,
+        OneProcessRun(loaded.to_spec(), loaded.to_plan(4), "1f1b") as local,
+    ):
+        folder.job.write_text(loaded.to_yaml())
+        for step in range(4):
+            local.step(step)
+            rest = {"time": 1.0, "norm": 1.0, "count": 8.0, "seconds": 0.1, "samples_per_s": 80.0, "bubble": 0.0}
+            folder.append_line(folder.metrics, {**rest, "step": step + 1, "loss": whole.losses[step][1]})
+        begun = checkpoint_files.create_checkpoint(folder.checkpoint_location, 4)
+        local.cores[0].save(begun)
+        facts = {"steps_done": 4, "contract": contract_of_job(local.spec)}
+        checkpoint_files.commit_checkpoint(begun, [local.cores[0].save_result()], **facts)
+        with (
+            pytest.raises(LeaseHeldError, match="run tiny is under way: process"),
+            RunFolder.opened(uri, with_job=False) as other,
+            resumed_remote_run(other, said.append) as held,
+        ):
+            held()
+    assert "only runs of this Ray cluster are kept from training in" in said[0]["text"]
+    assert main(["status", uri]) == 0 and "4 of 12" in capfd.readouterr().out
+    assert main(["resume", uri]) == 0
+    assert hash_in(capfd.readouterr().out) == whole.weights_sha256
+    with RunFolder.opened(uri) as folder:
+        assert [(m["step"], m["loss"]) for m in folder.read_lines(folder.metrics) if "loss" in m] == whole.losses
+    files = {path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()}
+    assert {"job.yaml", "plan.json", "members.json", "metrics.jsonl/000000000001.jsonl", "swimlane.svg"} <= files
+    assert not [name for name in files if name.endswith(".tmp")]
+    assert sorted(path.name for path in (there / "checkpoints").iterdir()) == ["step_00000008", "step_00000012"]
+    with new_remote_run(place, "tiny", said.append) as second:
+        assert second.name == "tiny-2" and second.path.is_dir()
+        second.path.rmdir()
+    assert nothing_left() and not _internal_kv_list("raypar-lease/") and not (tmp_path / "there/tiny-2").exists()
+
+
+def test_a_lease_in_rays_store_is_replaced_only_by_who_names_its_version_and_leaves_nothing():
+    store, mine = RayLeaseStore("filesystem://x/runs/tiny"), Lease("one", "me")
+    assert store.read() is None and store.put(mine, "3") is None
+    first = store.put(mine, None)
+    assert first is not None and store.put(Lease("two", "you"), None) is None
+    second = store.put(replace(mine, renewal=1), first)
+    assert second is not None and store.put(Lease("two", "you"), first) is None
+    found = store.read()
+    assert found is not None and (found.lease, found.version) == (replace(mine, renewal=1), second) and found.age_s < 60
+    with ThreadPoolExecutor(4) as pool:
+        wrote = [*pool.map(lambda n: store.put(Lease(f"taker {n}", "them"), second), range(4))]
+    assert len([version for version in wrote if version is not None]) == 1
+    assert len(_internal_kv_list("raypar-lease/")) == 1
+    assert store.put(replace(mine, released=True), "3") is not None and not _internal_kv_list("raypar-lease/")
 
 
 def test_the_driver_makes_one_call_per_worker_and_step_whatever_the_microbatches(job, tmp_path):

@@ -141,6 +141,17 @@ def _forward(stage: StageOfLayers, values: dict[str, Tensor], batch: Mapping[str
     values |= {name: stage.values[name] for name in written}
 
 
+def evaluate_stages(captured: Captured, stages: Sequence[StageOfLayers], batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors in the output of one microbatch, without gradients. The modules are in evaluation mode."""
+    values: dict[str, Tensor] = dict(batch)
+    with torch.no_grad():
+        for stage in stages:
+            for layer, module in zip(stage.layers, stage.modules, strict=True):
+                made = module(*(values[name] for name in layer.inputs))
+                values |= dict(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+    return [values[name] for name in captured.cache.trace_of(batch, training=False).outputs]
+
+
 def _copy(tensor: Tensor) -> Tensor:
     """A copy that lies in memory as the tensor does, strides 0 and those of dims of length 1 included, and requires a gradient
     if that does. Libraries choose kernels by strides."""

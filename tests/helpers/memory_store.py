@@ -55,6 +55,9 @@ class MemoryStore:
         self.begun += 1
         return f"begun-{self.begun}-{name}"
 
+    def file_name(self, begun: str, file: str) -> str:
+        return file
+
     @contextlib.contextmanager
     def write(self, name: str, file: str) -> Iterator[io.BytesIO]:
         written = io.BytesIO()

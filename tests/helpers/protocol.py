@@ -42,6 +42,7 @@ Kind = Literal[
     "corrupt",
     "ctrl_c",
     "sleep",
+    "place",
 ]
 CALL_MS = 0.5
 LOST_MS = 15.0
@@ -63,6 +64,7 @@ class Fault:
     zombie: stopped until it has long been given up, then it goes on as if nothing were. stop: shorter than any deadline.
     sleep: its step stands still, and pings and control calls are answered. corrupt: what the worker holds changes by itself.
     ctrl_c: people ask the run to save and end, with `ms` for what is in flight; a new driver is asked again.
+    place: the cluster finds room for the group that has been asked for first, of those that have none.
     """
 
     at: int
@@ -104,6 +106,10 @@ class Process:
     stopped_since: float = 0.0
     asleep_until: float = 0.0
     ready: bool = True
+    placed: bool = True
+    """Whether the cluster has found room for it; before that there is no process, only the demand."""
+    together: tuple[int, ...] = ()
+    """The workers of its placement group."""
     queue: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=deque)
     running: Any = None
     reply: Callable[[Any], None] | None = None
@@ -259,9 +265,15 @@ class World:
         tick_ms: float = TICK_MS,
         slow: Mapping[int, float] | None = None,
         nodes: Mapping[int, str] | None = None,
+        first: ParallelPlan | None = None,
+        room: int = EVERYBODY,
         **policy: Any,
     ) -> None:
-        """`slow`: workers that say that they compute so many times as long as the others; `nodes`: where workers are."""
+        """`slow`: workers that say that they compute so many times as long as the others; `nodes`: where workers are.
+
+        `first`: the plan that the run begins with, if it is smaller than `plan`; the other workers of `plan` have no place yet.
+        `room`: so many workers find a place by themselves at most, for as long as they are there; further ones by `place`.
+        """
         self.slow, self.nodes = slow or {}, nodes or {}
         self.job, self.plan = job, plan
         self.changes = deque(sorted(changes, key=lambda change: change.after))
@@ -288,11 +300,18 @@ class World:
             elif kind in ("kill_driver", "stop_driver"):
                 table = self.action_faults
             table.setdefault(fault.at, []).append(fault)
+        self.first, self.room = first or plan, room
         fixed = {"workers": plan.world, "job_steps": job.steps, "elastic": True, "save_at_end": False}
+        fixed["replica_size"] = max(stage.shards for stage in plan.stages)
         self.policy = RunPolicy(**(fixed | {"mirror_every": job.mirror_every} | policy))
-        self.processes = [Process(n, self) for n in range(plan.world)]
+        self.processes = [Process(n, self, ready=n < self.first.world, placed=n < self.first.world) for n in range(plan.world)]
+        for group in self.first_groups():
+            for number in group:
+                self.processes[number].together = group
+        self.given_back: list[int] = []
+        """Workers that the run has given back, in order."""
         self.claims: dict[int, int] = {1: 0}
-        self.records: dict[int, tuple[ParallelPlan, tuple[int, ...]]] = {1: (plan, tuple(range(plan.world)))}
+        self.records: dict[int, tuple[ParallelPlan, tuple[int, ...]]] = {1: (self.first, tuple(range(self.first.world)))}
         self.journal: dict[int, Any] = {}
         self.seen: list[int] = []
         self.replayed = 0
@@ -310,6 +329,13 @@ class World:
 
     def at(self, delay_ms: float, call: Callable[[], None], process: Process | None = None) -> None:
         heapq.heappush(self.agenda, (self.now + delay_ms, next(self.order), process, call))
+
+    def first_groups(self) -> list[tuple[int, ...]]:
+        """The workers of the job's plan, by placement group: the shards of each replica."""
+        groups: dict[Any, list[int]] = {}
+        for rank, seat in enumerate(self.plan.seats):
+            groups.setdefault((seat.position, seat.replica), []).append(rank)
+        return [tuple(numbers) for numbers in groups.values()]
 
     def run(self) -> do.Teardown:
         self.driver.begin()
@@ -368,6 +394,10 @@ class World:
                 target.asleep_until = self.now + fault.ms
             case "join":
                 self.join()
+            case "place":
+                waiting = [p for p in self.processes if p.alive and not p.placed]
+                if waiting:
+                    self.place(waiting[0].together or (waiting[0].number,))
             case "corrupt":
                 self.flesh.corrupt(target.body)
             case "drain":
@@ -439,7 +469,7 @@ class World:
 
     def can_spare(self, victims: Sequence[Process]) -> bool:
         """Whether the others hold all of the state after the step that was applied last, or can apply it late."""
-        others = [p for p in self.stays() if p.member.seated and p not in victims]
+        others = [p for p in self.stays() if p.placed and p.member.seated and p not in victims]
         done = max((p.body.applied() for p in others), default=0)
         held = [
             p.body.pieces()
@@ -475,6 +505,22 @@ class World:
         """A new process, which says that it is there when it has started, to whichever driver there is then."""
         process = Process(len(self.processes), self, ready=False)
         self.processes.append(process)
+        self.start(process, delay_ms)
+
+    def ask_for(self, numbers: tuple[int, ...]) -> None:
+        """Workers that the run asks the cluster for: they come at once if there is room, else by `place`."""
+        self.processes += [Process(number, self, ready=False, placed=False, together=numbers) for number in numbers]
+        if sum(p.alive and p.placed for p in self.processes) + len(numbers) <= self.room:
+            self.place(numbers, HIRE_MS)
+
+    def place(self, numbers: tuple[int, ...], delay_ms: float = HIRE_MS) -> None:
+        """The cluster has room for the workers of a group, whose processes start one after the other."""
+        for late, number in enumerate(numbers):
+            if self.processes[number].alive:
+                self.processes[number].placed = True
+                self.start(self.processes[number], delay_ms + 7.0 * late)
+
+    def start(self, process: Process, delay_ms: float) -> None:
         self.driver.post(on.WorkerPlaced(process.number))
 
         def started() -> None:
@@ -483,6 +529,13 @@ class World:
                 self.driver.post(on.WorkerJoined(process.number))
 
         self.at(delay_ms, started, process)
+
+    def release(self, process: Process) -> None:
+        """The run gives a worker back: its process ends, or its demand is withdrawn. Nobody is told."""
+        self.given_back.append(process.number)
+        if process.placed:
+            self.kill(process)
+        process.alive = False
 
     def kill_driver(self) -> None:
         """The actor is gone; Ray starts another one after a while."""
@@ -548,8 +601,10 @@ class Driver:
 
     def begin(self) -> None:
         self._tick()
-        world, members = self.world, tuple(range(self.world.plan.world))
-        order = do.AdoptPlan(1, world.plan, members, (), 0, (), from_checkpoint=True)
+        world, members = self.world, tuple(range(self.world.first.world))
+        pending = tuple(p.number for p in world.processes if not p.placed)
+        self.post(on.FirstWorkersPlaced(world.first, members, (), pending, tuple(world.first_groups())))
+        order = do.AdoptPlan(1, world.first, members, (), 0, (), from_checkpoint=True)
         mesh = world.flesh.connect(order, set())
         waiting = set(members)
 
@@ -561,7 +616,7 @@ class Driver:
             if not waiting:
                 self.post(on.WorkersReady())
 
-        for rank, process in enumerate(world.processes):
+        for rank, process in enumerate(world.processes[: len(members)]):
             process.member.enter_generation(1, "start")
             part = world.flesh.part(order, mesh, rank)
             self.ask(rank, lambda p, part=part: p.member.adopt(1, part), lambda a, w=rank: built(w, a))
@@ -572,18 +627,36 @@ class Driver:
         generation = max(world.claims)
         plan, members = next(world.records[g] for g in sorted(world.records, reverse=True))
         alive = tuple(p.number for p in world.processes if p.alive and p.ready)
-        starting = tuple(p.number for p in world.processes if p.alive and not p.ready)
+        starting = tuple(p.number for p in world.processes if p.alive and p.placed and not p.ready)
+        pending = tuple(p.number for p in world.processes if p.alive and not p.placed)
+        groups = tuple({p.together for p in world.processes if p.alive and p.together})
         self.outcomes = dict(world.journal)
         validated = world.validations[-1] if world.validations else None
         saved = max(world.flesh.checkpoints) or None
         hired = len(world.processes)
-        self.post(on.DriverFailover(alive, generation, len(world.seen), plan, members, validated, saved, starting, hired))
+        self.post(
+            on.DriverFailover(
+                alive,
+                generation,
+                len(world.seen),
+                plan,
+                members,
+                validated,
+                saved,
+                starting,
+                pending,
+                groups,
+                next_worker_number=hired,
+            )
+        )
 
     def _tick(self) -> None:
         if self.alive and self.machine.phase is not Phase.OVER:
             self.world.at(self.world.tick_ms, self._tick)
             now = self.world.now
-            quiet = (p for p in self.world.processes if p.alive and p.stopped_since + UNHEARD_MS < now < p.stopped_until)
+            quiet = (
+                p for p in self.world.processes if p.alive and p.placed and p.stopped_since + UNHEARD_MS < now < p.stopped_until
+            )
             self.post(on.Tick(unheard=frozenset(p.number for p in quiet)))
 
     def post(self, event: Any) -> None:
@@ -701,12 +774,17 @@ class Driver:
                 self.effect(lambda: on.PlanChosen(number, world.chosen(number, workers)))
             case do.AdoptPlan():
                 self.adopt(action)
-            case do.StartWorker(worker):
-                if worker < len(world.processes):  # another driver has given that name
-                    self.post(on.WorkerStartFailed(worker, WorkerLost(f"there is a worker {worker} already")))
+            case do.StartWorkers(workers):
+                if workers[0] < len(world.processes):  # another driver has given that name
+                    for worker in workers:
+                        self.post(on.WorkerStartFailed(worker, WorkerLost(f"there is a worker {worker} already")))
                 else:
-                    assert worker == len(world.processes), world.tell(f"worker {worker} is hired")
-                    world.join(HIRE_MS)
+                    assert workers[0] == len(world.processes), world.tell(f"workers {workers} are hired")
+                    world.ask_for(workers)
+            case do.ReleaseWorkers(workers):
+                for worker in workers:
+                    assert worker not in machine.membership.members, world.tell(f"worker {worker} has a seat")
+                    world.release(world.processes[worker])
             case do.KillWorker(worker, _):
                 process = world.processes[worker]
                 late = max(0.0, process.stopped_until - world.now)  # a stopped process may go on before the kill gets through

@@ -4,7 +4,7 @@ those of the batch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,11 @@ class CallsScript(Blocks):
         return y + scripted(x)
 
 
-@dataclass
 class MadeOf:
     """Two tensors, in a class that PyTorch does not look into."""
 
-    y: Tensor
-    mask: Tensor
+    def __init__(self, y: Tensor, mask: Tensor) -> None:
+        self.y, self.mask = y, mask
 
 
 class ReturnsObject(nn.Linear):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.captured_stages import capture, differences, make_stages, run_plain, run_stages
+from helpers.captured_stages import capture, differences, evaluate_stages, make_stages, run_plain, run_stages
 from helpers.model_zoo import ZOO, ZooModel, cross_entropy, images, noise, sum_of_squares, tokens
 from helpers.random_modules import WIDTH, RandomModule
 from torch import Tensor, nn
@@ -230,15 +230,10 @@ def test_in_evaluation_mode_layers_do_what_the_plain_module_does():
             for module in (model, *(module for stage in stages for module in stage.modules)):
                 module.eval()
             batch = ZOO[name].batch()
-            values: dict[str, Tensor] = dict(batch)
+            found = evaluate_stages(captured, stages, batch)
             with torch.no_grad():
-                for stage in stages:
-                    for layer, module in zip(stage.layers, stage.modules, strict=True):
-                        made = module(*(values[name] for name in layer.inputs))
-                        values |= dict(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
                 wanted = model(**batch)
-            found = values[captured.layers[-1].outputs[-1]]
-            assert torch.equal(found, wanted if isinstance(wanted, Tensor) else wanted.logits)
+            assert torch.equal(found[-1], wanted if isinstance(wanted, Tensor) else wanted.logits)
 
 
 def test_layers_have_the_names_of_the_models_modules_and_tensors():

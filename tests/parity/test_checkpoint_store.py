@@ -1,11 +1,13 @@
-"""A storage for checkpoints is one class and one line in `STORES`: shown with one that keeps them in memory."""
+"""What a storage for checkpoints must do: folders, pyarrow's file systems, S3, and one that raypar does not have."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.memory_store import URL, MemoryStore
+from helpers.moto_s3 import fake_s3
 from helpers.ugly_models import job
 from safetensors.torch import load_file
 
@@ -16,6 +18,7 @@ from raypar.errors import CheckpointError, ConfigError
 from raypar.launch.resume import find_checkpoint, find_last_whole_checkpoint
 from raypar.plan import ParallelPlan
 from raypar.run_folder import RunFolder
+from raypar.storage.filesystems import given_filesystem_uri
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.checkpoint.checkpoint_store import STORES, CheckpointStore, open_checkpoint, open_checkpoint_store
@@ -36,9 +39,23 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, MemoryStore]:
     return there
 
 
-@pytest.fixture(params=["folder", "memory"])
-def store(request: pytest.FixtureRequest, memory: dict[str, MemoryStore], tmp_path: Path) -> CheckpointStore:
-    return open_checkpoint_store(URL if request.param == "memory" else tmp_path / "checkpoints")
+@pytest.fixture(params=["folder", "memory", "pyarrow", pytest.param("s3", marks=pytest.mark.chaos)])
+def store(request: pytest.FixtureRequest, memory: dict[str, MemoryStore], tmp_path: Path) -> Iterator[CheckpointStore]:
+    if request.param == "s3":
+        with fake_s3() as s3:
+            yield open_checkpoint_store(s3.at("run/checkpoints"))
+    elif request.param == "pyarrow":
+        yield open_checkpoint_store(on_pyarrow(tmp_path / "checkpoints"))
+    else:
+        yield open_checkpoint_store(URL if request.param == "memory" else tmp_path / "checkpoints")
+
+
+def on_pyarrow(path: Path) -> str:
+    """The location of a path on a file system of pyarrow that raypar cannot take for this machine's folders."""
+    from fsspec.implementations.local import LocalFileSystem
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    return str(given_filesystem_uri(PyFileSystem(FSSpecHandler(LocalFileSystem())), str(path)))
 
 
 def save(local: OneProcessRun, at: str, done: int) -> str:
@@ -118,7 +135,7 @@ def test_what_is_begun_is_not_seen_before_it_is_committed(store: CheckpointStore
     good = commit(store, 1, 1.0)
     begun = checkpoint_files.create_checkpoint(store, 2)
     record = checkpoint_files.write_shard(begun, "a.safetensors", {("w", PARAMETER): torch.ones(3)})
-    assert begun.has_file("a.safetensors") and open_checkpoint(str(begun)) == begun, "workers get its text"
+    assert begun.has_file(record.file) and open_checkpoint(str(begun)) == begun, "workers get its text"
     assert checkpoint_files.latest_usable_checkpoint(store) == (good, [])
     last = checkpoint_files.commit_checkpoint(begun, [record], steps_done=2, contract={})
     assert checkpoint_files.latest_usable_checkpoint(store) == (last, [])
@@ -136,25 +153,26 @@ def test_old_ones_and_what_was_never_committed_are_removed(store: CheckpointStor
         commit(store, done, 1.0)
     before, after = checkpoint_files.create_checkpoint(store, 2), checkpoint_files.create_checkpoint(store, 9)
     for begun in (before, after):
-        checkpoint_files.write_shard(begun, "a.safetensors", {("w", PARAMETER): torch.ones(3)})
+        file = checkpoint_files.write_shard(begun, "a.safetensors", {("w", PARAMETER): torch.ones(3)}).file
     checkpoint_files.remove_old_checkpoints(store, 2)
     steps = {name for name in store.names() if name.startswith("step_")}
     assert steps == {"step_00000002", "step_00000003"} and store.leftovers() == [(after.name, "step_00000009")]
     checkpoint_files.discard_checkpoint(after)
-    assert not store.leftovers() and not after.has_file("a.safetensors")
+    assert not store.leftovers() and not after.has_file(file)
 
 
 def test_what_lies_in_a_store_is_checked_as_in_a_folder(store: CheckpointStore):
     first, last = commit(store, 1, 1.0), commit(store, 2, 1.0)
-    with store.open(last.name, "a.safetensors", cure="") as opened:
+    (name,) = checkpoint_files.load_manifest(last).files
+    with store.open(last.name, name, cure="") as opened:
         content = opened.stream.read()
-    with store.write(last.name, "a.safetensors") as file:
+    with store.write(last.name, name) as file:
         file.write(content[:-1] + b"!")
     found, skipped = checkpoint_files.latest_usable_checkpoint(store)
     assert found == first and skipped == [
-        f"skipped step_00000002: {last.file_location('a.safetensors')} was altered: its checksum is another"
+        f"skipped step_00000002: {last.file_location(name)} was altered: its checksum is another"
     ]
-    with store.write(last.name, "a.safetensors") as file:
+    with store.write(last.name, name) as file:
         file.write(content[:-1])
     with pytest.raises(CheckpointError, match="it was truncated"):
         checkpoint_files.read_checkpoint_state(last)
@@ -163,8 +181,8 @@ def test_what_lies_in_a_store_is_checked_as_in_a_folder(store: CheckpointStore):
 
 
 def test_a_storage_that_is_not_there_is_refused_by_name():
-    for location in ("s3://bucket/run/checkpoints", "gs:/bucket"):
-        with pytest.raises(ConfigError, match=r"does not read or write (s3|gs) storage, only folders"):
+    for location in ("ftp://bucket/run/checkpoints", "https:/bucket"):
+        with pytest.raises(ConfigError, match=r"does not read or write (ftp|https) storage"):
             open_checkpoint_store(location)
         with pytest.raises(ConfigError, match=f"the run is '{location}'"):
             open_checkpoint(location, "the run")
@@ -179,3 +197,35 @@ def test_a_relative_folder_that_looks_like_a_url_is_a_folder(tmp_path, monkeypat
     assert not has_checkpoints(folder)
     named = open_checkpoint("./ab:/r/checkpoints/step_00000005")
     assert named.name == "step_00000005" and not named.has_file("manifest.json")
+
+
+def test_a_writer_that_is_killed_leaves_the_checkpoint_before_also_of_the_same_step(store: CheckpointStore):
+    """What is begun and left mixes with nothing: neither with an older checkpoint of its name nor with a later attempt."""
+    for step in (1, 2):
+        commit(store, step, 1.0)
+    for step in (2, 3):
+        killed = checkpoint_files.create_checkpoint(store, step)
+        checkpoint_files.write_shard(killed, "a.safetensors", {("w", PARAMETER): torch.full((3,), 9.0)})
+    found, skipped = checkpoint_files.latest_usable_checkpoint(store)
+    assert found is not None and (found.name, skipped) == ("step_00000002", [])
+    assert torch.equal(checkpoint_files.read_checkpoint_state(found)["w"][PARAMETER], torch.ones(3))
+    commit(store, 3, 3.0)
+    last, _ = checkpoint_files.latest_usable_checkpoint(store)
+    assert last is not None and torch.equal(checkpoint_files.read_checkpoint_state(last)["w"][PARAMETER], torch.full((3,), 3.0))
+    commit(store, 4, 3.0)
+    checkpoint_files.remove_old_checkpoints(store, 1)
+    last, _ = checkpoint_files.latest_usable_checkpoint(store)
+    assert last is not None and last.name == "step_00000004" and store.names() == [last.name] and not store.leftovers()
+    assert torch.equal(checkpoint_files.read_checkpoint_state(last)["w"][PARAMETER], torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "a/b", "..", "", "a\nb"])
+def test_a_name_that_leads_elsewhere_names_no_file_of_a_checkpoint(name: str, tmp_path: Path):
+    (tmp_path / "elsewhere").write_text("secret")
+    store = open_checkpoint_store(on_pyarrow(tmp_path / "checkpoints"))
+    commit(store, 1, 1.0)
+    with pytest.raises(CheckpointError):
+        store.read("step_00000001", name, limit=100, cure="")
+    if name:
+        with pytest.raises(CheckpointError):
+            store.read(name, "manifest.json", limit=100, cure="")

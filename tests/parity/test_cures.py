@@ -155,7 +155,7 @@ def test_workers_beside_a_plan_of_other_workers_are_a_contradiction():
     assert raypar.Trainer(**GIVEN, plan={"stages": 2}, workers=2).workers == 2
 
 
-def test_what_callbacks_get_is_public_and_in_the_readme():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+def test_what_callbacks_get_is_public_and_in_the_guide():
+    guide = (Path(__file__).parents[2] / "examples/guides/your_own_model.md").read_text()
     for kind in (raypar.StepInfo, raypar.ValidationInfo):
-        assert f"raypar.{kind.__name__}" in readme and all(f"`{field.name}`" in readme for field in fields(kind))
+        assert f"raypar.{kind.__name__}" in guide and all(f"`{field.name}`" in guide for field in fields(kind))

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from raypar.model import without_dynamo as module
 from raypar.model.without_dynamo import meta_operations_without_dynamo, without_dynamo
 from raypar.worker.job_spec import OptimizerSpec, Ref
-from raypar.worker.stage.backward_pass import run_backward_pass
+from raypar.worker.stage.autograd_backward import run_autograd_backward
 from raypar.worker.step.make_optimizers_by_name import build_optimizer
 
 TESTS = Path(__file__).parents[1]
@@ -145,7 +145,7 @@ def gradients(run, dtype: torch.dtype, edges: bool = False) -> list[torch.Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_backward_pass_gives_the_gradients_of_pytorchs_own(dtype, edges):
     """From tensors, and from where the gradients of tensors that are gone enter the graph."""
-    assert all(map(torch.equal, gradients(run_backward_pass, dtype, edges), gradients(torch.autograd.backward, dtype)))
+    assert all(map(torch.equal, gradients(run_autograd_backward, dtype, edges), gradients(torch.autograd.backward, dtype)))
 
 
 class Own(torch.Tensor):
@@ -160,7 +160,7 @@ class Own(torch.Tensor):
 ])  # fmt: skip
 def test_what_pytorch_refuses_it_refuses_in_its_own_words(root, gradient):
     found = []
-    for run in (run_backward_pass, torch.autograd.backward):
+    for run in (run_autograd_backward, torch.autograd.backward):
         with pytest.raises(RuntimeError) as error:
             run([root.clone().requires_grad_() * 2], [gradient])
         found.append(str(error.value))

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from raypar.plan.addition_tree import covering_nodes, fold_tree, tree_children
+from raypar.plan.addition_tree import addition_tree_children, covering_nodes, fold_tree
 from raypar.plan.microbatches import contiguous_part
 
 
@@ -34,8 +34,8 @@ def test_the_tree_is_the_one_drawn(blocks, drawn):
 
 
 def test_the_left_child_is_the_largest_power_of_two_below_the_size():
-    assert tree_children((0, 8)) == ((0, 4), (4, 8))
-    assert tree_children((3, 10)) == ((3, 7), (7, 10))
+    assert addition_tree_children((0, 8)) == ((0, 4), (4, 8))
+    assert addition_tree_children((3, 10)) == ((3, 7), (7, 10))
 
 
 @pytest.mark.parametrize("blocks", range(1, 18))
@@ -45,7 +45,7 @@ def test_every_run_is_covered_exactly_and_by_whole_subtrees(blocks):
     def collect(node):
         nodes.add(node)
         if node[1] - node[0] > 1:
-            for child in tree_children(node):
+            for child in addition_tree_children(node):
                 collect(child)
 
     collect((0, blocks))
@@ -54,7 +54,7 @@ def test_every_run_is_covered_exactly_and_by_whole_subtrees(blocks):
             found = covering_nodes(range(start, stop), blocks)
             assert [b for lo, hi in found for b in range(lo, hi)] == list(range(start, stop))
             assert set(found) <= nodes
-            parents = [n for n in nodes if n[1] - n[0] > 1 and set(tree_children(n)) <= set(found)]
+            parents = [n for n in nodes if n[1] - n[0] > 1 and set(addition_tree_children(n)) <= set(found)]
             assert not parents, "two children instead of their parent"
 
 

@@ -4,6 +4,7 @@ import ast
 import inspect
 from contextlib import nullcontext
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from raypar.comm.worker_endpoint import WorkerEndpoint
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ClusterError, ConfigError
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
+from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS, PrecisionName
 from raypar.worker.backend import BACKENDS, make_backend
 from raypar.worker.job_spec import JobSpec, Precision
 
@@ -58,6 +60,11 @@ def test_a_gpu_run_reserves_gpus_and_waits_longer_for_communicators():
     assert backend.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     defaults = RunPolicy(workers=1, job_steps=1)
     assert all(seconds > getattr(defaults, name) for name, seconds in backend.deadlines.items())
+
+
+def test_every_name_of_a_precision_has_a_record():
+    assert get_args(PrecisionName) == tuple(AUTOCAST_PRECISIONS)
+    assert all(precision.dtype.is_floating_point for precision in AUTOCAST_PRECISIONS.values())
 
 
 def test_a_gpu_without_bfloat16_is_refused_by_its_name_before_anything_is_computed(monkeypatch):

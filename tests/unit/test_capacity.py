@@ -82,3 +82,58 @@ def test_a_spare_waits_for_others_that_are_on_their_way():
 )
 def test_no_larger_plan_is_asked_for_where(why, there, limits):
     assert not compute_desired_capacity(growing(**there), replace(LIMITS, **limits), 100.0).grow, why
+
+
+def giving(members=4, spares=(), **more):
+    return view(members, spares, **({"may_release": True} | more))
+
+
+def test_workers_beyond_what_helps_and_the_standbys_are_given_back_the_last_one_first():
+    decision = compute_desired_capacity(giving(spares={4, 5, 6}), LIMITS, 0.0)
+    assert decision.workers_to_release == (6, 5, 4) and decision.workers_to_start == 0
+    assert compute_desired_capacity(giving(spares={4, 5, 6}), replace(LIMITS, standbys=2), 0.0).workers_to_release == (6,)
+    assert compute_desired_capacity(giving(), LIMITS, 0.0).workers_to_release == ()
+
+
+def test_what_the_planner_has_declined_is_given_back_and_not_asked_for_again():
+    eight = replace(LIMITS, wanted=8)
+    there = giving(spares={4, 5}, starting={6, 7}, placed={6}, useful=4)
+    assert compute_desired_capacity(there, eight, 0.0).workers_to_release == (7, 6, 5, 4), "demand first, then processes"
+    assert compute_desired_capacity(there, replace(eight, standbys=1), 0.0).workers_to_release == (7, 6, 5)
+    after = compute_desired_capacity(giving(useful=4), eight, 1e6)
+    assert (after.workers_to_start, after.workers_to_release) == (0, ())
+    assert compute_desired_capacity(giving(members=3, useful=4), eight, 0.0).workers_to_start == 1, "a lost one is replaced"
+
+
+@pytest.mark.parametrize(
+    "why, there, limits",
+    [
+        ("the run does not train, or something else is under way", {"may_release": False}, {}),
+        ("the job starts no workers", {}, {"hires": False}),
+        ("the run has been asked to end: all are removed then", {"stopping": True}, {}),
+        ("they may hold the only mirror snapshot", {"needed_spares": {4, 5}}, {}),
+    ],
+)
+def test_nobody_is_given_back_where(why, there, limits):
+    there = giving(spares={4, 5}, **there)
+    assert compute_desired_capacity(there, replace(LIMITS, **limits), 0.0).workers_to_release == (), why
+
+
+def test_a_replica_is_asked_for_and_given_back_whole():
+    halves = replace(LIMITS, wanted=8, replica_size=2)
+    groups = compute_desired_capacity(view(members=4, starting={4}), halves, 0.0).groups_to_start
+    assert [group.workers for group in groups] == [2, 1], "the last one takes the place of a shard"
+    pairs = {worker: {worker & ~1, worker | 1} for worker in range(4, 8)}
+    there = giving(spares={4, 5, 6}, starting={7}, useful=4, asked_together=pairs)
+    assert compute_desired_capacity(there, halves, 0.0).workers_to_release == (6, 7, 4, 5)
+    odd = giving(spares={4, 5}, useful=5, asked_together=pairs)
+    assert compute_desired_capacity(odd, halves, 0.0).workers_to_release == (), "of two that share a group one is useful"
+    seated = replace(giving(spares={5}, useful=4, asked_together=pairs), members=frozenset({0, 1, 2, 4}))
+    assert compute_desired_capacity(seated, halves, 0.0).workers_to_release == (), "the group of a member stays"
+
+
+def test_the_first_workers_that_are_missing_are_asked_for_on_demand_nodes():
+    safe = replace(LIMITS, on_demand=2)
+    groups = compute_desired_capacity(view(members=1, on_demand={0, 9}), safe, 0.0).groups_to_start
+    assert [group.on_demand for group in groups] == [True, False, False], "worker 9 is gone"
+    assert not any(g.on_demand for g in compute_desired_capacity(view(members=2, on_demand={0, 1}), safe, 0.0).groups_to_start)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from raypar.errors import ClusterError, ConfigError
-from raypar.launch.cluster_jobs import match_job, parse_job, read_log_facts
+from raypar.launch.cluster_jobs import match_job, parse_ray_job_record, read_log_facts
 from raypar.launch.follow_job import AWAY_S, JobFollower, wait_for_job_end
 from raypar.launch.job_printer import JobPrinter, describe_job_end
 
@@ -21,7 +21,7 @@ STOPPED = "stopped after 83 steps (SIGTERM): the checkpoint /home/me/step_000000
 
 def job(submission_id="a", status="RUNNING", name="quickstart", start=1000, **more):
     record = {"submission_id": submission_id, "status": status, "start_time": start, "metadata": {"raypar_job": name}}
-    return parse_job(record | more)
+    return parse_ray_job_record(record | more)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_stopped_job_is_told_from_a_finished_one_by_the_exit_code(status, code
 
 
 def test_a_job_of_another_program_has_no_name():
-    found = parse_job({"submission_id": "x", "status": "PENDING", "metadata": None})
+    found = parse_ray_job_record({"submission_id": "x", "status": "PENDING", "metadata": None})
     assert (found.name, found.state, found.started_s, found.over) == (None, "pending", None, False)
     assert job(name="a\x1b[2Jb").name == "a?[2Jb", "what others have chosen does not move the cursor"
 

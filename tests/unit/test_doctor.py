@@ -266,7 +266,7 @@ def test_a_probe_that_hangs_is_killed_and_what_it_had_said_counts(monkeypatch, t
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
     began = time.monotonic()
-    assert gather.run_probe("library_probe", ["torch"], 0.3) == {"torch": {}}
+    assert gather.run_probe("import_probe", ["torch"], 0.3) == {"torch": {}}
     assert time.monotonic() - began < 5
 
 
@@ -312,9 +312,9 @@ def test_what_runs_on_nodes_needs_no_raypar_there():
     send = """
 import sys
 from ray import cloudpickle
-from raypar.actors.cluster_probe import NodeReporter, send_code_whole
+from raypar.actors.cluster_probe import NodeFactsProbe, send_code_whole
 send_code_whole()
-sys.stdout.buffer.write(cloudpickle.dumps(NodeReporter))
+sys.stdout.buffer.write(cloudpickle.dumps(NodeFactsProbe))
 """
     answer = """
 import sys

@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "safe_yaml": "untrusted_files errors yaml",
     "run_folder_schema": "untrusted_files",
     "atomic_write": "untrusted_files errors",
+    "storage": "untrusted_files atomic_write read_run_lines errors",
     "read_run_lines": "untrusted_files run_folder_schema errors",
     "user_code_errors": "errors",
     "traceback_filter": "errors",
@@ -30,12 +31,12 @@ MAY_IMPORT = {
     "comm": "plan errors torch numpy cupy",
     "model": "plan comm errors user_code_errors torch numpy",
     "worker": "schedule model comm plan planner.model_profile planner.kept_storages errors user_code_errors torch numpy "
-    "safetensors untrusted_files token_files",
+    "safetensors untrusted_files token_files storage",
     "actors": "worker model elastic planner comm schedule plan telemetry redact_secrets run_folder read_run_lines atomic_write "
-    "callbacks errors "
+    "callbacks storage errors "
     "user_code_errors torch numpy ray",
     "config": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.init_from_setting "
-    "untrusted_files run_folder_schema safe_yaml traceback_filter pydantic yaml",
+    "worker.autocast_precisions untrusted_files run_folder_schema safe_yaml traceback_filter pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 

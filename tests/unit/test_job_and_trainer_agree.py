@@ -20,7 +20,7 @@ from raypar import trainer as trainer_module
 from raypar.config import RUN_ARGUMENTS, CheckpointConfig, Job, PlanConfig, load_job, parse_job
 from raypar.config.validation_errors import section_types
 from raypar.errors import ConfigError, RayparError
-from raypar.launch import train_job
+from raypar.launch import start_new_run
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result
 from raypar.safe_yaml import dump_yaml, parse_yaml
@@ -43,6 +43,7 @@ FULL: dict[str, Any] = {
     "validation": {"function": "m:text", "every": 2},
     "plan": {"stages": 2, "replicas": [1, 2], "styles": {"*.up": "column"}},
     "elastic": {"min_workers": 2},
+    "placement": {"label_selector": {"market": "spot"}, "on_demand": 1},
     "precision": {"compute": "bf16"},
     "checkpoint": {"every": 2},
     "init_from": {"path": "weights.safetensors", "rename": {"a": "b"}},
@@ -369,8 +370,8 @@ def made_folder(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> tuple[Path
         return Result({}, str(seen["folder"].path), "done", 1)
 
     told: list[str] = []
-    monkeypatch.setattr(train_job, "launch_run", launch_run)
-    monkeypatch.setattr(train_job, "plan_json", lambda chosen: "{}")
+    monkeypatch.setattr(start_new_run, "launch_run", launch_run)
+    monkeypatch.setattr(start_new_run, "plan_json", lambda chosen: "{}")
     monkeypatch.setattr("raypar.console.event_printer.EventPrinter.__call__", lambda self, event: told.append(event["text"]))
     trainer.fit()
     return seen["folder"].path, told, seen["options"]
@@ -405,6 +406,9 @@ def test_ray_trains_configs_say_what_they_say_there():
     assert given_ray_train(scaling_config=ScalingConfig()).plan == Job.model_fields["plan"].default
     assert given_ray_train(scaling_config=ScalingConfig(num_workers=4)).plan == "auto"
     assert given_ray_train(scaling_config=ScalingConfig(num_workers=4), plan={"replicas": 4}).workers == 4
+    nodes = ScalingConfig(num_workers=2, use_gpu=True, accelerator_type="H100", label_selector={"market": "spot"})
+    placement = given_ray_train(scaling_config=nodes, plan={"replicas": 2}).placement
+    assert (placement.accelerator_type, placement.label_selector) == ("H100", {"market": "spot"})
     job = given_ray_train(scaling_config=ScalingConfig(num_workers=(2, 6), use_gpu=True), plan={"replicas": 3})
     assert (job.device, job.elastic.min_workers, job.elastic.max_workers, job.workers) == ("gpu", 2, 6, 3)
     job = given_ray_train(run_config=RunConfig(name="there", failure_config=FailureConfig(max_failures=-1)))

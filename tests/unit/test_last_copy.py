@@ -40,7 +40,6 @@ from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
-from raypar.launch.make_run_request import elastic_policy_fields
 from raypar.plan import ParallelPlan
 
 LONE, LINE, PAIR = ParallelPlan.mesh(layers=2), ParallelPlan.mesh(pp=2, layers=2), ParallelPlan.mesh(dp=2, layers=2)
@@ -128,7 +127,7 @@ def test_when_the_wait_is_over_the_answer_is_that_of_before_and_says_how_long_it
 
 def test_the_key_of_the_job_file_is_the_wait_and_ten_minutes_by_default():
     for elastic_section, wait_s in (({}, 600.0), ({"last_copy_wait_s": 5}, 5.0), ({"last_copy_wait_s": 0}, 0.0)):
-        policy = elastic_policy_fields(ElasticConfig(**elastic_section), 300.0)
+        policy = ElasticConfig(**elastic_section).to_policy_fields(300.0)
         assert RunPolicy(workers=1, job_steps=1, **policy).last_copy_wait_s == wait_s
     with pytest.raises(ConfigError, match="last_copy_wait_s"):
         ElasticConfig(last_copy_wait_s=-1)
@@ -280,3 +279,38 @@ def test_time_in_which_workers_got_no_processor_counts_neither_for_a_step_nor_fo
     silent = frozenset({0})
     for now in range(1, 24):
         assert do(machine, Tick(stalled_s=0.2, unheard=silent), now_s=now / 4) == []
+
+
+@pytest.mark.parametrize("then", ["it answers", "it stays silent", "it has ended"])
+def test_the_others_have_time_to_answer_too_once_the_first_of_all_does(then):
+    """The driver was cut off for 5.5 s. A hundredth of a second after the first answer the others were given up, alive, and all
+    went back to the mirror's snapshot."""
+    machine = trained(LINE)
+    late(machine, unheard=(0, 1))
+    (warning,) = told(do(machine, Tick(unheard=frozenset({0, 1})), now_s=3.5))
+    assert "waiting for workers 0, 1" in warning
+    (note,) = do(machine, stand(machine, 0, mirror_snapshots={2: machine.held_pieces(LONE)[0]}), now_s=9.0)
+    assert isinstance(note, TellUser)
+    other = frozenset({1})
+    if then == "it has ended":
+        assert do(machine, Tick(unheard=other, ended=other), now_s=9.3)[-1] == ClaimGeneration(3)
+        return
+    assert do(machine, Tick(unheard=other), now_s=9.3) == []
+    if then == "it answers":
+        *_, order = do(machine, stand(machine, 1), now_s=11.0)
+        assert isinstance(order, AdoptPlan) and (order.members, order.done, order.from_mirror) == ((0, 1), 4, False)
+        return
+    assert do(machine, Tick(unheard=other), now_s=14.4) == []
+    assert ClaimGeneration(3) in do(machine, Tick(unheard=other), now_s=14.6) and machine.membership.hung == other
+
+
+@pytest.mark.parametrize("claimed_s, patient", [(3.2, False), (13.1, True)])
+def test_a_claim_that_took_long_means_that_the_driver_was_cut_off_and_the_workers_have_time_too(claimed_s, patient):
+    machine = trained(LINE)
+    assert do(machine, Tick(unheard=frozenset({0, 1})), now_s=3.1) == [ClaimGeneration(2)]
+    assert do(machine, GenerationClaimed(2, True), now_s=claimed_s) == [FenceWorkers(2, (0, 1))]
+    do(machine, stand(machine, 0, mirror_snapshots={2: machine.held_pieces(LONE)[0]}), now_s=claimed_s)
+    silent = Tick(unheard=frozenset({1}))
+    assert (do(machine, silent, now_s=claimed_s + 9.0) == []) == patient
+    if patient:
+        assert ClaimGeneration(3) in do(machine, silent, now_s=claimed_s + 10.1)

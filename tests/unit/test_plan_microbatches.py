@@ -6,7 +6,7 @@ import pytest
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches
-from raypar.plan.addition_tree import covering_nodes, fold_tree, tree_children
+from raypar.plan.addition_tree import addition_tree_children, covering_nodes, fold_tree
 from raypar.plan.microbatches import DEFAULT_MAX_BLOCKS, contiguous_part, contiguous_part_index
 
 SIZES = list(product(range(1, 12), range(25)))
@@ -44,7 +44,7 @@ def test_a_cut_that_cannot_be_made_is_refused_with_a_cure(arguments: tuple[int, 
 
 @pytest.mark.parametrize("size", range(2, 40))
 def test_the_left_child_is_the_largest_power_of_two_below_the_size(size: int):
-    (lo, middle), (same, hi) = tree_children((3, 3 + size))
+    (lo, middle), (same, hi) = addition_tree_children((3, 3 + size))
     left = middle - lo
     assert (lo, same, hi) == (3, middle, 3 + size)
     assert left & (left - 1) == 0 and left < size <= 2 * left

@@ -18,7 +18,7 @@ from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import UserCodeError
 from raypar.launch.result import Result, keep_full_error
-from raypar.launch.train_job import warnings_about_secrets
+from raypar.launch.start_new_run import warnings_about_secrets
 from raypar.plan import ParallelPlan
 from raypar.redact_secrets import REMOVED
 from raypar.run_folder import RunFolder

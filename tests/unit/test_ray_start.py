@@ -16,10 +16,18 @@ from ray.exceptions import AuthenticationError, RayTaskError
 from raypar.actors import driver_client
 from raypar.actors import local_nodes as nodes
 from raypar.actors.cluster_info import ClusterCapacity, autoscaler_has_node_types, require_capacity
+from raypar.actors.first_placement import (
+    impossible_placement_error,
+    make_groups,
+    placement_timeout_error,
+    placement_wait_text,
+)
 from raypar.actors.ray_connection import join_cluster, without_idle_ray_processes
-from raypar.actors.worker_pool import placement_timeout_error, placement_wait_text
 from raypar.cli import main
+from raypar.elastic.start_size import StartInputs, StartLimits
+from raypar.elastic.worker_placement import WorkerPlacement
 from raypar.errors import ClusterError
+from raypar.plan import ParallelPlan
 
 
 @pytest.mark.parametrize("error", [Exception("The current node timed out during startup. This\ncould"), OSError("no memory")])
@@ -86,15 +94,40 @@ def test_more_workers_than_there_are_is_refused_only_where_nothing_grows():
 
 def test_what_is_waited_for_is_said_and_at_the_end_why_it_was_in_vain():
     has = ClusterCapacity(nodes=1, cpus=1, free_cpus=0, max_cpus=None, may_add_nodes=True)
+    all_of_them, some = StartLimits(4, 4, 5.0, 300.0), StartLimits(4, 1, 5.0, 300.0)
     assert (
-        placement_wait_text(1, 4, True)
-        == "waiting for 3 more workers: the cluster has a place for 1 of 4, an autoscaler is running"
+        placement_wait_text(StartInputs(1, waited_s=20.0), all_of_them, True)
+        == "waiting for 3 more workers: the cluster has a place for 1 of 4, an autoscaler is running; 280 s left"
     )
-    assert placement_wait_text(3, 4, False) == "waiting for 1 more worker: the cluster has a place for 3 of 4"
-    error = placement_timeout_error(1, 4, 300, has, False)
+    assert (
+        placement_wait_text(StartInputs(3), all_of_them, False)
+        == "waiting for 1 more worker: the cluster has a place for 3 of 4; 300 s left"
+    )
+    assert (
+        placement_wait_text(StartInputs(0, infeasible=1), some, True)
+        == "waiting for 4 more workers: the cluster has a place for 0 of 4, an autoscaler is running, but it adds no node for "
+        "1 of them; the run begins with 1 or more when no others come for 5 s; 300 s left"
+    )
+    assert "; no plan for 2 workers fits into memory;" in placement_wait_text(StartInputs(2, fits=False), some, True)
+    error = placement_timeout_error(1, all_of_them, has, False)
     assert "only 1 of 4 workers could be placed within 300 s" in error.what and "its autoscaler has added no more" in error.what
     assert "`ray status`" in error.cure and "max_workers" in error.cure
-    assert "add nodes" in placement_timeout_error(1, 4, 300, replace(has, may_add_nodes=False), False).cure
+    assert "add nodes" in placement_timeout_error(1, all_of_them, replace(has, may_add_nodes=False), False).cure
+
+
+def test_what_no_node_can_hold_is_named_with_its_size_and_labels():
+    groups = make_groups(ParallelPlan.mesh(dp=2, tp=2, layers=2))
+    spot = WorkerPlacement(label_selector={"market": "spot"})
+    error = impossible_placement_error(groups, spot, StartLimits(4, 2, 5.0, 300.0))
+    assert "no node for 4 of 4 workers, and the run needs at least 2" in error.what
+    assert error.what.endswith("2 x {CPU: 1} with market=spot on one node") and "max_workers" in error.cure
+
+
+def test_a_plans_workers_are_asked_for_a_replica_at_a_time_the_first_replicas_on_demand():
+    groups = make_groups(ParallelPlan.mesh(dp=2, pp=2, tp=2, layers=2), on_demand=3)
+    assert [group.numbers for group in groups] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [group.on_demand for group in groups] == [True, False, True, False], "the first replica of each stage"
+    assert not any(group.on_demand for group in make_groups(ParallelPlan.mesh(dp=2, layers=2)))
 
 
 def test_a_job_for_gpus_on_a_machine_without_is_bad_input_before_ray_starts(tmp_path, monkeypatch, capfd):

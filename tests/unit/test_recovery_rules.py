@@ -13,7 +13,7 @@ from raypar.elastic.actions import (
     FenceWorkers,
     KillWorker,
     StartCheckpoint,
-    StartWorker,
+    StartWorkers,
     Teardown,
     WriteJournal,
 )
@@ -43,7 +43,7 @@ from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration, Wo
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.errors import GroupAborted, WorkerLost
+from raypar.errors import CommError, GroupAborted, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece
 
@@ -258,7 +258,8 @@ def test_a_worker_that_comes_at_the_end_is_there_when_the_last_checkpoint_has_to
         assert isinstance(order, AdoptPlan) and order.members == (1, 2)
     else:
         assert any(
-            isinstance(action, StartWorker) and action.worker == 3 for action in [*actions, *do(machine, Tick(), now_s=60.0)]
+            isinstance(action, StartWorkers) and action.workers == (3,)
+            for action in [*actions, *do(machine, Tick(), now_s=60.0)]
         )
 
 
@@ -306,7 +307,7 @@ def growing(members):
     machine.policy = replace(machine.policy, job_steps=1000)
     reports = [StepReported(worker, 0, 0.3) for worker in range(members)]
     actions = do(machine, WorkersReady(), *reports, StepJournalled(0), StepEmitted(0), Tick())
-    assert [action.worker for action in actions if isinstance(action, StartWorker)] == list(range(members, 4))
+    assert [action.workers for action in actions if isinstance(action, StartWorkers)] == [(n,) for n in range(members, 4)]
     return machine
 
 
@@ -346,3 +347,69 @@ def test_those_who_have_hung_are_told_in_the_right_number():
         told[len(late)] = machine.recovery.why
     assert told[1] == "step 1: worker 3 has not reported for 50.0 s and answers no pings"
     assert told[2] == "step 1: workers 1, 3 have not reported for 50.0 s and answer no pings"
+
+
+@pytest.mark.parametrize("answers_at_s", [40.0, None])
+def test_a_claim_waits_while_the_network_to_the_control_store_is_broken(answers_at_s):
+    """After 10 s the run was given up, with all of its state alive in the workers."""
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    do(machine, WorkersReady())
+    assert do(machine, lost(1), now_s=1.0) == [ClaimGeneration(2)]
+    assert do(machine, Tick(), now_s=5.0) == []
+    (warning,) = do(machine, Tick(), now_s=6.5)
+    assert "waiting for Ray's control store, which does not answer" in warning.text and "; 84 s left" in warning.text
+    assert do(machine, Tick(), now_s=39.0) == []
+    if answers_at_s is not None:
+        assert do(machine, GenerationClaimed(2, True), now_s=answers_at_s) == [FenceWorkers(2, (0,))]
+        return
+    (end,) = do(machine, Tick(), now_s=92.0)
+    assert end.end == "failed" and "control store does not answer; `raypar resume`" in end.error.cure
+
+
+def cannot_reach(worker, rank, generation):
+    error = CommError(f"rank {worker} cannot reach rank {rank}: no connection within 4 s")
+    error.unreachable_ranks = (rank,)
+    return CallFailed("aborted", error, worker, generation)
+
+
+def failed_generations(machine, generations, pieces):
+    """Everybody answers, and in every generation one worker cannot reach another one; the last actions."""
+    actions = do(machine, CallFailed("aborted", CommError("rank 0 has gone silent"), 0, 1))
+    for generation, (worker, rank) in generations.items():
+        assert actions[-1] == ClaimGeneration(generation), actions
+        expected = sorted(set(machine.membership.members) - machine.membership.gone)
+        do(machine, GenerationClaimed(generation, True))
+        for number in expected:
+            actions = do(machine, WorkerStatusReported(generation, WorkerStatus(number, 0, pieces=pieces(number))))
+        assert isinstance(actions[-1], AdoptPlan), actions
+        actions = do(machine, cannot_reach(worker, rank, generation))
+    return actions
+
+
+def test_a_worker_that_others_cannot_reach_is_gone_on_without_after_two_generations():
+    """The driver reaches all three, so none of them is silent; the run ended after eight generations of the same three."""
+    machine = elastic(ParallelPlan.mesh(dp=3, layers=2))
+    machine.policy = replace(machine.policy, job_steps=9, steps_before_run=-1)
+    do(machine, WorkersReady())
+    actions = failed_generations(machine, {2: (2, 1), 3: (1, 0)}, lambda number: WHOLE)
+    assert actions == [ClaimGeneration(4)] and machine.membership.gone == {1}, "without it the others reach each other"
+    killed, fenced = do(machine, GenerationClaimed(4, True))
+    assert killed == KillWorker(1, "did not answer") and fenced == FenceWorkers(4, (0, 2))
+
+
+def test_a_worker_with_the_only_copy_is_not_gone_on_without_and_the_error_names_the_network():
+    plan = ParallelPlan.mesh(pp=2, layers=2)
+    machine = elastic(plan)
+    machine.policy = replace(machine.policy, job_steps=9, steps_before_run=-1)
+    do(machine, WorkersReady())
+    actions = failed_generations(machine, dict.fromkeys(range(2, 10), (1, 0)), lambda n: layout(plan)[n])
+    (end,) = actions
+    assert not machine.membership.gone and end.end == "failed"
+    assert "workers 0 and 1 cannot reach each other" in end.error.what and "network" in end.error.cure
+
+
+def test_one_interruption_while_connecting_costs_no_worker():
+    machine = elastic(ParallelPlan.mesh(dp=2, layers=2))
+    do(machine, WorkersReady())
+    assert failed_generations(machine, {2: (1, 0)}, lambda number: WHOLE) == [ClaimGeneration(3)]
+    assert not machine.membership.gone

@@ -12,7 +12,7 @@ import pytest
 
 from raypar.cli import main
 from raypar.commands import logs
-from raypar.console.run_log import RunLog
+from raypar.console.run_log import RunLogFormatter
 from raypar.console.run_table import RunRow, build_run_row, format_run_table
 from raypar.errors import ClusterError, ConfigError
 from raypar.launch.new_run_lines import NewLines
@@ -132,7 +132,7 @@ def test_a_long_file_is_read_from_its_end_and_then_what_is_new(tmp_path):
 
 
 def test_the_log_of_a_run_has_its_events_and_a_step_every_ten_seconds():
-    log = RunLog(steps=8)
+    log = RunLogFormatter(steps=8)
     metrics = [step(n, 1000.0 + 4 * n) for n in range(1, 8)]
     lines = log.lines(metrics, [{"kind": "warning", "text": "slow", "time": 1009.0}])
     assert [line.split("  ", 1)[1].split("  ")[0] for line in lines] == ["step 1/8", "warning: slow", "step 4/8", "step 7/8"]

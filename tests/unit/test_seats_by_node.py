@@ -10,7 +10,7 @@ from raypar.elastic.events import CallFailed, GenerationClaimed, WorkerJoined, W
 from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.seating import match_workers_to_seats
+from raypar.elastic.seating import WorkerPlaces, match_workers_to_seats
 from raypar.errors import PlanError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece, count_shared_elements
@@ -42,18 +42,23 @@ def test_seats_go_to_those_who_hold_most_of_what_they_need():
 
 def test_new_workers_take_seats_beside_copies_on_other_nodes():
     nodes = {0: "x", 1: "y", 2: "x", 3: "y"}
-    assert match_workers_to_seats(STAGES, {0: A, 1: B}, [0, 1, 2, 3], nodes, POSITIONS) == (0, 3, 1, 2)
+    assert match_workers_to_seats(STAGES, {0: A, 1: B}, [0, 1, 2, 3], WorkerPlaces(nodes), POSITIONS) == (0, 3, 1, 2)
     assert match_workers_to_seats(STAGES, {0: A, 1: B}, [0, 1, 2, 3]) == (0, 2, 1, 3), "without nodes: the lowest numbers"
 
 
 def test_an_idle_worker_is_taken_instead_of_one_that_would_share_the_node():
     nodes = {0: "x", 1: "x", 2: "y"}
-    assert match_workers_to_seats([A, A], {0: A}, [0, 1, 2], nodes, [0, 0]) == (0, 2)
+    assert match_workers_to_seats([A, A], {0: A}, [0, 1, 2], WorkerPlaces(nodes), [0, 0]) == (0, 2)
 
 
 def test_nobody_who_holds_a_stage_leaves_it_for_the_sake_of_nodes():
     nodes = {0: "x", 1: "x", 2: "y", 3: "y"}
-    assert match_workers_to_seats(STAGES, {0: A, 1: A, 2: B, 3: B}, [0, 1, 2, 3], nodes, POSITIONS) == (0, 1, 2, 3)
+    assert match_workers_to_seats(STAGES, {0: A, 1: A, 2: B, 3: B}, [0, 1, 2, 3], WorkerPlaces(nodes), POSITIONS) == (
+        0,
+        1,
+        2,
+        3,
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -63,7 +68,7 @@ def test_moves_are_the_fewest_and_nodes_are_shared_no_more_than_those_allow(seed
     workers = list(range(dice.choice([4, 5])))
     nodes = {w: dice.choice("xyz") for w in workers}
     have = {w: dice.choice([A, B]) for w in workers if dice.random() < 0.5}
-    found = match_workers_to_seats(STAGES, have, workers, nodes, POSITIONS)
+    found = match_workers_to_seats(STAGES, have, workers, WorkerPlaces(nodes), POSITIONS)
     best = min((moved(m, STAGES, have), shared(m, nodes)) for m in permutations(workers, 4))
     assert len(set(found)) == 4 and (moved(found, STAGES, have), shared(found, nodes)) == best
 
@@ -89,3 +94,13 @@ def test_a_lost_worker_is_replaced_by_one_that_does_not_share_the_node_of_the_co
     actions = [decision.action for event in events for decision in machine.handle(event, 0.0)]
     (order,) = [a for a in actions if isinstance(a, AdoptPlan)]
     assert order.members == (0, 5, 2, 3), "worker 4 is on worker 0's node"
+
+
+def test_a_new_worker_takes_the_copy_in_another_zone_and_an_on_demand_worker_one_copy_of_every_stage():
+    nodes, zones = {n: "abcd"[n] for n in range(4)}, {"a": "z1", "b": "z1", "c": "z2", "d": "z2"}
+    members = match_workers_to_seats(STAGES, {}, [0, 1, 2, 3], WorkerPlaces(nodes, zones), POSITIONS)
+    assert [{zones[nodes[w]] for w in pair} for pair in (members[:2], members[2:])] == [{"z1", "z2"}] * 2
+    members = match_workers_to_seats(STAGES, {}, [0, 1, 2, 3], WorkerPlaces(nodes, {}, {2, 3}), POSITIONS)
+    assert all({2, 3} & set(pair) for pair in (members[:2], members[2:]))
+    members = match_workers_to_seats(STAGES, {0: A, 1: A, 2: B, 3: B}, [0, 1, 2, 3], WorkerPlaces(nodes, {}, {2, 3}), POSITIONS)
+    assert members == (0, 1, 2, 3), "nothing moves for it"

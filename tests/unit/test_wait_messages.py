@@ -2,10 +2,12 @@
 
 import ast
 import asyncio
+import gc
 import io
 import json
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,7 +96,11 @@ READ = "def _sample():\n    index = 17\n    wait()\ndef _wait():\n    _sample()\
     ("raypar/worker/microbatch_loader.py", READ.replace("    index = 17\n", ""), "reading sample"),
     ("raypar/comm/transport.py", "def wait_named(): wait()\nrun = wait_named", WAITING_FOR_WORKERS),
     ("somewhere/else.py", READ, None),
-    ("raypar/worker/stage/backward_pass.py", "def run_backward_pass(): wait()\nrun = run_backward_pass", "computing gradients"),
+    (
+        "raypar/worker/stage/autograd_backward.py",
+        "def run_autograd_backward(): wait()\nrun = run_autograd_backward",
+        "computing gradients",
+    ),
 ])  # fmt: skip
 def test_the_deepest_frame_that_has_words_says_what_a_thread_is_doing(file, code, words):
     thread, over = blocked(file, code)
@@ -109,8 +115,8 @@ def test_computation_inside_a_measurement_is_described_as_the_measurement():
     space = {}
     outer = "def _profile_layer(inner):\n    index = 3\n    inner()"
     exec(compile(outer, str(PACKAGE / "worker/measure_profile.py"), "exec"), space)
-    inner = "def run_backward_pass(): wait()\nrun = lambda: outer(run_backward_pass)"
-    thread, over = blocked("raypar/worker/stage/backward_pass.py", inner, outer=space["_profile_layer"])
+    inner = "def run_autograd_backward(): wait()\nrun = lambda: outer(run_autograd_backward)"
+    thread, over = blocked("raypar/worker/stage/autograd_backward.py", inner, outer=space["_profile_layer"])
     assert describe_thread_activity(thread.ident) == "measuring layer 3 (from 0)"
     over.set()
     thread.join(20)
@@ -208,3 +214,21 @@ def test_a_driver_that_waits_for_nobody_or_tells_enough_or_has_long_steps_says_n
     assert reported(monkeypatch, set(), {0, 1, 2, 3}) == []
     assert reported(monkeypatch, {0, 1}, {0, 1, 2, 3}, tells=True) == []
     assert reported(monkeypatch, {0, 1}, {0, 1, 2, 3}, step_s=1.0) == []
+
+
+def test_a_call_that_fails_after_its_worker_was_given_up_prints_nothing():
+    """Ray's error of a killed worker was printed, with twelve lines for each, above the run's own error."""
+    answers, printed = [Future()], []
+
+    async def scene():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context))
+        reporter = WaitReporter(SimpleNamespace())
+        activity = SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: answers[0]))
+        assert await reporter._ask({0: SimpleNamespace(activity=activity)}) == {}
+        answers.pop().set_exception(RuntimeError("it was killed"))
+        await asyncio.sleep(0.01)
+        del reporter, activity
+        gc.collect()
+
+    asyncio.run(scene())
+    assert printed == []

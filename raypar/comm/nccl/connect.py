@@ -80,7 +80,9 @@ def connect_nccl(
         ready = {rank: control.recv(None, source=rank, tag=READY_TAG) for rank in others}
         making.wait(ready, deadline, deadline_s)
         send_document_to_all(control, {})
-        wait_for_all_messages(ready, deadline, deadline_s, "made all communicators", lambda: raise_peer_failure(ready))
+        wait_for_message_from_each_rank(
+            ready, deadline, deadline_s, "made all communicators", lambda: raise_peer_failure(ready)
+        )
     except BaseException as error:
         if isinstance(error, CommError) and not isinstance(error, GroupAborted):
             with contextlib.suppress(CommError):
@@ -126,7 +128,7 @@ def exchange_hellos(
     send_document_to_all(control, hello, HELLO_TAG)
     others = [rank for rank in range(control.size) if rank != control.rank]
     handles = {rank: control.recv(None, source=rank, tag=HELLO_TAG) for rank in others}
-    wait_for_all_messages(handles, deadline, deadline_s, "said what NCCL and device it has")
+    wait_for_message_from_each_rank(handles, deadline, deadline_s, "said what NCCL and device it has")
     return [hello if rank == control.rank else receive_hello(handles[rank], rank) for rank in range(control.size)]
 
 
@@ -301,7 +303,7 @@ def raise_peer_failure(ready: Mapping[int, Handle]) -> None:
             raise CommError(what if GAVE_UP in what else f"rank {rank} {GAVE_UP}: {what}", cure=cure)
 
 
-def wait_for_all_messages(
+def wait_for_message_from_each_rank(
     handles: Mapping[int, Handle], deadline: float, deadline_s: float, what: str, check: Callable[[], None] = lambda: None
 ) -> None:
     """Wait for a message of each rank; raises `CommTimeout` naming ranks that sent none. `check` is called repeatedly."""

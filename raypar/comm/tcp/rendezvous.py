@@ -11,6 +11,7 @@ that wants into a newer generation is kept until this worker is told of that gen
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import socket
@@ -23,8 +24,9 @@ from raypar.comm.tcp.handshake import DialerHandshake, RankClaim, RunCredential,
 from raypar.errors import CommError, CommTimeout, GroupAborted
 
 SOCKET_BUFFER_BYTES = 4 << 20
-CONNECT_SOCKET_S = 5.0
-"""Limit of connecting a socket."""
+CONNECT_SOCKET_S = 4.0
+"""Limit of connecting a socket, less than `RunPolicy.adopt_s`. A machine that cannot be reached refuses nothing, it is silent.
+Linux repeats the first packet after 1 and 3 s."""
 CHALLENGE_S = 30.0
 """Limit from HELLO to CHALLENGE. A worker's acceptor thread answers at once, whatever the worker computes; its process may be
 stopped for this long."""
@@ -107,13 +109,15 @@ class Listener:
 class DialAttempt:
     """A connection to a lower rank that has not answered with a welcome yet."""
 
-    __slots__ = ("attempt", "handshake", "rank", "started_s")
+    __slots__ = ("attempt", "connecting", "handshake", "rank", "started_s")
 
-    def __init__(self, rank: int, handshake: DialerHandshake, since_s: float, times: int) -> None:
+    def __init__(self, rank: int, handshake: DialerHandshake, since_s: float, times: int, connecting: bool) -> None:
         self.rank = rank
         self.handshake = handshake
         self.started_s = since_s
-        """When this attempt began."""
+        """When this attempt began; once its socket is connected, when that was."""
+        self.connecting = connecting
+        """Whether its socket is not connected yet."""
         self.attempt = times
         """Which attempt it is, from 1."""
 
@@ -160,15 +164,22 @@ class Rendezvous:
                 if isinstance(key.fileobj, int):
                     self.handle_wake_up()
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self.dialing:
-                    self.read(key.fileobj)
+                    if self.dialing[key.fileobj].connecting:
+                        self.finish_connecting(key.fileobj)
+                    else:
+                        self.read(key.fileobj)
         self.selector.close()
         return self.connected
 
     def next_due(self, now: float) -> float:
-        """When a peer must be dialed again or its silence becomes an error. Raises `CommTimeout` if that time has passed."""
+        """When a peer must be dialed again or its silence becomes an error. Raises `CommError` if that time has passed."""
         due = min((when for when, _, _ in self.redials), default=float("inf"))
         for dialing in self.dialing.values():
-            if not dialing.handshake.challenged:
+            if dialing.connecting:
+                if dialing.started_s + CONNECT_SOCKET_S <= now:
+                    raise self.unreachable_error(dialing.rank, f"no connection within {CONNECT_SOCKET_S:.3g} s")
+                due = min(due, dialing.started_s + CONNECT_SOCKET_S)
+            elif not dialing.handshake.challenged:
                 if dialing.started_s + CHALLENGE_S <= now:
                     raise CommTimeout(
                         f"rank {dialing.rank} at {self.addresses[dialing.rank]} has not answered the greeting of rank "
@@ -187,7 +198,10 @@ class Rendezvous:
         self.answer_arrivals()
 
     def dial(self, rank: int, times: int) -> None:
-        """Connect to a lower rank and send HELLO. `times`: which attempt this is, from 1."""
+        """Begin to connect to a lower rank. `times`: which attempt this is, from 1.
+
+        Nothing here waits: while a machine cannot be reached, `abort` must still end this call, and the other ranks connect.
+        """
         address = self.addresses[rank]
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
@@ -195,22 +209,48 @@ class Rendezvous:
         try:
             # It listens already, so connecting is one round trip; the answer may take until it hears of this generation.
             try:
-                sock = connect_socket(socket.AF_UNIX, unix_socket_name(address, self.listener._credential))
+                sock, connecting = connect_unix_socket(unix_socket_name(address, self.listener._credential)), False
             except (ConnectionRefusedError, PermissionError, BlockingIOError):  # no worker of this run here, or a flood
-                sock = connect_socket(address_family(host), (host, int(port)))
-            self.dialing[sock] = DialAttempt(rank, handshake, time.monotonic(), times)
-            try:
-                sock.sendall(handshake.hello)
-            except (BrokenPipeError, ConnectionResetError):
-                self.redial_later(sock)
-                return
-            sock.setblocking(False)
+                sock, connecting = begin_tcp_connection(host, int(port)), True
         except OSError as error:
-            raise CommError(
-                f"rank {self.me.rank} cannot reach rank {rank} at {address}: {error}",
-                cure="the worker has died or its host is not reachable from here; form the next generation without it",
-            ) from error
+            raise self.unreachable_error(rank, error) from error
+        self.dialing[sock] = DialAttempt(rank, handshake, time.monotonic(), times, connecting)
+        if connecting:
+            self.selector.register(sock, selectors.EVENT_WRITE)
+        else:
+            self.greet(sock)
+
+    def finish_connecting(self, sock: socket.socket) -> None:
+        """Greet a lower rank, now that the socket to it is connected, or has failed."""
+        dialing = self.dialing[sock]
+        self.selector.unregister(sock)
+        number = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if number:
+            raise self.unreachable_error(dialing.rank, OSError(number, os.strerror(number)))
+        dialing.connecting, dialing.started_s = False, time.monotonic()
+        self.greet(sock)
+
+    def greet(self, sock: socket.socket) -> None:
+        """Send HELLO on a connected socket."""
+        dialing = self.dialing[sock]
+        try:
+            sock.sendall(dialing.handshake.hello)
+            sock.setblocking(False)
+        except (BrokenPipeError, ConnectionResetError):
+            self.redial_later(sock)
+            return
+        except OSError as error:
+            raise self.unreachable_error(dialing.rank, error) from error
         self.selector.register(sock, selectors.EVENT_READ)
+
+    def unreachable_error(self, rank: int, why: object) -> CommError:
+        """The error when a lower rank cannot be reached."""
+        error = CommError(
+            f"rank {self.me.rank} cannot reach rank {rank} at {self.addresses[rank]}: {why}",
+            cure="the worker has died or its host is not reachable from here; form the next generation without it",
+        )
+        error.unreachable_ranks = (rank,)
+        return error
 
     def read(self, sock: socket.socket) -> None:
         """Read bytes of a lower rank's challenge or answer."""
@@ -304,15 +344,30 @@ def unix_socket_name(address: str, credential: RunCredential) -> bytes:
     return b"\0raypar/" + public + b"/" + credential.label(public).encode()
 
 
-def connect_socket(family: socket.AddressFamily, name: bytes | tuple[str, int]) -> socket.socket:
-    """A connection within `CONNECT_SOCKET_S`. Raises `OSError`; `PermissionError` where a Unix name is another user's."""
-    sock = socket.socket(family, socket.SOCK_STREAM)
+def connect_unix_socket(name: bytes) -> socket.socket:
+    """A connection to a Unix socket of this machine. Raises `OSError`; `PermissionError` where the name is another user's."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         tune_socket(sock)
         sock.settimeout(CONNECT_SOCKET_S)
         sock.connect(name)
-        if family == socket.AF_UNIX and peer_user_id(sock) != os.getuid():
+        if peer_user_id(sock) != os.getuid():
             raise PermissionError(f"{name!r} belongs to user {peer_user_id(sock)}")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def begin_tcp_connection(host: str, port: int) -> socket.socket:
+    """A non-blocking socket that has begun to connect: once it is writable, `SO_ERROR` says how that went."""
+    sock = socket.socket(address_family(host), socket.SOCK_STREAM)
+    try:
+        tune_socket(sock)
+        sock.setblocking(False)
+        number = sock.connect_ex((host, port))
+        if number not in (0, errno.EINPROGRESS):
+            raise OSError(number, os.strerror(number))
     except BaseException:
         sock.close()
         raise

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from raypar.model.without_dynamo import without_dynamo
 
@@ -51,6 +52,9 @@ class AbsentTensor(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation on meta tensors. Raises `ValuesNeeded` for one that reads values."""
+        if func is torch.ops.aten._pack_padded_sequence.default and not isinstance(args[1], AbsentTensor):
+            packed, batch_sizes = func(args[0].meta, *args[1:])  # which reads the values of the lengths alone
+            return AbsentTensor(packed), batch_sizes
         if func in READ_VALUES or has_dynamic_shape(func, args):
             raise ValuesNeeded(str(func))
         known: dict[int, Tensor] = {}
@@ -71,13 +75,48 @@ class AbsentTensor(Tensor):
         try:
             made = func(*tree_map(to_meta, args), **tree_map(to_meta, dict(kwargs or {})))
         except NotImplementedError as error:
-            raise ValuesNeeded(str(func)) from error
+            return _run_on_random_values(func, args, kwargs or {}, error)
         if func is torch.ops.aten.convolution.default:
             made = _in_layout_of_cpu(made, args)
         if _changes_its_own_shape(func):  # shape and strides of the wrapper change too
             with torch._C._DisableTorchDispatch():
                 func(*args, **(kwargs or {}))
         return tree_map(to_absent, made)
+
+
+SCALE = 0.1
+"""Standard deviation of random numbers in the place of values."""
+
+
+def random_like(absent: AbsentTensor, generator: torch.Generator) -> Tensor:
+    """A real tensor of the shape, strides and dtype of an absent one: small random numbers, or zeros if it holds integers."""
+    if not absent.is_floating_point():
+        return torch.zeros(absent.shape, dtype=absent.dtype)
+    made = torch.empty_strided(absent.shape, absent.stride(), dtype=torch.float32)
+    return made.normal_(0, SCALE, generator=generator).to(absent.dtype).requires_grad_(absent.requires_grad)
+
+
+def _run_on_random_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
+    """What an operation returns that has no kernel for meta tensors: it runs twice, on small random numbers.
+
+    Raises `ValuesNeeded` if the shapes of its results depend on them, or if it writes or returns its arguments.
+    """
+    schema = func._schema
+    if schema.is_mutable or any(each.alias_info is not None for each in schema.returns):
+        raise ValuesNeeded(str(func)) from error
+    found = []
+    for seed in (1, 2):
+        real = partial(_real, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            found.append(func(*tree_map(real, args), **tree_map(real, dict(kwargs))))
+    first, second = ([tuple(value.shape) for value in tree_leaves(out) if isinstance(value, Tensor)] for out in found)
+    if first != second:
+        raise ValuesNeeded(str(func)) from error
+    return tree_map(lambda value: absent_like(value) if isinstance(value, Tensor) else value, found[0])
+
+
+def _real(value: Any, generator: torch.Generator) -> Any:
+    return random_like(value, generator) if isinstance(value, AbsentTensor) else value
 
 
 READ_VALUES = frozenset(
@@ -110,6 +149,8 @@ def has_dynamic_shape(func: Any, args: Sequence[Any]) -> bool:
         return False
     if func is torch.ops.aten.index.Tensor:  # an index of integers gives its own shape
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if func is torch.ops.aten._ctc_loss.Tensor:  # the lengths of the targets decide the shape of what is kept for the backward
+        return isinstance(args[3], AbsentTensor)
     return True
 
 

@@ -253,7 +253,7 @@ def trace_module(
     _put_absent_parameters(model, dtype)
     _put_real_buffers(model, buffers)
     _refuse_hooks_of_glue(model, found := units_by_pattern(model, units) if units else find_units(model))
-    cache = TraceCache(model, found, inputs, autocast_dtype)
+    cache = TraceCache(model, found, inputs, autocast_dtype, units_are_named=bool(units))
     cache.trace_of(batch, training=True)
     _refuse_hooks_of_glue(model, cache.units)  # tracing may have divided some of those found
     return cache

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -26,14 +26,17 @@ class OperationWatch(TorchDispatchMode):
     those that write into parameters, and those of a unit that read a tensor which is neither made in this call nor an argument.
     """
 
-    def __init__(self, parameters: Mapping[int, str], fields: Iterable[Tensor]) -> None:
-        """`parameters`: `memory_of` -> name of each parameter. `fields`: the batch."""
+    def __init__(self, model: nn.Module, fields: Iterable[Tensor]) -> None:
+        """`fields`: the batch."""
         super().__init__()
         self.drew_random_numbers = False
         """Whether an operation of the present event has drawn random numbers."""
         self.gave_dynamic_shape = False
         """Whether one has read values, so that the shape of what the event returns may depend on them."""
-        self._parameters = parameters
+        self._parameters = {memory_of(parameter): name for name, parameter in model.named_parameters()}
+        """`memory_of` -> name of each parameter."""
+        self._buffers = {memory_of(buffer): name for name, buffer in model.named_buffers()}
+        """`memory_of` -> name of each buffer."""
         self._made: dict[int, Tensor] = {}
         """`memory_of` -> a tensor that an operation has made; kept, so that no number is used twice."""
         self._maker = {memory_of(value): 0 for value in fields}
@@ -120,6 +123,13 @@ class OperationWatch(TorchDispatchMode):
         maker = self._maker.get(memory)
         if maker is None or maker == self._event or memory in self._given:
             return
+        if memory in self._buffers:
+            raise Refused(
+                f"unit {self._unit} reads its buffer {self._buffers[memory]!r} at {user_location()}, which an earlier call has "
+                "written: layers are apart, and each would see its own writes only",
+                "call the module once, on what torch.cat makes of the inputs; or make a module around all calls a unit "
+                "(model.units)",
+            )
         what = "a field of the batch" if maker == 0 else "what code outside of this call has made or written"
         raise Refused(
             f"unit {self._unit} reads a tensor {list(value.shape)} at {user_location()} that is not among its "

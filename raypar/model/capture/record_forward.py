@@ -64,12 +64,15 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
     enter, call_script = torch.autocast.__enter__, torch.jit.ScriptFunction.__call__
     hooks = [
         nn.modules.module.register_module_forward_pre_hook(lambda module, args: recorder.note_inner_call(module)),
-        nn.modules.module.register_module_forward_hook(lambda module, args, out: recorder.note_inner_result(module, out)),
+        nn.modules.module.register_module_forward_hook(
+            lambda module, args, out: recorder.note_inner_result(module, out), always_call=True
+        ),
     ]
     changes: list[tuple[type, str, Any]] = [
         (base, "apply", classmethod(recorded_apply)),
         (torch.autocast, "__enter__", entered),
         (torch.jit.ScriptFunction, "__call__", called_script),
+        (torch.distributions.Distribution, "_validate_args", False),  # which reads values, and changes none
         *_changes_of_modules(recorder),
     ]
     for hook in hooks:
@@ -131,5 +134,9 @@ def record_forward(
     given = {name: value.clone() for name, value in fields.items()}  # the forward may write into them
     recorder = Recorder(model, units, given, like)
     with recording(recorder):
-        out = call(given)
+        try:
+            out = call(given)
+        except Refused as error:
+            error.module = recorder.running_module
+            raise
     return recorder.finish(out)

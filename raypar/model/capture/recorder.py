@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from raypar.errors import with_article
 from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, memory_of
+from raypar.model.capture.dataclass_structures import flatten
 from raypar.model.capture.may_hide_tensors import may_hide_tensors
 from raypar.model.capture.operation_watch import OperationWatch
 from raypar.model.capture.refusal import InnerModuleUsed, Refused, user_location
 from raypar.model.capture.run_unit_on_random_values import run_with_random_values
-from raypar.model.capture.settings_of_contexts import autocast_state, python_random_state, settings_of_contexts
+from raypar.model.capture.settings_of_contexts import cpu_autocast_setting, python_random_state, settings_of_contexts
 from raypar.model.capture.trace import (
     Event,
     EventId,
@@ -39,6 +40,7 @@ from raypar.model.capture.trace import (
     form_of,
 )
 from raypar.model.capture.unit_attributes import UnitAttributes
+from raypar.model.capture.unread_values import without_unread_values
 
 MOST_UNIT_SECONDS = 60.0
 """How long a unit may run while it is recorded: without values, or on small random numbers."""
@@ -68,8 +70,8 @@ _FIXED_SHAPES = (
     "place of boolean indices"
 )
 _CURES_BY_OPERATION = {
-    "_pack_padded_sequence": "put packing, the recurrent net and pad_packed_sequence(..., total_length=...) inside a module, "
-    "and make that a unit (model.units)",
+    "_pack_padded_sequence": "give the lengths as a field of the batch; or put packing, the recurrent net and "
+    "pad_packed_sequence(..., total_length=...) inside a module, and make that a unit (model.units)",
     "sparse": "multiply sparse tensors inside a module that returns dense ones, and make that a unit (model.units)",
     "_nested_tensor": "make nn.TransformerEncoder with enable_nested_tensor=False",
 }
@@ -87,7 +89,7 @@ class Recorder(TorchFunctionMode):
         """The training trace, if this trace is in evaluation mode. A call that returned a new tensor there but returns its own
         argument here (dropout) gets a view, so that both traces have the same values."""
         self.passed_through: set[EventId] = set()
-        """Events that have returned one of their arguments."""
+        """Events that have returned one of their arguments, and not written it."""
         self.events: list[Event] = []
         """The events so far."""
         self.guards: list[Guard] = []
@@ -107,6 +109,8 @@ class Recorder(TorchFunctionMode):
         the forward depends on something that it has left behind."""
         self._uninitialised: set[int] = set()
         """`memory_of` of tensors whose values nothing has set (torch.empty)."""
+        self._running: list[str] = []
+        """Qualified names of the modules whose own code runs between units, the innermost last."""
         self._inside_event = 0
         """Above 0 while an event runs: what it calls is part of it."""
         self._event_number = 0
@@ -123,7 +127,7 @@ class Recorder(TorchFunctionMode):
         """`memory_of` -> known tensors in it."""
         self._pure: set[TensorKey] = set()
         """Tensors that depend on batch fields, buffers and constants alone."""
-        self.watch = OperationWatch({memory_of(p): name for name, p in model.named_parameters()}, fields.values())
+        self.watch = OperationWatch(model, fields.values())
         """Notices what operations do, inside of units too."""
         self.attributes = UnitAttributes(units, self.watch.varies)
         """Notices attributes that another layer has set."""
@@ -139,16 +143,13 @@ class Recorder(TorchFunctionMode):
         """Python's and numpy's generators when code between units began to run."""
         self._torch_random_state = torch.random.get_rng_state()
         """PyTorch's generator after the last event."""
-        self._ambient_autocast = autocast_state()
+        self._ambient_autocast = cpu_autocast_setting()
         """Autocast as it is around the model."""
         self._ambient_settings = settings_of_contexts()
         """Other settings that contexts change, as they are around the model."""
-        for name, parameter in model.named_parameters():
-            self._bind(parameter, TensorKey("parameter", name))
-        for name, buffer in model.named_buffers():
-            self._bind(buffer, TensorKey("buffer", name))
-        for name, value in fields.items():
-            self._bind(value, TensorKey("field", name))
+        self._bind_all("parameter", model.named_parameters())
+        self._bind_all("buffer", model.named_buffers())
+        self._bind_all("field", fields.items())
         self._pure |= {key for key in self._keys.values() if key.kind != "parameter"}
 
     # -- tensors -------------------------------------------------------------------------------------------------------
@@ -156,6 +157,11 @@ class Recorder(TorchFunctionMode):
     def _new_key(self, kind: TensorKind) -> TensorKey:
         self._numbers += 1
         return TensorKey(kind, str(self._numbers))
+
+    def _bind_all(self, kind: TensorKind, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Know tensors under their names from now on."""
+        for name, tensor in named:
+            self._bind(tensor, TensorKey(kind, name))
 
     def _bind(self, tensor: Tensor, key: TensorKey) -> None:
         """Know a tensor under a key from now on."""
@@ -218,6 +224,9 @@ class Recorder(TorchFunctionMode):
         if self._inside_event:
             self._unit_has_asked |= getattr(func, "__name__", "") in _GIVE_ANSWERS
             return func(*args, **kwargs)
+        func, args, kwargs = without_unread_values(func, args, kwargs)
+        if getattr(func, "__name__", "") == "_pack_padded_sequence":
+            self._read(args[1])  # its result has as many rows as the lengths say
         if func is Tensor.__iter__:
             return iter(self.record(Tensor.unbind, (args[0], 0), {}, lambda: Tensor.unbind(args[0], 0)))
         if func in (Tensor.__getitem__, Tensor.__setitem__):
@@ -235,6 +244,10 @@ class Recorder(TorchFunctionMode):
             return self.record(Tensor.__int__, (bound,), {}, lambda: int(bound)) if isinstance(bound, Tensor) else bound
 
         return slice(number(index.start), number(index.stop), number(index.step))
+
+    def _read(self, tensor: Tensor) -> Any:
+        """The values of a tensor, as Python code reads them."""
+        return self.record(Tensor.tolist, (tensor,), {}, tensor.tolist)
 
     def call_unit(self, name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a unit: an event, unless an event is running."""
@@ -273,7 +286,7 @@ class Recorder(TorchFunctionMode):
             self._inside_event -= 1
 
     def _record(self, call: Callable[..., Any] | str, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        flat, structure = tree_flatten((args, kwargs))
+        flat, structure = flatten((args, kwargs))
         tensors = [value for value in flat if isinstance(value, Tensor)]
         name = call if isinstance(call, str) else getattr(call, "__name__", str(call))
         asks = not isinstance(call, str) and (name in _GIVE_ANSWERS or (name == "__format__" and args[1:] not in ((), ("",))))
@@ -288,8 +301,10 @@ class Recorder(TorchFunctionMode):
         described = None if leaves is None else tuple(map(self._describe, flat, leaves))  # before it writes into them
         versions = [tensor._version for tensor in tensors]
         self.watch.begin_event(self._event_number, call if isinstance(call, str) else None, tensors)
-        out = self._separate_results(name, tensors, self._run(run))
-        results = [out] if isinstance(out, Tensor) else tree_flatten(out)[0]
+        out = self._run(run)
+        unwritten = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version == version]
+        out = self._separate_results(name, unwritten, out)
+        results = [out] if isinstance(out, Tensor) else flatten(out)[0]
         written = [
             tensor
             for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
@@ -324,12 +339,13 @@ class Recorder(TorchFunctionMode):
             bits = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
         return tuple(value.shape), value.dtype, hashlib.blake2b(bits).digest()
 
-    def _separate_results(self, name: str, tensors: Sequence[Tensor], out: Any) -> Any:
-        """The result; in evaluation mode with views in the place of arguments that are not returned in training (dropout)."""
+    def _separate_results(self, name: str, unwritten: Sequence[Tensor], out: Any) -> Any:
+        """The result; in evaluation mode with views in the place of arguments that training does not return as they were: of
+        dropout. `unwritten`: the arguments that the call has not written."""
         units = self._unit_calls
         self._calls[units, name] += 1
         event: EventId = (units, name, self._calls[units, name])
-        given = {id(tensor) for tensor in tensors}
+        given = {id(tensor) for tensor in unwritten}
         if not any(isinstance(value, Tensor) and id(value) in given for value in tree_flatten(out)[0]):
             return out
         self.passed_through.add(event)
@@ -369,7 +385,7 @@ class Recorder(TorchFunctionMode):
         )
         if is_pure:
             self._pure |= set(made)
-        autocast = autocast_state()
+        autocast = cpu_autocast_setting()
         self.events.append(
             Event(
                 call=call,
@@ -450,7 +466,8 @@ class Recorder(TorchFunctionMode):
             raise Refused(
                 f"the forward draws from Python's random or numpy's between units, before {user_location()}: layers would be "
                 "left out, or numbers be other ones, on every worker",
-                "set what does so to 0 (layerdrop), or draw with torch",
+                "set what does so to 0 (layerdrop; mask_time_prob and mask_feature_prob); or draw with torch, and decide by it "
+                "inside of a module that is a unit (model.units)",
             )
 
     def _refuse_own_seeds(self) -> None:
@@ -480,10 +497,18 @@ class Recorder(TorchFunctionMode):
             return
         if any(path.startswith(unit + ".") for unit in self.units):
             raise InnerModuleUsed(path)
+        self._running.append(path)
+
+    @property
+    def running_module(self) -> str:
+        """Qualified name of the innermost module whose own code runs between units; empty for the model."""
+        return self._running[-1] if self._running else ""
 
     def note_inner_result(self, module: nn.Module, out: Any) -> None:
         """Keep what a module inside of a unit returns, in case that code between units reads it."""
         path = self.paths.get(id(module))
+        if self.is_between_units and self._running and path == self._running[-1]:
+            self._running.pop()
         if not self._inside_event or threading.get_ident() != self._thread or path is None or path in self.units:
             return
         for value in tree_flatten(out)[0]:
@@ -494,12 +519,13 @@ class Recorder(TorchFunctionMode):
         """The trace of a forward that returned `out`."""
         self._inside_event += 1
         self._refuse_python_random()
-        leaves, structure = tree_flatten(out)
+        leaves, structure = flatten(out)
         hidden = next((value for value in leaves if not isinstance(value, Tensor) and may_hide_tensors(value)), None)
         if hidden is not None:
             raise Refused(
                 f"the model returns {with_article(type(hidden).__name__)}, into which PyTorch does not look",
-                "return tensors, or tuples, lists and dicts of them (a ModelOutput of transformers, a registered pytree)",
+                "return tensors, or tuples, lists, dicts and dataclasses of them (a ModelOutput of transformers, a registered "
+                "pytree)",
             )
         kept = tuple(self._leaf(value) for value in leaves)
         described = tuple(self._describe(value, leaf) for value, leaf in zip(leaves, kept, strict=True))

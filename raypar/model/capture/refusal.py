@@ -24,6 +24,8 @@ class Refused(BaseException):
         super().__init__(what, cure)
         self.error = ModelError(what, cure)
         """The error to raise to the user."""
+        self.module = ""
+        """Qualified name of the module whose own code does it, between units; empty for the model, or if it is not known."""
 
 
 class InnerModuleUsed(BaseException):

@@ -35,10 +35,11 @@ def run_layer(program: LayerProgram, module: nn.Module, values: Values, device: 
 def check_against_record(program: LayerProgram, values: Values, trace: Trace) -> None:
     """Raises `ModelError` for a tensor of another shape or dtype than in the record: what Python code has made of the shape
     then is wrong. `values`: all tensors of one call of the layer."""
+    gone = {rewrite.before for event in program.events for rewrite in event.rewrites}  # `unsqueeze_` has given it another shape
     for event in program.events:
         for key in (*event.inputs, *event.makes):
             value, fact = values.get(key), trace.facts.get(key)
-            if type(value) is not Tensor or fact is None:  # the part of a shard stands in for the whole
+            if type(value) is not Tensor or fact is None or key in gone:  # the part of a shard stands in for the whole
                 continue
             if (tuple(value.shape), value.dtype) != (fact.shape, fact.dtype):
                 raise ModelError(
@@ -130,9 +131,9 @@ def _arguments(event: Event, values: Values, device: torch.device) -> tuple[Sequ
 
 def _plain_arguments(event: Event) -> tuple[int, tuple[str, ...]] | None:
     """(number of positional arguments, names of the keyword arguments) where no argument is a container; else None."""
-    args, kwargs = tree_unflatten(list(range(len(event.leaves))), event.structure)
-    if [*args, *kwargs.values()] == list(range(len(event.leaves))):
-        return len(args), tuple(kwargs)
+    args, kwargs = event.structure.children()
+    if all(each.is_leaf() for each in (*args.children(), *kwargs.children())):
+        return args.num_children, tuple(kwargs.context)
     return None
 
 

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from raypar.errors import error_message
-from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, absent_like
+from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, absent_like, random_like
+from raypar.model.capture.dataclass_structures import flatten
 from raypar.model.capture.refusal import Refused, user_location
-
-SCALE = 0.1
-"""Standard deviation of the numbers."""
 
 
 def run_with_random_values(name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -23,14 +21,17 @@ def run_with_random_values(name: str, module: nn.Module, call: Callable[..., Any
     It runs twice, on other numbers. Raises `Refused` if the shapes of its results depend on them.
     """
     found = [_run(seed, name, module, call, args, kwargs) for seed in (1, 2)]
-    first, second = ([_shape_or_number(value) for value in tree_flatten(out)[0]] for out in found)
+    first, second = ([_shape_or_number(value) for value in flatten(out)[0]] for out in found)
     if first != second:
         raise Refused(
             f"the shape of what {name} ({type(module).__name__}) returns, or a number in it, depends on values: {first} and "
             f"{second}, called at {user_location()}",
             "have it return tensors of fixed shapes, or name a module around it in model.units",
         )
-    return tree_map(lambda value: absent_like(value) if isinstance(value, Tensor) else value, found[0])
+    given = {id(value) for value in tree_flatten((args, kwargs))[0]}  # that are returned as they are: sizes of packed sequences
+    return tree_map(
+        lambda value: absent_like(value) if isinstance(value, Tensor) and id(value) not in given else value, found[0]
+    )
 
 
 def _shape_or_number(value: Any) -> Any:
@@ -44,12 +45,7 @@ def _run(seed: int, name: str, module: nn.Module, call: Callable[..., Any], args
     generator = torch.Generator().manual_seed(seed)
 
     def real(value: Any) -> Any:
-        if not isinstance(value, AbsentTensor):
-            return value
-        if not value.is_floating_point():
-            return torch.zeros(value.shape, dtype=value.dtype)
-        made = torch.empty_strided(value.shape, value.stride(), dtype=torch.float32)
-        return made.normal_(0, SCALE, generator=generator).to(value.dtype).requires_grad_(value.requires_grad)
+        return random_like(value, generator) if isinstance(value, AbsentTensor) else value
 
     kept = [(part, key, p) for part in module.modules() for key, p in part._parameters.items() if p is not None]
     made = {id(p): nn.Parameter(real(p.detach()), requires_grad=p.requires_grad) for _, _, p in kept}

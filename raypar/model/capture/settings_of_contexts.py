@@ -8,11 +8,12 @@ from typing import Any
 import numpy
 import torch
 
-from raypar.model.capture.trace import AutocastState
+from raypar.model.capture.trace import CpuAutocastSetting
 
 
-def autocast_state() -> AutocastState:
-    return AutocastState(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+def cpu_autocast_setting() -> CpuAutocastSetting:
+    """The present autocast setting of this thread for CPUs."""
+    return CpuAutocastSetting(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
 
 
 def settings_of_contexts() -> dict[str, Any]:

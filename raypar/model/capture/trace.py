@@ -39,7 +39,7 @@ class TensorKey:
 
 
 @dataclass(frozen=True, slots=True)
-class AutocastState:
+class CpuAutocastSetting:
     """The autocast setting that users' code has entered around an event."""
 
     enabled: bool
@@ -78,7 +78,7 @@ class Event:
     """Its arguments that it writes in place, in their versions before."""
     grad: bool
     """False inside users' `torch.no_grad()`."""
-    autocast: AutocastState | None
+    autocast: CpuAutocastSetting | None
     """Autocast, where users' code sets it between units; None: as it is around the model."""
     is_pure: bool
     """Whether it depends on batch fields, buffers and constants alone, without gradient or random numbers."""
@@ -149,7 +149,7 @@ class Trace:
     facts: Mapping[TensorKey, TensorFacts]
     """What is known of each tensor."""
     passed_through: frozenset[EventId]
-    """Calls that returned one of their arguments."""
+    """Calls that returned one of their arguments, and did not write it."""
     call_log: tuple[tuple[Any, ...], ...]
     """(call, location, what its arguments are) of the events that are not pure, and of the end."""
 

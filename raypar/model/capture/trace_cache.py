@@ -25,7 +25,7 @@ from raypar.model.capture.refusal import InnerModuleUsed, Refused
 from raypar.model.capture.repeated_traces import RepeatedTraces
 from raypar.model.capture.replay import Values, run_event
 from raypar.model.capture.trace import TensorKey, Trace, comparable
-from raypar.model.capture.units import refine_units
+from raypar.model.capture.units import coarsen_units, refine_units
 from raypar.model.graph import join_names
 from raypar.model.layer_skeletons import norms_with_running_statistics, statistics_of
 from raypar.model.random_state import preserve_random_state
@@ -70,6 +70,8 @@ class TraceCache:
         units: Mapping[str, nn.Module],
         inputs: ForwardInputs,
         autocast_dtype: torch.dtype | None = None,
+        *,
+        units_are_named: bool = False,
     ) -> None:
         self.model = model
         """The model, with absent parameters and real buffers."""
@@ -79,6 +81,10 @@ class TraceCache:
         """Every module and its training mode as made: what a constructor has put into evaluation mode stays in it."""
         self.units = dict(units)
         """Qualified name -> unit, in `model`."""
+        self.units_are_named = units_are_named
+        """Whether the user has named them, so that no other module runs whole."""
+        self._divided: list[str] = []
+        """Modules inside of units which code outside of them uses."""
         self.inputs = inputs
         """How batch fields reach the forward."""
         self.autocast_dtype = autocast_dtype
@@ -198,17 +204,19 @@ class TraceCache:
                     made = cut_into_layers(trace, self._parameters_of_units())
                     if self._first_trace is None:
                         self.written_buffers = (before.written_buffers() | before.replaced_buffers()) - before.statistics
-                        self._refuse_memory(before, trace, given)
+                    self._refuse_memory(before, trace, given, training=training)
                     return made
                 except InnerModuleUsed as found:
                     self._refine(found.path)
                 except Refused as error:
-                    raise error.error from None
+                    if not self._coarsen(error.module):
+                        raise error.error from None
                 except RayparError:
                     raise
                 except USER_CODE_ERRORS as error:
                     reraise_ctrl_c(error)
                     raise self._forward_error(fields, error) from error
+                before.restore()
         raise ModelError(
             f"the units of the model have been divided {MOST_REFINEMENTS} times, and code between them still uses modules "
             "inside of them",
@@ -225,27 +233,49 @@ class TraceCache:
             like=None if self._first_trace is None or training else self._first_trace.trace,
         )
 
-    def _refuse_memory(self, before: _StateBefore, trace: Trace, given: Mapping[str, Tensor]) -> None:
-        """Raises `ModelError` if a second call on the same batch does something else: the forward depends on what the first one
-        has left in attributes, lists, dicts or global variables."""
-        before.restore_buffers()
-        what = "ends after fewer calls"
-        try:
-            again = self._record(given, training=True)
-        except Refused as error:
-            what = f"uses something that the capture has not seen ({error.error.what})"
-        else:
-            if again.call_log == trace.call_log:
+    def _refuse_memory(self, before: _StateBefore, trace: Trace, given: Mapping[str, Tensor], *, training: bool) -> None:
+        """Raises `ModelError` if the forward depends on what former calls have left in attributes, lists, dicts or global
+        variables: if it does something else, or leaves something else, when it is called again on the same batch.
+
+        A forward that leaves something, a table for a length say, is called on the first batch in between.
+        """
+        others: list[str | None] = []
+
+        def call(fields: Mapping[str, Tensor], wanted: Trace | None) -> None:
+            before.restore_buffers()
+            others.append(self._other_calls(fields, wanted, training=training))
+
+        left = _held_by(self.model)
+        if self._first_trace is not None:
+            if all(left[name] == before.held[name] for name, _, _ in self._glue_modules(before.attributes)):
                 return
-            new = next((new for new, old in zip(again.call_log, trace.call_log, strict=False) if new != old), None)
-            if new is not None:
-                what = f"calls {new[0]} at {new[1]} with other arguments, or instead of another call"
-        raise ModelError(
-            f"the forward of {type(self.model).__name__} does not do the same when it is called again on the same batch: it "
-            f"{what}; so it depends on what a call leaves in attributes or global variables, which workers do not",
-            cure="keep what a forward leaves for the next one in a buffer (model.buffers), or in a module that is a unit "
-            "(model.units)",
-        )
+            first = {name: self._first_batch[name].cpu() for name in self.inputs.fields}
+            call(first, self._first_trace.trace if training else None)
+            call(given, trace)
+            left = _held_by(self.model)
+        call(given, trace)
+        self._refuse_changed_attributes(before, left)
+        for what in filter(None, others):
+            raise ModelError(
+                f"the forward of {type(self.model).__name__} does not do the same when it is called again on the same "
+                f"batch: it {what}; so it depends on what a call leaves in attributes or global variables, which workers do "
+                "not",
+                cure="keep what a forward leaves for the next one in a buffer (model.buffers), or in a module that is a unit "
+                "(model.units)",
+            )
+
+    def _other_calls(self, given: Mapping[str, Tensor], wanted: Trace | None, *, training: bool) -> str | None:
+        """What the forward, called now, does otherwise than in the trace `wanted`; None if nothing."""
+        try:
+            again = self._record(given, training=training)
+        except Refused as error:
+            return f"uses something that the capture has not seen ({error.error.what})"
+        if wanted is None or again.call_log == wanted.call_log:
+            return None
+        new = next((new for new, old in zip(again.call_log, wanted.call_log, strict=False) if new != old), None)
+        if new is None:
+            return "ends after fewer calls"
+        return f"calls {new[0]} at {new[1]} with other arguments, or instead of another call"
 
     def _glue_modules(self, attributes: _Attributes) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
         """(name, module, its former attributes) of the modules that are in no unit."""
@@ -257,7 +287,6 @@ class TraceCache:
 
     def _refuse_changed_state(self, before: _StateBefore, trace: Trace) -> None:
         """Raises `ModelError` for what a forward changes, and a replay would not change or not see."""
-        self._refuse_changed_attributes(before)
         self._refuse_replaced_parts(before.attributes)
         written = before.written_buffers() | before.statistics
         for guard in trace.guards:
@@ -294,16 +323,17 @@ class TraceCache:
                         "that is a unit (model.units)",
                     )
 
-    def _refuse_changed_attributes(self, before: _StateBefore) -> None:
-        """Raises `ModelError` if code between units has changed what an attribute holds: a replay would not."""
+    def _refuse_changed_attributes(self, before: _StateBefore, left: _Held) -> None:
+        """Raises `ModelError` if an attribute does not hold what code between units has left in it in the first of several
+        calls, `left`: a replay would not change it."""
         for name, module, _ in self._glue_modules(before.attributes):
-            for key, former in before.held.get(name, {}).items():
-                now = state_of(vars(module).get(key))
-                if is_changed(former, now):
-                    values = f" from {former!r} to {now!r}" if isinstance(former, (int, float, str)) else ""
+            for key, first in left[name].items():
+                if is_changed(first, now := state_of(vars(module).get(key))):
+                    former = before.held[name].get(key)
+                    values = f" from {former!r} to {first!r}, then to {now!r}" if isinstance(now, (int, float, str)) else ""
                     raise ModelError(
-                        f"the forward of {type(module).__name__} changes its attribute {key!r}{values}, and workers run a "
-                        "record of it, in which the attribute stays as it was",
+                        f"the forward of {type(module).__name__} changes its attribute {key!r}{values} in every call, and "
+                        "workers run a record of it, in which the attribute stays as it was",
                         cure="leave it to a callback, keep it in a buffer (model.buffers), or in a module that is a unit "
                         "(model.units)",
                     )
@@ -329,7 +359,18 @@ class TraceCache:
                 f"with this batch code between the units uses module {path!r}, which is inside of one",
                 cure=f"name it as a unit: model.units: [{path!r}, ...]",
             )
+        self._divided.append(path)
         self.units = refine_units(self.model, self.units, path)
+
+    def _coarsen(self, path: str) -> bool:
+        """Let a module whose own code between units cannot be captured run whole, in one layer; whether it may."""
+        if self._first_trace is not None or self.units_are_named or not path:
+            return False
+        if any(divided.startswith(path + ".") for divided in self._divided):
+            return False  # code outside of it uses what is inside
+        found = coarsen_units(self.model, self.units, path)
+        self.units = found or self.units
+        return found is not None
 
     @contextlib.contextmanager
     def _undisturbed(self, *, training: bool) -> Iterator[_StateBefore]:
@@ -352,14 +393,17 @@ class TraceCache:
             ):
                 yield before
         finally:
-            _restore_attributes(before.attributes)
-            before.restore_buffers()
+            before.restore()
 
 
 _Container = dict[Any, Any] | list[Any] | set[Any]
 _Attributes = list[tuple[nn.Module, dict[str, Any], list[tuple[_Container, _Container]]]]
 """(module, its attributes, its dicts (buffers, hooks, its own), lists and sets with copies of them) of every module of a
 model."""
+
+
+_Held = dict[str, dict[str, Any]]
+"""Module -> attribute -> what it held (`state_of`)."""
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -374,17 +418,18 @@ class _StateBefore:
         """The model."""
         self.attributes = _attributes_of(model)
         """The attributes of its modules."""
-        own = vars(nn.Module()).keys()
-        self.held = {
-            name: {key: state_of(value) for key, value in vars(module).items() if key not in own}
-            for name, module in model.named_modules()
-        }
-        """Module -> attribute -> what it held (`state_of`)."""
+        self.held = _held_by(model)
+        """What the attributes of its modules held."""
         self._buffers = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()]
         """(name, buffer, its version, its value)."""
         norms = norms_with_running_statistics(model)
         self.statistics = frozenset[str]().union(*(statistics_of(path, norm) for path, norm in norms))
         """Names of the buffers that norms have as their running statistics."""
+
+    def restore(self) -> None:
+        """Put back what the forward has changed."""
+        _restore_attributes(self.attributes)
+        self.restore_buffers()
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
@@ -404,6 +449,15 @@ class _StateBefore:
         }
         now = dict(self.model.named_buffers())
         return frozenset(name for name, buffer, *_ in self._buffers if now.get(name) is not buffer and name not in caches)
+
+
+def _held_by(model: nn.Module) -> _Held:
+    """What the attributes of a model's modules hold, those of `nn.Module` apart."""
+    own = vars(nn.Module()).keys()
+    return {
+        name: {key: state_of(value) for key, value in vars(module).items() if key not in own}
+        for name, module in model.named_modules()
+    }
 
 
 def _attributes_of(model: nn.Module) -> _Attributes:
@@ -433,6 +487,8 @@ def _check_fits(made: CutTrace, first_trace: CutTrace, *, training: bool) -> Non
     if names != wanted:
         odd = next((a for a, b in zip(names, wanted, strict=False) if a != b), f"{len(names)} layers, not {len(wanted)}")
         raise _misfit(f"the units are called in another order ({odd})")
+    if (made.trace.output_structure, _kinds(made.trace)) != (first_trace.trace.output_structure, _kinds(first_trace.trace)):
+        raise _misfit("the model returns something else")
     for index, (new, first) in enumerate(zip(made.layers, first_trace.layers, strict=True)):
         for what, one, other in (("reads", new.reads, first.reads), ("writes", new.outputs, first.outputs)):
             if _names(one) != _names(other):
@@ -444,8 +500,6 @@ def _check_fits(made: CutTrace, first_trace: CutTrace, *, training: bool) -> Non
     for value, gradient in made.value_gradients.items() if training else ():
         if gradient != first_trace.value_gradients[value]:
             raise _misfit(f"{value!r} carries {'a' if gradient else 'no'} gradient")
-    if (made.trace.output_structure, _kinds(made.trace)) != (first_trace.trace.output_structure, _kinds(first_trace.trace)):
-        raise _misfit("the model returns something else")
 
 
 def _names(pairs: Sequence[tuple[str, TensorKey]]) -> list[str]:
@@ -471,5 +525,6 @@ def _misfit(what: str) -> ModelError:
     return ModelError(
         f"with this batch, or in evaluation, the forward takes another path than with the first batch in training: {what}",
         cure="give all batches the same form (pad them, and always pass the masks); what differs in evaluation (self.training) "
-        "belongs into a module; or make the module around the decision a unit (model.units)",
+        "belongs into a module, and what returns more then (use_mems_eval, use_cache) must be False; or make the module around "
+        "the decision a unit (model.units)",
     )

@@ -14,6 +14,9 @@ from raypar.errors import ModelError
 LARGE_PART = 0.3
 """An element of a container that holds more than this share of the model's parameters is split further, if it can be."""
 
+MOST_WHOLE = 0.5
+"""A module whose own code cannot be captured runs whole, if it holds at most this share of the model's parameters."""
+
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 Units = Mapping[str, nn.Module]
@@ -94,6 +97,16 @@ def refine_units(model: nn.Module, units: Units, path: str) -> dict[str, nn.Modu
                 found[here] = child
         outer += "." + path[len(outer) + 1 :].partition(".")[0]
     return {**found, path: model.get_submodule(path)}
+
+
+def coarsen_units(model: nn.Module, units: Units, path: str) -> dict[str, nn.Module] | None:
+    """Units such that the module at `path`, which has units inside, runs whole; None if it holds too much of the model."""
+    module = model.get_submodule(path)
+    total = sum(p.numel() for p in model.parameters())
+    if sum(p.numel() for p in module.parameters()) > MOST_WHOLE * total:
+        return None
+    kept = {unit: part for unit, part in units.items() if not unit.startswith(path + ".")}
+    return {**kept, path: module}
 
 
 def _has_blocks(module: nn.Module, fewest: int) -> bool:

@@ -72,7 +72,7 @@ def _sole() -> tuple[int, int, int, int]:
     return _holders(alone) or (0, 0, 0, 0)
 
 
-class KeepsGradientMemory(Protocol):
+class LinearKeepingGradientMemory(Protocol):
     """A sharded linear layer that can keep its gradient's memory."""
 
     weight: Tensor
@@ -89,7 +89,7 @@ class GradientReusePolicy:
     hold activations: then gradients are kept only if the activations are small.
     """
 
-    def __init__(self, linears: Sequence[KeepsGradientMemory]) -> None:
+    def __init__(self, linears: Sequence[LinearKeepingGradientMemory]) -> None:
         self._linears = linears
         self._worth: bool | None = None if linears else False
         """Whether gradients are kept; None: not decided yet."""

@@ -136,12 +136,15 @@ def write_shard(
     slices: Mapping[StateName, TensorSlices] | None = None,
     ties: Mapping[str, Sequence[str]] | None = None,
 ) -> ShardRecord:
-    """Write a worker's CPU tensors as one safetensors file. `slices`: which part of the unsharded tensor a tensor is, if not
-    all.
+    """Write a worker's CPU tensors as one safetensors file, whose name is in the record: storage may add to `file_name`.
+
+    `slices`: which part of the unsharded tensor a tensor is, if not all.
 
     `ties`: first name of a tied parameter, or of a buffer with several names -> its other names. Streams: no second copy in
     memory, and the checksum is taken in the same pass. Raises `CheckpointError` (disk full, ...).
     """
+    begun = _checkpoint(checkpoint)
+    file_name = begun.store.file_name(begun.name, file_name)
     entries = [ManifestEntry(name, kind, value=value) for (name, kind), value in (scalars or {}).items()]
     specs: list[tuple[str, str, Sequence[int]]] = []
     written: list[Tensor] = []
@@ -157,9 +160,8 @@ def write_shard(
             entries.append(ManifestEntry(name, kind, held.shape, dtype, part, file_name, key))
             if kind in (PARAMETER, BUFFER):
                 entries += [replace(entries[-1], name=other, kind=TIE) for other in (ties or {}).get(name, ())]
-    begun = _checkpoint(checkpoint)
     with begun.store.write(begun.name, file_name) as file:
-        nbytes, digest = _write_tensors(file, specs, written)
+        nbytes, digest = write_tensors_as_safetensors(file, specs, written)
     return ShardRecord(file_name, nbytes, digest, tuple(entries))
 
 
@@ -174,10 +176,10 @@ def write_safetensors(
     Raises `CheckpointError` (disk full, ...).
     """
     with write_and_fsync(path) as file:
-        return _write_tensors(file, specs, tensors, metadata)
+        return write_tensors_as_safetensors(file, specs, tensors, metadata)
 
 
-def _write_tensors(
+def write_tensors_as_safetensors(
     file: BinaryIO,
     specs: Sequence[tuple[str, str, Sequence[int]]],
     tensors: Iterable[Tensor],

@@ -1,4 +1,4 @@
-"""What a checkpoint needs of the storage that it lies in, and the one storage there is: folders of a file system.
+"""What a checkpoint needs of the storage that it lies in, and folders as one such storage; all others are `PyarrowStore`.
 
     checkpoints/ (a store)   step_00000050/ (a checkpoint)   manifest.json, worker_0000.safetensors, ... (its files)
 
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from raypar.errors import CheckpointError, ConfigError
+from raypar.storage.pyarrow_store import PyarrowStore
+from raypar.storage.storage_uri import GIVEN, SCHEMES, local_path_of_file_uri, parse_storage_uri
 from raypar.untrusted_files import READABLE, open_regular_file, read_limited_bytes
 
 
@@ -58,6 +60,9 @@ class CheckpointStore(Protocol):
 
     def begin(self, name: str) -> str:
         """Make room for a new checkpoint. Returns the name under which its files are written. Raises `CheckpointError`."""
+
+    def file_name(self, begun: str, file: str) -> str:
+        """The name under which a begun checkpoint has `file`: one that no other attempt gives, where nothing is renamed."""
 
     def write(self, name: str, file: str) -> AbstractContextManager[BinaryIO]:
         """Write a file in the block. At its end the file is durable. Raises `CheckpointError`."""
@@ -173,6 +178,10 @@ class LocalCheckpointStore:
             folder.mkdir(parents=True)
         return begun
 
+    def file_name(self, begun: str, file: str) -> str:
+        """See `CheckpointStore`: the folder of each attempt is its own."""
+        return file
+
     def write(self, name: str, file: str) -> AbstractContextManager[BinaryIO]:
         """See `CheckpointStore`."""
         return write_and_fsync(self.root / name / file)
@@ -247,7 +256,20 @@ def _sync(folder: Path) -> None:
 
 # -- from a location's text to what lies there ---------------------------------------------------------------------------------
 
-STORES: dict[str, Callable[[str], CheckpointStore]] = {"": lambda location: LocalCheckpointStore(Path(location))}
+
+def _open_folder(location: str) -> CheckpointStore:
+    return LocalCheckpointStore(local_path_of_file_uri(location, "the location of checkpoints") or Path(location))
+
+
+def _open_with_pyarrow(location: str) -> CheckpointStore:
+    return PyarrowStore(parse_storage_uri(location, "the location of checkpoints"))
+
+
+STORES: dict[str, Callable[[str], CheckpointStore]] = {
+    "": _open_folder,
+    "file": _open_folder,
+    **dict.fromkeys(SCHEMES, _open_with_pyarrow),
+}
 """Scheme of a location's URL (none: it is a path) -> opens the store at a location."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 """`s3://...`, also with one slash: that is what `pathlib.Path` makes of it."""
@@ -262,10 +284,12 @@ def storage_scheme(location: Location) -> str:
 
 
 def unknown_storage_error(location: Location, what: str) -> ConfigError:
-    """The error for a URL where only folders can be. `what`: the argument or key that gave it."""
+    """The error for a URL of a storage that raypar does not know. `what`: the argument or key that gave it."""
+    shown = os.fspath(location).partition("?")[0]
+    known = ", ".join(f"{scheme}://" for scheme in STORES if scheme not in ("", GIVEN))
     return ConfigError(
-        f"{what} is {os.fspath(location)!r}: raypar does not read or write {storage_scheme(location)} storage, only folders",
-        cure="give the path of a folder (on a cluster, of storage that all nodes have mounted), and copy to or from there",
+        f"{what} is {shown!r}: raypar does not read or write {storage_scheme(location)} storage",
+        cure=f"give the path of a folder (on a cluster, of storage that all nodes have mounted), or a URI: {known}",
     )
 
 
@@ -285,7 +309,8 @@ def open_checkpoint(location: Location, what: str = "the checkpoint") -> Checkpo
     if scheme := storage_scheme(location):
         if scheme not in STORES:
             raise unknown_storage_error(location, what)
-        store, _, name = os.fspath(location).rstrip("/").rpartition("/")
-        return CheckpointRef(open_checkpoint_store(store, what), name)
+        place, mark, settings = os.fspath(location).partition("?")
+        store, _, name = place.rstrip("/").rpartition("/")
+        return CheckpointRef(open_checkpoint_store(store + mark + settings, what), name)
     path = Path(location)
     return CheckpointRef(LocalCheckpointStore(path.parent), path.name)

@@ -47,13 +47,13 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/comm/nccl/connect.py", "connect_nccl", "setting up NCCL"),
     ("raypar/comm/transport.py", "wait_named", WAITING_FOR_WORKERS),
     ("raypar/worker/stage/layer_call.py", "__call__", "computing {self.label}"),
-    ("raypar/worker/stage/backward_pass.py", "run_backward_pass", "computing gradients"),
+    ("raypar/worker/stage/autograd_backward.py", "run_autograd_backward", "computing gradients"),
     ("raypar/actors/run_recorder.py", "start_callbacks", "starting callbacks"),
     ("raypar/actors/run_recorder.py", "_call", "running callbacks: {hook}"),
 )
 """(file, function, activity of a thread that executes the function, with the function's variables in braces)."""
 
-COMPUTING = {"raypar/worker/stage/layer_call.py", "raypar/worker/stage/backward_pass.py"}
+COMPUTING = {"raypar/worker/stage/layer_call.py", "raypar/worker/stage/autograd_backward.py"}
 """Files whose activities count only if no frame further out has one: a layer is also computed while it is measured."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import ModelError
-from raypar.plan.addition_tree import TreeNode, covering_nodes, tree_children
+from raypar.plan.addition_tree import TreeNode, addition_tree_children, covering_nodes
 
 Row = list[Tensor | None]
 """One tensor for each use of a parameter; None: no gradient."""
@@ -100,11 +100,13 @@ class GradientAccumulator:
         self._joins = {
             node[1][0]: (parent, node[0])
             for parent in _inner(subtrees)
-            if (node := tree_children(parent))[1][1] - node[1][0] == 1 and sizes[node[1][0]] == 1
+            if (node := addition_tree_children(parent))[1][1] - node[1][0] == 1 and sizes[node[1][0]] == 1
         }
         self._once = None
         self._merges = {block: _path(block, subtrees) for block in run}
-        self._roots = [n for root in subtrees for n in ((root, *tree_children(root)) if root[1] - root[0] > 1 else (root,))]
+        self._roots = [
+            n for root in subtrees for n in ((root, *addition_tree_children(root)) if root[1] - root[0] > 1 else (root,))
+        ]
         self._empty = [block for block in run if not sizes[block]]
         self._total = 2 * sum(sizes.values())
         self._all = range(len(self.leaves) - 1, -1, -1)
@@ -280,7 +282,7 @@ def _with_own_version(total: Tensor | None) -> Tensor | None:
 def _inner(nodes: Sequence[TreeNode]) -> list[TreeNode]:
     """All nodes of more than one block below and among `nodes`."""
     found = [node for node in nodes if node[1] - node[0] > 1]
-    return found + [inner for node in found for inner in _inner(tree_children(node))]
+    return found + [inner for node in found for inner in _inner(addition_tree_children(node))]
 
 
 def _path(block: int, subtrees: Sequence[TreeNode]) -> list[Merge]:
@@ -288,7 +290,7 @@ def _path(block: int, subtrees: Sequence[TreeNode]) -> list[Merge]:
     node = next(n for n in subtrees if n[0] <= block < n[1])
     path: list[Merge] = []
     while node[1] - node[0] > 1:
-        left, right = tree_children(node)
+        left, right = addition_tree_children(node)
         path.append((node, left, right))
         node = left if block < left[1] else right
     return path[:0:-1]

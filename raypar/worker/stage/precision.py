@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +14,13 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
 from raypar.worker.stage.stage_tensors import LayerTensors
 
-AUTOCAST_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16}
-"""`Precision.compute` -> the dtype to which `torch.autocast` casts."""
-
 
 class StagePrecision:
     """Wraps the calls of one stage in autocast; without mixed precision it returns them unchanged.
 
     Autocast is entered anew for each call, because it belongs to a thread, and the generator that runs a stage may continue in
     another thread. Its cache of cast weights is off, so every operation casts its operands itself. With the cache two uses of a
-    weight inside one autocast would share a cast, and their gradients would be added in bfloat16. Which casts PyTorch caches
+    weight inside one autocast would share a cast, and their gradients would be added in its dtype. Which casts PyTorch caches
     depends on which tensors are leaves.
     """
 
@@ -35,7 +32,7 @@ class StagePrecision:
     """Told that autocast is on inside the calls."""
 
     def __init__(self, precision: Precision, device: torch.device, guard: TorchStateGuard) -> None:
-        self._dtype = None if precision.compute is None else AUTOCAST_DTYPES[precision.compute]
+        self._dtype = None if precision.autocast is None else precision.autocast.dtype
         self._device, self._guard = device, guard
 
     def wrap_layer(self, call: LayerFunction) -> LayerFunction:
@@ -58,8 +55,8 @@ class StagePrecision:
             with self._entered():
                 found = function(*given)
             if isinstance(found, tuple) and len(found) == 2:
-                return _as_float32(found[0]), found[1]
-            return _as_float32(found)
+                return self._as_float32(found[0]), found[1]
+            return self._as_float32(found)
 
         return run
 
@@ -71,7 +68,6 @@ class StagePrecision:
         finally:
             torch.clear_autocast_cache()  # if the call has entered an autocast of its own and not left it
 
-
-def _as_float32(total: Any) -> Any:
-    """The sum of a loss in float32, so that multiplying it does not round it again."""
-    return total.float() if isinstance(total, Tensor) and total.dtype in AUTOCAST_DTYPES.values() else total
+    def _as_float32(self, total: Any) -> Any:
+        """The sum of a loss in float32, so that multiplying it does not round it again."""
+        return total.float() if isinstance(total, Tensor) and total.dtype == self._dtype else total

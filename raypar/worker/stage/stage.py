@@ -22,7 +22,7 @@ from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.plan import MicrobatchRouting
 from raypar.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
-from raypar.worker.stage.backward_pass import run_backward_pass
+from raypar.worker.stage.autograd_backward import run_autograd_backward
 from raypar.worker.stage.buffer_updates import BufferUpdates
 from raypar.worker.stage.deferred_weight_gradients import DeferredGradients, sum_deferred_gradients
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator, Ready
@@ -451,7 +451,7 @@ class Stage:
                 with contextlib.ExitStack() if self.buffer_updates else contextlib.nullcontext() as writes:
                     for updates in self.buffer_updates.values():
                         writes.enter_context(updates.refusing())
-                    run_backward_pass(roots, starts)
+                    run_autograd_backward(roots, starts)
         except RayparError:
             raise
         except USER_CODE_ERRORS as error:

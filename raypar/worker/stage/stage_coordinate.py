@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from raypar.errors import RayparError, UserCodeError, error_message
 from raypar.user_code_errors import cure_for_single_values, error_text, reraise_ctrl_c
+from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS
 
 
 @dataclass
@@ -60,10 +61,6 @@ def _cure_for_hooks(error: BaseException) -> str | None:
     return "leave the layer out of plan.recompute, and enter no saved_tensors_hooks of your own around torch.func"
 
 
-_ABOUT_BFLOAT16 = ("BFloat16", "bfloat16", "equal to src.dtype")
-"""What PyTorch says of operations that have no kernel for bfloat16, or whose operands must have one dtype."""
-
-
 def _cure_for_autocast(error: BaseException) -> str | None:
     """What to do about an operation that does not compute in the dtype that autocast has chosen; None for other errors."""
     text = error_message(error)
@@ -72,9 +69,11 @@ def _cure_for_autocast(error: BaseException) -> str | None:
             "leave the sigmoid out and use F.binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), "
             "which autocast computes in float32"
         )
-    if any(words in text for words in _ABOUT_BFLOAT16):
-        return (
-            "let the operation compute in float32, on x.float() inside `with torch.autocast(x.device.type, enabled=False):` "
-            "(bfloat16 comes from precision.compute of the job, or from an autocast of your own)"
-        )
+    for autocast in AUTOCAST_PRECISIONS.values():
+        if autocast.says_kernel_is_missing(text):
+            return (
+                "let the operation compute in float32, on x.float() inside "
+                f"`with torch.autocast(x.device.type, enabled=False):` ({autocast.dtype_name} comes from precision.compute "
+                "of the job, or from an autocast of your own)"
+            )
     return None

@@ -171,7 +171,7 @@ class Interpreter:
         self.busy_ns -= sum(stage.waited_ns for stage in self.stages.values())
         yield from self._drain()
 
-    def run_forward(self, program: Program, step: int) -> Routine[None]:
+    def run_validation_pass(self, program: Program, step: int) -> Routine[None]:
         """One validation pass, which leaves the losses in the stages."""
         self._begin_pass(validating=True)
         for instruction in program:

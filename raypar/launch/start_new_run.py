@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from raypar.launch.chosen_plan import ChosenPlan, make_plan_chooser, plan_json
 from raypar.launch.launch_options import EventHandler, launch_options_from_job
 from raypar.launch.launch_run import launch_run
+from raypar.launch.remote_run import check_run_dir_on_storage, new_remote_run
 from raypar.launch.result import Result
 from raypar.launch.resume import find_checkpoint, prepare_resumed_run
 from raypar.redact_secrets import find_secrets_in_job, secrets_of_environment
-from raypar.run_folder import RunFolder
+from raypar.run_folder import RunFolder, parse_storage_location
 from raypar.safe_yaml import parse_yaml
 from raypar.user_code_errors import make_importable
 
@@ -49,6 +50,9 @@ def train_job_in_new_folder(
     """
     make_importable(job.source_dir)
     spec = job.to_spec()
+    shared = parse_storage_location(job.run_dir, "run_dir")
+    if shared is not None:
+        check_run_dir_on_storage(shared)
     job_yaml = job.to_yaml() if job.is_writable else None
     if "plan" not in job.model_fields_set and job.usable_processors > 1:
         text = f"no plan is given: one worker; plan auto uses as many of the {job.usable_processors} processors as help"
@@ -58,7 +62,10 @@ def train_job_in_new_folder(
     with contextlib.ExitStack() as stack:
 
         def create_folder(chosen: ChosenPlan) -> RunFolder:
-            made = RunFolder.create(job.run_dir, job.name)
+            if shared is None:
+                made = RunFolder.create(job.run_dir, job.name)
+            else:
+                made = stack.enter_context(new_remote_run(shared, job.name, tell))
             with made.removed_if_filling_fails():
                 if job_yaml is not None:
                     made.job.write_text(job_yaml)

@@ -13,7 +13,7 @@ _run_engine = getattr(graph, "_engine_run_backward", None)
 """The private function that `torch.autograd.backward` calls; None in releases of PyTorch that do not have it."""
 
 
-def run_backward_pass(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
+def run_autograd_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
     """Accumulate into `.grad` of every leaf, as `torch.autograd.backward` does. A gradient of None is 1, for a scalar root.
 
     `torch.autograd.backward` compares the shapes of roots and gradients with code for symbolic shapes, and so loads sympy with

@@ -1,4 +1,4 @@
-"""What the README says of shards is so."""
+"""What the guide on plans says of shards is so."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,8 @@ from raypar.model.tensor_parallel.styles.registry import STYLES
 from raypar.worker.worker_assignments import make_layer_graph
 
 ROOT = Path(__file__).parents[2]
-SECTION = re.search(r"^## Shards$(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+GUIDE = ROOT / "examples/guides/choose_a_plan.md"
+SECTION = re.search(r"^## Shards$(.*?)^## ", GUIDE.read_text(), re.MULTILINE | re.DOTALL)[1]
 
 
 def written() -> dict:

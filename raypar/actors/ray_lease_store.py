@@ -1,0 +1,74 @@
+"""The lease of a run in Ray's key-value store: for storage without conditional writes. Guards against runs of one cluster."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
+
+from raypar.errors import ClusterError
+from raypar.storage.run_lease import FoundLease, Lease, parse_lease
+
+READS = 5
+"""How often a lease is read again that was replaced since it was found."""
+
+
+class RayLeaseStore:
+    """A `LeaseStore`: entry n+1 is written only where there is none, and replaces entry n.
+
+    Ray's store writes an entry if it does not exist, and has no other condition: so each write has a new number.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.prefix = f"raypar-lease/{hashlib.sha256(place.encode()).hexdigest()[:24]}/"
+        """How the keys of this run's lease begin."""
+
+    def read(self) -> FoundLease | None:
+        """See `LeaseStore`. Its age is by the clocks of the cluster's machines."""
+        for _ in range(READS):
+            numbers = self._numbers()
+            if not numbers:
+                return None
+            value = _get(f"{self.prefix}{numbers[-1]}")
+            if value is not None:
+                written_s, _, content = value.partition(b" ")
+                return FoundLease(parse_lease(content), str(numbers[-1]), max(0.0, time.time() - float(written_s)))
+        raise ClusterError("the lease in Ray's store changes all the time", cure="run the same command again")
+
+    def put(self, lease: Lease, version: str | None) -> str | None:
+        """See `LeaseStore`."""
+        number = 1 if version is None else int(version) + 1
+        if self._numbers()[-1:] != ([] if version is None else [number - 1]):
+            return None
+        key, value = f"{self.prefix}{number}", b"%.3f %s" % (time.time(), lease.to_bytes())
+        try:
+            there_already = _internal_kv_put(key, value, overwrite=False)
+        except Exception as error:  # Ray's store fails with errors of many classes
+            raise _unanswered(error) from error
+        if there_already and _get(key) != value:
+            return None
+        for old in self._numbers():
+            if old < number or lease.released:  # of one that is over nothing is left
+                _internal_kv_del(f"{self.prefix}{old}")
+        return str(number)
+
+    def _numbers(self) -> list[int]:
+        """The numbers of the entries, ascending."""
+        try:
+            found = _internal_kv_list(self.prefix)
+        except Exception as error:
+            raise _unanswered(error) from error
+        return sorted(int(key.decode().removeprefix(self.prefix)) for key in found)
+
+
+def _get(key: str) -> bytes | None:
+    try:
+        found: bytes | None = _internal_kv_get(key)
+    except Exception as error:
+        raise _unanswered(error) from error
+    return found
+
+
+def _unanswered(error: Exception) -> ClusterError:
+    return ClusterError(f"the lease in Ray's store: {error}", cure="look at the cluster's head")

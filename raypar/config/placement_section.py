@@ -1,0 +1,54 @@
+"""The section `placement` of a job: on which nodes of a cluster its workers may be."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt, field_validator, model_validator
+
+from raypar.config.section import MAX_WORKERS, Section
+from raypar.elastic.worker_placement import NODE_LABEL, ON_DEMAND, WorkerPlacement, is_label_selector
+from raypar.errors import ConfigError
+
+
+class PlacementConfig(Section):
+    """The nodes of a cluster on which workers may be placed. An autoscaler adds nodes like that."""
+
+    label_selector: dict[str, str] = {}
+    """Labels that nodes must have, each with its value in Ray's syntax: `spot`, `!spot`, `in(zone-a,zone-b)`,
+    `!in(zone-a,zone-b)`."""
+    accelerator_type: Annotated[str, Field(min_length=1)] | None = None
+    """Ray's name of the accelerator that nodes must have, such as `H100`; None: any node."""
+    on_demand: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
+    """At least so many workers are on nodes that the cloud does not take back; one copy of every stage goes there first."""
+    on_demand_label_selector: dict[str, str] = ON_DEMAND
+    """The labels of those nodes; they are added to `label_selector`, and replace its values for the same labels."""
+
+    @field_validator("label_selector", "on_demand_label_selector")
+    @classmethod
+    def _usable(cls, selector: dict[str, str]) -> dict[str, str]:
+        """Raises ValueError for what Ray would refuse when the workers are placed."""
+        for label, value in selector.items():
+            if label == NODE_LABEL:
+                raise ValueError(f"{NODE_LABEL} is set by raypar, which avoids nodes that were lost")
+            if not is_label_selector(label, value):
+                raise ValueError(f"{label}={value} is no label selector of Ray's: VALUE, !VALUE, in(A,B) or !in(A,B)")
+        return selector
+
+    @model_validator(mode="after")
+    def _on_demand_is_known(self) -> PlacementConfig:
+        if self.on_demand and not self.on_demand_label_selector:
+            raise ConfigError(
+                f"placement.on_demand is {self.on_demand}, and on_demand_label_selector is empty: every node would do",
+                cure="give the labels of on-demand nodes, or leave on_demand out",
+            )
+        return self
+
+    def to_placement(self) -> WorkerPlacement:
+        """The same for the driver."""
+        return WorkerPlacement(
+            accelerator_type=self.accelerator_type,
+            label_selector=dict(self.label_selector),
+            on_demand=self.on_demand,
+            on_demand_label_selector=dict(self.on_demand_label_selector),
+        )

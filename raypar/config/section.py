@@ -1,0 +1,32 @@
+"""The base of all sections of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from raypar.config.validation_errors import config_error, walk_sections
+from raypar.traceback_filter import without_raypar_frames
+
+MAX_WORKERS = 2**16
+"""Limit of numbers of workers in a job file, because lists of that length are made."""
+
+
+class Section(BaseModel):
+    """Base of all sections of a job file. Strict: a string is not taken for a number, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @without_raypar_frames
+    def __init__(self, **given: Any) -> None:
+        """A section made from Python: `PlanConfig(stages=2)`. Raises `ConfigError`."""
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            from raypar.config.job import Job
+
+            inside = next((path for path, section in walk_sections(Job) if section is type(self)), ())
+            raise config_error(error.errors(), inside, Job, of_trainer=True) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # sections in a tree are validated without it

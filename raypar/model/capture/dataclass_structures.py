@@ -1,0 +1,36 @@
+"""Lets PyTorch look into dataclasses as it looks into tuples, lists and dicts: models return them, and units hand them on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten
+
+
+def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves and the structure of a value, as `tree_flatten` gives them; its dataclasses are containers too."""
+    while True:
+        leaves, structure = tree_flatten(value)
+        unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, (type, Tensor, nn.Module))}
+        if not unknown:
+            return leaves, structure
+        for kind in unknown:
+            register_pytree_node(kind, _parts, _rebuild)
+
+
+def _parts(value: Any) -> tuple[list[Any], Any]:
+    """(what its attributes hold, (its class, their names)) of a dataclass."""
+    names = tuple(vars(value)) if hasattr(value, "__dict__") else tuple(each.name for each in fields(value))
+    return [getattr(value, name) for name in names], (type(value), names)
+
+
+def _rebuild(parts: Iterable[Any], context: Any) -> Any:
+    """A dataclass with these attributes. Its constructor is not called: a structure is also filled with other things."""
+    kind, names = context
+    made = object.__new__(kind)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(made, name, part)
+    return made

@@ -1,0 +1,31 @@
+"""Calls that read of a tensor its dtype and device alone: `mask.type_as(x)`, `x.new_zeros(3)`. Recorded without the tensor they
+do not depend on it, so that masks and tables made like an activation are recomputed where they are needed, as others are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MAKERS: dict[Any, Callable[..., Tensor]] = {
+    Tensor.new_zeros: torch.zeros,
+    Tensor.new_ones: torch.ones,
+    Tensor.new_full: torch.full,
+    Tensor.new_empty: torch.empty,
+}
+"""Method that makes a tensor like another one -> function that makes it of a dtype and a device."""
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""(function, arguments, keyword arguments)"""
+
+
+def without_unread_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """The same call without a tensor of which it reads dtype and device alone; other calls as they are."""
+    if func in (Tensor.type_as, Tensor.to) and len(args) > 1 and isinstance(args[1], Tensor):
+        return Tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:]), dict(kwargs)
+    if func in _MAKERS and args and args[0].layout is torch.strided:
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        return _MAKERS[func], args[1:], {"dtype": args[0].dtype, "device": args[0].device, **given}
+    return func, args, dict(kwargs)

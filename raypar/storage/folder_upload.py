@@ -1,0 +1,302 @@
+"""Keeps a run's place on shared storage like its working folder: files whole, lines in chunks, in a thread of the driver.
+
+The working folder is written as any run folder is, whatever the storage does: one that does not answer costs no step. What was
+not sent stays in the folder, and is sent when the storage answers again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from raypar.atomic_write import regular_file_opener
+from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
+from raypar.storage.filesystems import makes_objects, open_filesystem, storage_errors
+from raypar.storage.line_chunks import Chunk, add_lines, chunks_to_write, first_line_of_name
+from raypar.storage.pyarrow_store import put_whole
+from raypar.storage.run_files import DOCUMENT_BYTES, DOCUMENTS, LINE_FILES, TEMPORARY
+from raypar.storage.storage_uri import StorageUri
+from raypar.untrusted_files import read_limited_bytes
+
+UPLOAD_S = 2.0
+"""How often the folder is looked at: a document that changes all the time is sent so often."""
+OTHERS_S, MOST_OTHERS = 30.0, 1000
+"""How often a file is sent, at most, that callbacks and trackers have put into the folder; and how many of these."""
+BACKOFF_S = 30.0
+"""The longest pause after failures."""
+FINISH_S = 120.0
+"""How long the end of a run waits until all is sent."""
+PIECE_BYTES = 4 << 20
+"""The most that is in memory of a file at once."""
+
+Signature = tuple[int, int, int] | None
+"""(inode, bytes, time of change) of a file; None: there is none."""
+
+
+def signature_of(path: Path) -> Signature:
+    """What shows that a file has changed."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class LinesUpload:
+    """One file of lines and its chunks."""
+
+    def __init__(self, path: Path, filesystem: Any, folder: str, may_write: Callable[[], None]) -> None:
+        self.path = path
+        """The file in the working folder."""
+        self.filesystem = filesystem
+        """The file system of pyarrow."""
+        self.folder = folder
+        """The folder of the chunks there."""
+        self.may_write = may_write
+        """Raises if nothing may be written now."""
+        self.chunks: tuple[Chunk, ...] | None = None
+        """The chunks that are there; None: not known, as at the beginning."""
+        self.inode = 0
+        """The file's inode when it was sent last: another one is a file that was written anew."""
+
+    @property
+    def sent(self) -> int:
+        """How many bytes of the file are there."""
+        return self.chunks[-1].start + self.chunks[-1].nbytes if self.chunks else 0
+
+    def send(self) -> None:
+        """Send the lines that are not there yet. Raises what pyarrow raises, `OSError` and what `may_write` raises."""
+        try:
+            file = open(self.path, "rb", opener=regular_file_opener)  # noqa: SIM115  closed below
+        except FileNotFoundError:
+            if self.chunks is None:
+                self._remove(self._names_there())
+                self.chunks = ()
+            return
+        with file:
+            about = os.fstat(file.fileno())
+            if self.chunks is not None and (about.st_ino != self.inode or about.st_size < self.sent):
+                self.chunks = None
+            before = self.chunks or ()
+            after = add_lines(before, _line_sizes(file, self.sent))
+            if self.chunks is None:
+                self._replace(file, after)
+            else:
+                write, superseded = chunks_to_write(before, after)
+                for chunk in write:
+                    self._put(file, chunk)
+                self._remove(set(superseded))
+            self.chunks, self.inode = after, about.st_ino
+
+    def _replace(self, file: BinaryIO, chunks: Sequence[Chunk]) -> None:
+        """Write all chunks in the place of whatever is there, which may be those of a longer file that began alike.
+
+        From the end to the beginning: readers of a file that was shortened have its old lines, or the first of them, until they
+        have the new.
+        """
+        stale = self._names_there() - {chunk.name for chunk in chunks}
+        beyond = {name for name in stale if not chunks or name > chunks[-1].name}
+        self._remove(beyond)
+        for chunk in reversed(chunks):
+            self._put(file, chunk)
+        self._remove(stale - beyond)
+
+    def _names_there(self) -> set[str]:
+        """The names of the chunks that an earlier upload has left."""
+        from pyarrow.fs import FileSelector
+
+        found = self.filesystem.get_file_info(FileSelector(self.folder, allow_not_found=True))
+        return {info.base_name for info in found if first_line_of_name(info.base_name) is not None}
+
+    def _remove(self, names: set[str]) -> None:
+        for name in sorted(names, reverse=True):
+            self.may_write()
+            with contextlib.suppress(FileNotFoundError):
+                self.filesystem.delete_file(f"{self.folder}/{name}")
+
+    def _put(self, file: BinaryIO, chunk: Chunk) -> None:
+        """Write one chunk, in place of what has its name."""
+        self.may_write()
+        if not makes_objects(self.filesystem):
+            self.filesystem.create_dir(self.folder, recursive=True)
+        file.seek(chunk.start)
+        put_whole(self.filesystem, f"{self.folder}/{chunk.name}", file, chunk.nbytes)
+
+
+def _line_sizes(file: BinaryIO, start: int) -> Iterator[int]:
+    """The sizes of the lines from an offset on; a last line without a line break is not there yet."""
+    file.seek(start)
+    size = 0
+    while piece := file.read(PIECE_BYTES):
+        for line in io.BytesIO(piece):
+            size += len(line)
+            if line.endswith(b"\n"):
+                yield size
+                size = 0
+
+
+class FolderUpload:
+    """Sends a working folder to its place on shared storage, until `finish`."""
+
+    def __init__(self, folder: Path, uri: StorageUri, may_write: Callable[[], None]) -> None:
+        self.folder = folder
+        """The working folder."""
+        self.uri = uri
+        """The run's place."""
+        self.may_write = may_write
+        """Raises `LeaseLostError` if nothing may be written any more, another `ClusterError` if not now."""
+        self.filesystem: Any = None
+        """The file system of pyarrow; None before the thread has opened it."""
+        self.files: list[LinesUpload] = []
+        """The files of lines."""
+        self.sent: dict[str, Signature] = {}
+        """File -> its signature when it was sent last."""
+        self.sent_s: dict[str, float] = {}
+        """File of a callback -> when it was sent last."""
+        self.failing = False
+        """Whether the last attempt failed."""
+        self.complete = False
+        """Whether the thread has ended with everything sent."""
+        self.notes: list[tuple[str, str]] = []
+        """(kind, text) of lines for the user, not yet taken."""
+        self.lost: LeaseLostError | None = None
+        """Why the thread has ended by itself."""
+        self._said: set[str] = set()
+        """Lines that are said once."""
+        self._stopped = threading.Event()
+        """Set when all is to be sent that is left."""
+        self._given_up = threading.Event()
+        """Set when nothing more is to be sent."""
+        self._thread = threading.Thread(target=self._run, name="raypar-upload", daemon=True)
+        """Sends."""
+
+    def start(self) -> None:
+        """Begin to send, in a thread."""
+        self._thread.start()
+
+    def take_notes(self) -> list[tuple[str, str]]:
+        """The lines for the user since the last call, as (kind, text)."""
+        notes, self.notes = self.notes, []
+        return notes
+
+    def finish(self, seconds: float = FINISH_S) -> None:
+        """Send all that is left and end the thread. Raises `ClusterError` if that is not done within `seconds`."""
+        self._stopped.set()
+        self._thread.join(seconds)
+        if self.lost is not None:
+            raise self.lost
+        self._given_up.set()
+        if not self.complete:
+            raise ClusterError(
+                f"{self.uri} has not taken the run's last files within {seconds:g} s: they are in {self.folder}",
+                cure="copy them from there; checkpoints that were reported are whole",
+            )
+
+    def abandon(self) -> None:
+        """End the thread without sending more: another driver of this run sends now, or nothing may be written any more."""
+        self._given_up.set()
+        self._stopped.set()
+
+    def _run(self) -> None:
+        pause_s, last = 0.0, False
+        while not last or self.failing:
+            if self._stopped.is_set():
+                self._given_up.wait(min(pause_s, 1.0) if last else 0.0)
+            last = self._stopped.wait(pause_s)
+            if self._given_up.is_set():
+                return
+            try:
+                with storage_errors(f"{self.uri} does not take the run's files", ClusterError):
+                    self._send()
+            except LeaseLostError as error:
+                self.lost = error
+                return
+            except RayparError as error:
+                pause_s = min(BACKOFF_S, max(UPLOAD_S, 2 * pause_s))
+                if not self.failing:
+                    text = f"{error.what}; they are kept in {self.folder}, and sent when it does"
+                    self.notes.append(("warning", f"{text}\n  cure: {error.cure}"))
+                self.failing = True
+            else:
+                if self.failing:
+                    self.notes.append(("note", f"{self.uri} takes the run's files again: nothing is lost"))
+                self.failing, pause_s = False, UPLOAD_S
+        self.complete = True
+
+    def _send(self) -> None:
+        """Send what has changed. Raises what pyarrow raises, `OSError` and `LeaseLostError`."""
+        if not self.files:
+            filesystem, path = open_filesystem(self.uri)
+            if not makes_objects(filesystem):
+                self.may_write()
+                filesystem.create_dir(path, recursive=True)
+            self.filesystem = filesystem
+            self.files = [LinesUpload(self.folder / name, filesystem, f"{path}/{name}", self.may_write) for name in LINE_FILES]
+        path = open_filesystem(self.uri)[1]
+        for name in DOCUMENTS:
+            self._send_document(name, f"{path}/{name}")
+        for file in self.files:
+            file.send()
+        for name in self._other_files():
+            self._send_other(name, f"{path}/{name}")
+
+    def _other_files(self) -> list[str]:
+        """The regular files that callbacks and trackers have put into the folder and the folders in it, as paths in it."""
+        found: list[str] = []
+        for folder, folders, files in os.walk(self.folder):
+            folders[:] = [name for name in folders if not name.startswith(".") and name.isprintable()]
+            names = [name for name in files if name.isprintable() and not name.startswith(".") and not name.endswith(TEMPORARY)]
+            paths = [Path(folder, name) for name in names]
+            found += [path.relative_to(self.folder).as_posix() for path in paths if path.is_file() and not path.is_symlink()]
+        others = sorted(set(found) - {*DOCUMENTS, *LINE_FILES})
+        if len(others) > MOST_OTHERS:
+            self._say_once(
+                f"callbacks have put more than {MOST_OTHERS:,} files into the run folder: the others are not sent to {self.uri}"
+            )
+        return others[:MOST_OTHERS]
+
+    def _send_other(self, name: str, there: str) -> None:
+        """Send a file of a callback that has changed: not all the time, because it is sent whole."""
+        now, now_s = signature_of(self.folder / name), time.monotonic()
+        recent = now_s - self.sent_s.get(name, -OTHERS_S) < OTHERS_S and not self._stopped.is_set()
+        if now is None or self.sent.get(name) == now or recent:
+            return
+        with contextlib.suppress(FileNotFoundError), open(self.folder / name, "rb", opener=regular_file_opener) as file:
+            self.may_write()
+            if not makes_objects(self.filesystem):
+                self.filesystem.create_dir(there.rpartition("/")[0], recursive=True)
+            put_whole(self.filesystem, there, file, os.fstat(file.fileno()).st_size)
+        self.sent[name], self.sent_s[name] = now, now_s
+
+    def _say_once(self, text: str) -> None:
+        """A line for the user, if it was not said before."""
+        if text not in self._said:
+            self._said.add(text)
+            self.notes.append(("warning", text))
+
+    def _send_document(self, name: str, there: str) -> None:
+        """Send a document that has changed. At the beginning, remove one that a former start has left."""
+        now = signature_of(self.folder / name)
+        if name in self.sent and now in (None, self.sent[name]):  # one that vanishes was not removed by the run
+            return
+        self.may_write()
+        if now is None:
+            with contextlib.suppress(FileNotFoundError):
+                self.filesystem.delete_file(there)
+        elif (content := self._content(name)) is not None:
+            put_whole(self.filesystem, there, io.BytesIO(content), len(content))
+        self.sent[name] = now
+
+    def _content(self, name: str) -> bytes | None:
+        """The content of a document; None, with a line for the user, if it is none that a run writes."""
+        try:
+            return read_limited_bytes(self.folder / name, follow=False, limit=DOCUMENT_BYTES)
+        except ConfigError as error:
+            self._say_once(f"{error.what}: it is not sent to {self.uri}")
+            return None

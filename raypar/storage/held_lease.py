@@ -1,0 +1,120 @@
+"""Holds the lease of one run: takes it, renews it in a thread, says whether it still holds, gives it back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+
+from raypar.errors import ClusterError, LeaseHeldError, LeaseLostError
+from raypar.storage.run_lease import LEASE_S, RENEW_S, Lease, LeaseStore, claim, may_write, renewed
+
+ATTEMPTS = 5
+"""How often a conditional write is tried again after the lease was found: another process of the same run renews it too."""
+STOP_S = 5.0
+"""How long the end of a hold waits for the thread."""
+
+
+def boot_time_s() -> float:
+    """Seconds since this machine was started, those in which it was suspended too."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+def describe_this_process() -> str:
+    """This process in words, for those who are refused."""
+    return f"process {os.getpid()} of {socket.gethostname()}"
+
+
+class HeldLease:
+    """The lease of one run in this process. Several processes of one run hold it together, by its owner's id."""
+
+    def __init__(self, store: LeaseStore, owner: str, run: str, place: str) -> None:
+        self.store = store
+        """Where the lease is."""
+        self.mine = Lease(owner, describe_this_process())
+        """What this process writes."""
+        self.run = run
+        """The run's name, for messages."""
+        self.place = place
+        """The run's location, for messages."""
+        self.renewed_s = -LEASE_S
+        """When the last renewal that succeeded was begun (`boot_time_s`)."""
+        self.lost: LeaseLostError | None = None
+        """Why the lease is held no more."""
+        self.failure = ""
+        """Why the last renewal failed; empty if it did not."""
+        self._stopped = threading.Event()
+        """Set by `stop_renewing`."""
+        self._thread: threading.Thread | None = None
+        """Renews."""
+
+    def take(self) -> None:
+        """Take the lease. Raises `LeaseHeldError` if it is another's, `ClusterError` if the store does not answer."""
+        for _ in range(ATTEMPTS):
+            began_s = boot_time_s()
+            lease, version = claim(self.store.read(), self.mine, self.run, self.place)
+            if self.store.put(lease, version) is not None or self._is_there(lease):
+                self.renewed_s = began_s
+                return
+        raise LeaseHeldError(
+            f"run {self.run} is wanted by others at the same moment: its lease of {self.place} changed {ATTEMPTS} times",
+            cure="run the same command again",
+        )
+
+    def renew(self) -> None:
+        """Write the lease again. Raises `LeaseLostError`, and `ClusterError` if the store does not answer."""
+        for _ in range(ATTEMPTS):
+            began_s = boot_time_s()
+            lease, version = renewed(self.store.read(), self.mine, self.run, self.place)
+            if self.store.put(lease, version) is not None or self._is_there(lease):
+                self.renewed_s = began_s
+                return
+        raise ClusterError(f"the lease of {self.place} changed {ATTEMPTS} times while it was renewed")
+
+    def _is_there(self, lease: Lease) -> bool:
+        """Whether a write that was refused has been done nevertheless: its answer was lost, and the client wrote again."""
+        found = self.store.read()
+        return found is not None and found.lease == lease
+
+    def check(self) -> None:
+        """Raise unless this process may begin to write below the run's place: `LeaseLostError` if the lease is another's,
+        `ClusterError` if that may be, because the lease could not be renewed."""
+        if self.lost is not None:
+            raise self.lost
+        if not may_write(self.renewed_s, boot_time_s()):
+            raise ClusterError(
+                f"the lease of {self.place} could not be renewed for {boot_time_s() - self.renewed_s:.0f} s "
+                f"({self.failure or 'this process was stopped'}): nothing is written until that succeeds",
+                cure="look at the storage, and at the network to it; the last good checkpoint stays",
+            )
+
+    def start_renewing(self) -> None:
+        """Renew the lease in a thread, until `stop_renewing`."""
+        self._stopped.clear()
+        self._thread = threading.Thread(target=self._renew_until_stopped, name="raypar-lease", daemon=True)
+        self._thread.start()
+
+    def stop_renewing(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+
+    def _renew_until_stopped(self) -> None:
+        while not self._stopped.wait(RENEW_S if not self.failure else RENEW_S / 4):
+            try:
+                self.renew()
+                self.failure = ""
+            except LeaseLostError as error:
+                self.lost = error
+                return
+            except ClusterError as error:
+                self.failure = error.what
+
+    def release(self) -> None:
+        """Give the lease back, if it is still held; a storage that does not answer keeps it until it ends by itself."""
+        with contextlib.suppress(ClusterError):
+            lease, version = renewed(self.store.read(), self.mine, self.run, self.place)
+            self.store.put(Lease(lease.owner, lease.holder, lease.renewal, released=True), version)

@@ -1,0 +1,308 @@
+"""Checkpoints on any file system of pyarrow: `PyarrowStore`, a `CheckpointStore` that renames nothing.
+
+    checkpoints/step_00000050/  manifest.json  worker_0000.1f0c8a5be2d4.safetensors  worker_0001.1f0c8a5be2d4.safetensors ...
+
+An object store cannot move a folder. So files are written where they stay, each under a name that no other attempt at this
+checkpoint has, and the manifest, which lists those names, is put last. A checkpoint is there once its manifest is; putting the
+manifest is what replaces a checkpoint of the same name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import uuid
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from raypar.errors import CheckpointError
+from raypar.storage.filesystems import makes_objects, open_filesystem, storage_errors
+from raypar.storage.storage_uri import StorageUri
+from raypar.untrusted_files import shorten
+
+PIECE_BYTES = 16 << 20
+"""The most that is handed to pyarrow, or read from it, at once."""
+UNSENT_BYTES = 64 << 20
+"""After so many bytes a writer waits until they are sent: a storage that is slower than memory must not fill it."""
+MANIFEST_BYTES = 64 << 20
+"""The most that is read of a manifest to find what an earlier attempt has left beside it."""
+WRITE_CURE = "look at the storage; the last good checkpoint stays"
+_ATTEMPT = re.compile(r"(?P<stem>.+)\.(?P<attempt>[0-9a-f]{12})(?P<suffix>\.[^.]+)?")
+"""The name of a file of a checkpoint."""
+_BEGUN = re.compile(r"(?P<name>.+)@(?P<attempt>[0-9a-f]{12})")
+"""The name of a checkpoint that is being written."""
+
+
+@dataclass(frozen=True)
+class PyarrowFile:
+    """An `OpenedFile` of a file system of pyarrow."""
+
+    stream: Any
+    """The open `pyarrow.NativeFile`."""
+    nbytes: int
+    """See `OpenedFile`."""
+    place: tuple[Any, ...]
+    """Path, size and time of change, when it was opened."""
+
+    def version(self) -> Hashable:
+        """See `OpenedFile`."""
+        return self.place
+
+    def read_at(self, memory: memoryview, offset: int) -> int:
+        """See `OpenedFile`."""
+        done = 0
+        while done < len(memory):
+            piece = self.stream.read_at(min(PIECE_BYTES, len(memory) - done), offset + done)
+            if not piece:
+                break
+            memory[done : done + len(piece)] = piece
+            done += len(piece)
+        return done
+
+
+class BoundedWriter:
+    """Writes into a stream of pyarrow without having more than `UNSENT_BYTES` in memory."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        """The open stream."""
+        self.unsent = 0
+        """Bytes since the last wait."""
+
+    def write(self, content: Any) -> int:
+        """Write bytes. Raises what pyarrow raises."""
+        view = memoryview(content).cast("B")
+        for start in range(0, len(view), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            self.stream.write(piece)
+            self.unsent += len(piece)
+            if self.unsent >= UNSENT_BYTES:
+                self.stream.flush()
+                self.unsent = 0
+        return len(view)
+
+
+@dataclass(frozen=True)
+class PyarrowStore:
+    """A `CheckpointStore` below a place of a file system of pyarrow. Processes that have an equal one see the same."""
+
+    uri: StorageUri
+    """Where the checkpoints lie."""
+    last_file: str = "manifest.json"
+    """The file that is written last: with it a checkpoint is whole."""
+
+    def location(self, name: str, file: str = "") -> str:
+        """See `CheckpointStore`."""
+        return str(self.uri.child(name, file))
+
+    def absolute_location(self, name: str) -> str:
+        """See `CheckpointStore`."""
+        return self.location(name)
+
+    def names(self) -> list[str]:
+        """See `CheckpointStore`. Only whole checkpoints are there."""
+        with storage_errors(f"cannot read {self.uri}"):
+            return sorted(name for name, whole in self._folders().items() if whole)
+
+    def begin(self, name: str) -> str:
+        """See `CheckpointStore`."""
+        begun = f"{name}@{uuid.uuid4().hex[:12]}"
+        filesystem, path = self._at(begun)
+        if not makes_objects(filesystem):
+            with storage_errors(f"cannot write {self.location(name)}", cure=WRITE_CURE):
+                filesystem.create_dir(path, recursive=True)
+        return begun
+
+    def file_name(self, begun: str, file: str) -> str:
+        """See `CheckpointStore`: with the attempt in it."""
+        found = _BEGUN.fullmatch(begun)
+        stem, dot, suffix = file.rpartition(".")
+        return f"{stem or suffix}.{found['attempt']}{dot}{suffix if stem else ''}" if found else file
+
+    @contextlib.contextmanager
+    def write(self, name: str, file: str) -> Iterator[Any]:
+        """See `CheckpointStore`."""
+        self._at(name, file)  # its names lead nowhere else
+        begun = _BEGUN.fullmatch(name)
+        with open_for_writing(self.uri.child(begun["name"] if begun else name, file)) as writer:
+            yield writer
+
+    def commit(self, begun: str, name: str, last_file: str, content: bytes) -> None:
+        """See `CheckpointStore`."""
+        filesystem, path = self._at(name, last_file)
+        with storage_errors(f"cannot write {self.location(name, last_file)}", cure=WRITE_CURE):
+            put_whole(filesystem, path, io.BytesIO(content), len(content))
+        attempt = _BEGUN.fullmatch(begun)
+        with contextlib.suppress(OSError, ValueError):  # they are in nobody's way
+            for file, other in self._attempts(name):
+                if attempt is not None and other != attempt["attempt"]:
+                    filesystem.delete_file(self._at(name, file)[1])
+
+    def has_file(self, name: str, file: str) -> bool:
+        """See `CheckpointStore`."""
+        from pyarrow.fs import FileType
+
+        filesystem, path = self._at(name, file)
+        with storage_errors(f"cannot read {self.location(name, file)}"):
+            return filesystem.get_file_info(path).type is not FileType.NotFound
+
+    def read(self, name: str, file: str, *, limit: int, cure: str) -> bytes:
+        """See `CheckpointStore`."""
+        with self.open(name, file, cure=cure) as opened:
+            if opened.nbytes > limit:
+                raise CheckpointError(
+                    f"{shorten(self.location(name, file))} has {opened.nbytes:,} bytes, more than the {limit:,} that are read",
+                    cure=cure,
+                )
+            with storage_errors(f"cannot read {self.location(name, file)}", cure=cure):
+                return bytes(opened.stream.read(limit))
+
+    @contextlib.contextmanager
+    def open(self, name: str, file: str, *, cure: str) -> Iterator[PyarrowFile]:
+        """See `CheckpointStore`."""
+        from pyarrow.fs import FileType
+
+        filesystem, path = self._at(name, file)
+        what = f"cannot read {shorten(self.location(name, file))}"
+        with storage_errors(what, cure=cure):
+            info = filesystem.get_file_info(path)
+            if info.type is not FileType.File:
+                why = "there is no such file" if info.type is FileType.NotFound else "it is no regular file"
+                raise CheckpointError(f"{what}: {why}", cure=cure)
+            stream = filesystem.open_input_file(path)
+        with contextlib.closing(stream):
+            with storage_errors(what, cure=cure):
+                nbytes = stream.size()
+            yield PyarrowFile(stream, nbytes, (path, nbytes, info.mtime_ns))
+
+    def remove(self, name: str) -> None:
+        """See `CheckpointStore`. The last file goes first: what is left is no checkpoint."""
+        begun = _BEGUN.fullmatch(name)
+        with contextlib.suppress(Exception):
+            filesystem, path = self._at(name)
+            if begun is not None:
+                others = 0
+                for file, attempt in self._attempts(name):
+                    if attempt == begun["attempt"]:
+                        filesystem.delete_file(f"{path}/{file}")
+                    else:
+                        others += 1
+                if others or filesystem.get_file_info(f"{path}/{self.last_file}").is_file:
+                    return
+            with contextlib.suppress(OSError):
+                filesystem.delete_file(f"{path}/{self.last_file}")
+            filesystem.delete_dir(path)
+
+    def leftovers(self) -> list[tuple[str, str]]:
+        """See `CheckpointStore`. Of a whole checkpoint these are files of other attempts, which its last file does not list."""
+        found = []
+        with storage_errors(f"cannot read {self.uri}"):
+            for name, whole in self._folders().items():
+                attempts = {attempt for _, attempt in self._attempts(name)}
+                if whole and len(attempts) > 1:
+                    attempts -= self._attempts_in_use(name)
+                elif whole:
+                    continue
+                found += [(f"{name}@{attempt}", name) for attempt in sorted(attempts)] or [(name, name)] * (not whole)
+        return found
+
+    # -- parts -------------------------------------------------------------------------------------------------------------
+
+    def _at(self, name: str, file: str = "") -> tuple[Any, str]:
+        """(the file system, the path of a checkpoint's folder or of a file in it). Raises `CheckpointError` for names that lead
+        elsewhere."""
+        for part in (name, *([file] if file else [])):
+            if not part or "/" in part or part in (".", "..") or not part.isprintable():
+                raise CheckpointError(f"{part!r} names no file of a checkpoint in {self.uri}", cure="use another checkpoint")
+        begun = _BEGUN.fullmatch(name)
+        filesystem, path = open_filesystem(self.uri)
+        return filesystem, "/".join([path, begun["name"] if begun else name, *([file] if file else [])])
+
+    def _folders(self) -> dict[str, bool]:
+        """Name of each folder below this place -> whether the last file is in it. Raises what pyarrow raises."""
+        from pyarrow.fs import FileSelector, FileType
+
+        filesystem, path = open_filesystem(self.uri)
+        found = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
+        names = [info.base_name for info in found if info.type is FileType.Directory]
+        names = [name for name in names if name.isprintable() and not _BEGUN.fullmatch(name) and name not in ("", ".", "..")]
+        there = filesystem.get_file_info([f"{path}/{name}/{self.last_file}" for name in names]) if names else []
+        return {name: info.type is FileType.File for name, info in zip(names, there, strict=True)}
+
+    def _attempts(self, name: str) -> list[tuple[str, str]]:
+        """(file, attempt) of the files in a checkpoint's folder that an attempt has written. Raises what pyarrow raises."""
+        from pyarrow.fs import FileSelector, FileType
+
+        filesystem, path = self._at(name)
+        infos = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
+        found = [(info.base_name, _ATTEMPT.fullmatch(info.base_name)) for info in infos if info.type is FileType.File]
+        return [(file, match["attempt"]) for file, match in found if match]
+
+    def _attempts_in_use(self, name: str) -> set[str]:
+        """The attempts whose files a whole checkpoint lists; all that are there if its last file cannot be understood."""
+        try:
+            files = json.loads(self.read(name, self.last_file, limit=MANIFEST_BYTES, cure=""))["files"]
+            found = [_ATTEMPT.fullmatch(file) for file in files]
+        except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
+            return {attempt for _, attempt in self._attempts(name)}
+        return {match["attempt"] for match in found if match}
+
+
+@contextlib.contextmanager
+def open_for_writing(uri: StorageUri) -> Iterator[BoundedWriter]:
+    """Write a file at a place in the block; it is there whole or not at all. Raises `CheckpointError`."""
+    filesystem, path = open_filesystem(uri)
+    aside = path if makes_objects(filesystem) else f"{path}.{uuid.uuid4().hex[:12]}.tmp"
+    with storage_errors(f"cannot write {uri}", cure="look at the storage, and at what this machine may write there"):
+        if not makes_objects(filesystem):
+            filesystem.create_dir(path.rpartition("/")[0], recursive=True)
+        stream = filesystem.open_output_stream(aside)
+        try:
+            yield BoundedWriter(stream)
+            stream.close()
+            if aside != path:
+                filesystem.move(aside, path)
+        except BaseException:
+            # Closing makes the file, cut off as it is.
+            with contextlib.suppress(Exception):
+                stream.close()
+            with contextlib.suppress(Exception):
+                filesystem.delete_file(aside)
+            raise
+
+
+def put_whole(filesystem: Any, path: str, source: BinaryIO, nbytes: int) -> None:
+    """Write `nbytes` from `source` as a file, so that readers see the former content or all of the new one.
+
+    Raises what pyarrow raises.
+    """
+    if makes_objects(filesystem):
+        _copy(source, nbytes, filesystem, path)
+        return
+    aside = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
+    try:
+        _copy(source, nbytes, filesystem, aside)
+        try:
+            filesystem.move(aside, path)
+        except OSError:  # HDFS does not replace
+            filesystem.delete_file(path)
+            filesystem.move(aside, path)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            filesystem.delete_file(aside)
+        raise
+
+
+def _copy(source: BinaryIO, nbytes: int, filesystem: Any, path: str) -> None:
+    """Write `nbytes` from `source` into a file. Raises what pyarrow raises, and `OSError` if `source` has less."""
+    piece, left = source.read(min(PIECE_BYTES, nbytes)), nbytes  # before anything is begun there
+    with filesystem.open_output_stream(path) as file:
+        writer = BoundedWriter(file)
+        while left:
+            if not piece:
+                raise OSError(f"a file became shorter while it was sent to {path}")
+            left -= writer.write(piece)
+            piece = source.read(min(PIECE_BYTES, left)) if left else b""

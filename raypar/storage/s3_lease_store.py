@@ -1,0 +1,90 @@
+"""The lease of a run as an object on S3, replaced by conditional writes; its age is by S3's own clock. Needs boto3."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from raypar.errors import ClusterError, ConfigError
+from raypar.storage.filesystems import s3_client_of, storage_error_text
+from raypar.storage.run_lease import LEASE_BYTES, FoundLease, Lease, parse_lease
+from raypar.storage.storage_uri import StorageUri
+
+REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
+"""What S3 answers where the condition of a write does not hold, or where two conditional writes meet."""
+MISSING = {"NoSuchKey", "404"}
+LEASE_FILE = "lease.json"
+"""The object's name in the run's folder."""
+
+
+class S3LeaseStore:
+    """A `LeaseStore`: the object `lease.json` in a run's folder on S3."""
+
+    def __init__(self, client: Any, bucket: str, key: str) -> None:
+        self.client = client
+        """boto3's client for S3."""
+        self.bucket = bucket
+        """The bucket."""
+        self.key = key
+        """The key of the object."""
+
+    def read(self) -> FoundLease | None:
+        """See `LeaseStore`."""
+        with self._errors() as missing:
+            found = self.client.get_object(Bucket=self.bucket, Key=self.key)
+            with contextlib.closing(found["Body"]) as body:
+                content = body.read(LEASE_BYTES + 1)
+        if missing:
+            return None
+        said = found["ResponseMetadata"]["HTTPHeaders"].get("date")
+        now_s = parsedate_to_datetime(said).timestamp() if said else time.time()
+        return FoundLease(parse_lease(content), found["ETag"], now_s - found["LastModified"].timestamp())
+
+    def put(self, lease: Lease, version: str | None) -> str | None:
+        """See `LeaseStore`."""
+        condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+        with self._errors(REFUSED) as refused:
+            written = self.client.put_object(Bucket=self.bucket, Key=self.key, Body=lease.to_bytes(), **condition)
+        return None if refused else str(written["ETag"])
+
+    def honours_conditions(self, lease: Lease) -> bool:
+        """Whether this storage refuses a write whose condition does not hold; some that speak S3's language ignore conditions.
+
+        The lease must be there, and is written again where they are ignored.
+        """
+        return self.put(lease, None) is None
+
+    @contextlib.contextmanager
+    def _errors(self, allowed: set[str] = frozenset()) -> Iterator[list[str]]:  # type: ignore[assignment]
+        """Turn boto3's errors into `ClusterError`, but for a missing object and those of `allowed`, which are in the list."""
+        from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
+
+        met: list[str] = []
+        try:
+            yield met
+        except ParamValidationError:
+            raise ConfigError(
+                "the installed boto3 knows no conditional writes to S3", cure="pip install --upgrade boto3 (1.36 or newer)"
+            ) from None
+        except ClientError as error:
+            code = str(error.response.get("Error", {}).get("Code", ""))
+            if code not in allowed | MISSING:
+                raise ClusterError(
+                    f"the lease s3://{self.bucket}/{self.key}: {storage_error_text(error)}",
+                    cure="give this machine credentials that may read and write there",
+                ) from None
+            met.append(code)
+        except (BotoCoreError, OSError) as error:
+            raise ClusterError(
+                f"the lease s3://{self.bucket}/{self.key}: {storage_error_text(error)}",
+                cure="look at the storage's address, and at the network",
+            ) from None
+
+
+def s3_lease_store(uri: StorageUri) -> S3LeaseStore | None:
+    """The store for the lease of the run at `uri`; None if that is not on S3. Raises `ConfigError` if boto3 is missing."""
+    found = s3_client_of(uri)
+    return None if found is None else S3LeaseStore(found[0], found[1], f"{found[2]}/{LEASE_FILE}")

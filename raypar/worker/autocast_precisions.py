@@ -1,0 +1,68 @@
+"""The precisions in which layers and the loss can compute under `torch.autocast`: everything that differs between them.
+
+Another precision is one more record here, with its name in `PrecisionName`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+PrecisionName = Literal["bf16"]
+"""The values of a job's `precision.compute`."""
+
+
+@dataclass(frozen=True)
+class AutocastPrecision:
+    """One dtype to which `torch.autocast` casts."""
+
+    dtype_name: str
+    """PyTorch's name of the dtype."""
+    kernel_error_words: tuple[str, ...]
+    """Parts of what PyTorch says of an operation that has no kernel for the dtype, or whose operands must have one dtype."""
+    comparison_tolerance: float
+    """Largest difference between a captured model and the user's module, as a share of the largest number in a tensor."""
+    gpu_supports: Callable[[], bool]
+    """Whether PyTorch's current GPU computes in the dtype itself, rather than emulating it more slowly than float32."""
+    gpu_needed: str
+    """The GPUs that do, for a cure: `use GPUs of ...`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        import torch
+
+        found = getattr(torch, self.dtype_name)
+        assert isinstance(found, torch.dtype)
+        return found
+
+    def says_kernel_is_missing(self, message: str) -> bool:
+        """Whether an error of PyTorch with this message is about an operation that cannot compute in the dtype."""
+        return any(words in message for words in self.kernel_error_words)
+
+
+def _gpu_has_bfloat16() -> bool:
+    import torch
+
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+AUTOCAST_PRECISIONS: Mapping[PrecisionName, AutocastPrecision] = {
+    "bf16": AutocastPrecision(
+        dtype_name="bfloat16",
+        kernel_error_words=("BFloat16", "bfloat16", "equal to src.dtype"),
+        comparison_tolerance=5e-2,
+        gpu_supports=_gpu_has_bfloat16,
+        gpu_needed="compute capability 8.0 (Ampere) or newer",
+    ),
+}
+"""Value of `precision.compute` -> what it means."""
+
+
+def precision_settings_text() -> str:
+    """The values that a job's `precision` may have, in words: `{"compute": "bf16"}`."""
+    return " or ".join(f'{{"compute": "{name}"}}' for name in AUTOCAST_PRECISIONS)

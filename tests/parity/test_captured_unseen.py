@@ -1,0 +1,288 @@
+"""Models that people brought and that were refused, or crashed, at first: each is the plain module now, in training and in
+evaluation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from helpers.captured_stages import capture, differences, evaluate_stages, make_stages, run_plain, run_stages
+from helpers.model_zoo import ids, noise, sum_of_squares
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+from raypar.errors import ModelError
+
+Batch = dict[str, Tensor]
+
+
+def check(make: Callable[[], nn.Module], batches: list[Batch], loss: Callable[[Any], Tensor] = sum_of_squares) -> list[str]:
+    """Compare with the plain module, cut before every unit; returns the names of the layers."""
+    torch.manual_seed(0)
+    plain = make().train()
+    captured = capture(plain, batches[0])
+    stages = make_stages(captured, plain, range(1, len(captured.layers)))
+    for batch in batches:
+        found = run_stages(captured, stages, batch, loss, seeded=True)
+        assert differences(found, run_plain(captured, plain, batch, loss, seeded=True)) == []
+    for module in (plain, *(module for stage in stages for module in stage.modules)):
+        module.eval()
+    for batch in batches:
+        found = evaluate_stages(captured, stages, batch)
+        with torch.no_grad():
+            wanted = [value for value in tree_leaves(plain(**batch)) if isinstance(value, Tensor)]
+        assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    return [layer.name for layer in captured.layers]
+
+
+def numbers(*rows: int) -> list[Batch]:
+    return [{"x": noise(count, count, 8)} for count in rows]
+
+
+class Attention(nn.Module):
+    """Rotates by tables that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        y = self.linear(x)
+        return x + F.dropout(y * cos + y.flip(-1) * sin, 0.1, self.training)
+
+
+class KeepsTables(nn.Module):
+    """Makes tables in the dtype of an activation, and again for another length, as the code of many rotary embeddings does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(99, 8), nn.ModuleList(Attention() for _ in range(3))
+        self.cos = self.sin = torch.zeros(0)
+        self.made_for = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if x.shape[1] != self.made_for:
+            self.made_for = x.shape[1]
+            angles = torch.outer(torch.arange(x.shape[1]).type_as(x), 1 / torch.arange(1, 9).to(x)) + x.new_zeros(8)
+            self.cos, self.sin = angles.cos(), angles.sin()
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return x
+
+
+def test_a_table_in_the_dtype_of_an_activation_is_made_where_it_is_needed():
+    check(KeepsTables, [{"tokens": ids(2, 6)}, {"tokens": ids(3, 4)}, {"tokens": ids(2, 6)}])
+    captured = capture(KeepsTables(), {"tokens": ids(2, 6)})
+    assert captured.layers[2].inputs == ("blocks.0.out0", "tokens")  # no table travels
+
+
+class ScalesByLongest(KeepsTables):
+    """Makes tables for the longest batch so far, which change all others."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if x.shape[1] > self.made_for:
+            self.made_for = x.shape[1]
+            self.cos = self.sin = torch.arange(2.0 * x.shape[1]).view(-1, 1) / self.made_for
+        for block in self.blocks:
+            x = block(x, self.cos[: x.shape[1]], self.sin[: x.shape[1]])
+        return x
+
+
+def test_a_table_that_depends_on_the_batches_before_is_refused():
+    captured = capture(model := ScalesByLongest(), {"tokens": ids(2, 6)})
+    stages = make_stages(captured, model, [1])
+    with pytest.raises(ModelError, match="does not do the same when it is called again"):
+        run_stages(captured, stages, {"tokens": ids(2, 4)}, sum_of_squares, seeded=False)
+
+
+class Packed(nn.Module):
+    """Recurrent nets over sequences of several lengths."""
+
+    def __init__(self, restored: bool) -> None:
+        super().__init__()
+        self.embedding, self.dropout, self.restored = nn.Embedding(99, 8), nn.Dropout(0.2), restored
+        self.rnns = nn.ModuleList([nn.LSTM(8, 8, batch_first=True), nn.GRU(8, 8, batch_first=True, bidirectional=True)])
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        x = self.dropout(self.embedding(tokens))
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        packed, _ = self.rnns[0](packed)
+        packed, last = self.rnns[1](packed)
+        if self.restored:
+            return self.head(nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0])
+        return self.head(torch.cat([last[0], last[1]], 1))
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_packed_sequences_pass_between_units(restored: bool):
+    lengths = [torch.tensor(each) for each in ([5, 2, 4], [3, 5, 5], [1, 2])]
+    batches = [{"tokens": ids(len(each), 5), "lengths": each} for each in lengths]
+    names = check(lambda: Packed(restored), batches)
+    assert names == ["embedding", "dropout", "rnns.0", "rnns.1", "head"]
+
+
+class Variational(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, spread = self.encoder(x).chunk(2, 1)
+        code = torch.distributions.Normal(mean, spread.exp())
+        prior = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+        return self.decoder(code.rsample() * self.training + mean), torch.distributions.kl_divergence(code, prior).sum()
+
+
+def test_checks_of_a_distributions_arguments_are_left_out():
+    check(Variational, numbers(3, 2))
+    with pytest.raises(ValueError, match="to satisfy the constraint"):  # not for others
+        torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
+
+
+class Experts(nn.Module):
+    """Sends each row through one of its experts: rows are chosen by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 3), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            if len(rows):
+                out[rows] = expert(x[rows]) * weight[rows, None]
+        return F.dropout(x + out, 0.2, self.training)
+
+
+class FewBlocksOfExperts(nn.Module):
+    """Blocks of which each holds so much of the model that it would be divided, if it could be."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Experts() for _ in range(count)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_module_whose_own_code_decides_by_values_runs_whole():
+    assert check(FewBlocksOfExperts, numbers(5, 4)) == ["blocks.0", "blocks.1", "blocks.2", "head"]
+
+
+def test_a_module_with_most_of_the_model_inside_does_not_run_whole_unasked():
+    with pytest.raises(ModelError, match="depends on the values of an activation"):
+        capture(FewBlocksOfExperts(1), numbers(5)[0])
+    with pytest.raises(ModelError, match="depends on the values of an activation"):
+        capture(FewBlocksOfExperts(), numbers(5)[0], units=["blocks.*.experts.*"])
+    assert len(capture(FewBlocksOfExperts(1), numbers(5)[0], units=["blocks.*"]).layers) == 2
+
+
+@dataclass
+class Hidden:
+    """What goes from block to block."""
+
+    x: Tensor
+    scale: float = 2.0
+    kept: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.x.dim() == 2
+
+
+class TakesHidden(nn.Linear):
+    def forward(self, hidden: Hidden) -> Hidden:  # type: ignore[override]
+        return Hidden(super().forward(hidden.x) * hidden.scale, kept=hidden.x)
+
+
+class Dataclasses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TakesHidden(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Hidden:
+        hidden = Hidden(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def test_dataclasses_of_tensors_pass_between_units_and_are_returned():
+    check(Dataclasses, numbers(3, 2), lambda hidden: (hidden.x**2).mean() * hidden.scale + hidden.kept.mean())
+
+
+class DropsInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.dropout = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Dropout(0.3, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = F.leaky_relu(self.dropout(block(x)), inplace=True)
+        return x
+
+
+def test_dropout_in_place_is_the_plain_modules_in_evaluation():
+    check(DropsInPlace, numbers(3, 2))
+
+
+class CallsOneTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.utils.spectral_norm(nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x) + self.blocks[1](self.blocks[0](-x))
+
+
+def test_a_buffer_that_two_calls_write_is_named():
+    with pytest.raises(ModelError, match=r"reads its buffer 'blocks\.0\.weight_u'.*which an earlier call") as found:
+        capture(CallsOneTwice(), numbers(3)[0])
+    assert "torch.cat" in found.value.cure
+
+
+class WithoutMetaKernels(nn.Module):
+    """Between its modules: a product with a sparse matrix, and the CTC loss, which PyTorch cannot compute on meta tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, edges: Tensor, targets: Tensor) -> Tensor:
+        graph = torch.sparse_coo_tensor(edges.t(), torch.ones(len(edges)), (len(x), len(x)))
+        for block in self.blocks:
+            x = F.dropout(torch.sparse.mm(graph, block(x)), 0.2, self.training)
+        scores = x.view(len(x), 2, 4).log_softmax(-1)
+        ends = (targets > 0).sum(-1)
+        return F.ctc_loss(scores, targets[targets > 0], torch.full_like(ends, len(x)), ends)
+
+
+def test_operations_that_meta_tensors_have_not_are_captured():
+    edges = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2]])
+    batches = [numbers(rows)[0] | {"edges": edges, "targets": torch.tensor([[1, 2], [3, 0]])} for rows in (5, 6)]
+    check(WithoutMetaKernels, [*batches, batches[0] | {"targets": torch.tensor([[1, 2], [3, 1]])}])
+
+
+class ReshapesInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).float()
+        mask.unsqueeze_(1)
+        for block in self.blocks:
+            x = block(x) * mask.squeeze(1)
+        return x
+
+
+def test_a_mask_that_gets_another_shape_in_place_is_captured():
+    check(ReshapesInPlace, numbers(3, 2))

@@ -1,0 +1,227 @@
+"""A run's working folder on shared storage: few objects, and readers see each line once, wherever a writer was killed."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypar.errors import ClusterError, ConfigError, LeaseLostError
+from raypar.storage import folder_upload, line_chunks
+from raypar.storage.filesystems import given_filesystem_uri
+from raypar.storage.folder_download import _download_lines
+from raypar.storage.folder_upload import FolderUpload, LinesUpload
+from raypar.storage.line_chunks import CHUNK_BYTES, FAN, LEVELS, Chunk, add_lines, chunks_to_write, first_line_of_name
+from raypar.storage.storage_uri import StorageUri
+
+PLACE = StorageUri("s3", "bucket/run/metrics.jsonl")
+
+
+def test_a_thousand_steps_are_two_objects_and_ten_million_some_tens():
+    assert len(add_lines((), [300] * 1000)) == 2
+    chunks: tuple[Chunk, ...] = ()
+    for _ in range(40):  # 4 GB
+        chunks = add_lines(chunks, [CHUNK_BYTES] * 400)
+    assert len(chunks) <= FAN * LEVELS + 16_000 // FAN**LEVELS + 1
+    assert sum(chunk.lines for chunk in chunks) == 16_000
+
+
+def test_where_lines_are_cut_does_not_depend_on_when_they_were_written():
+    chance = random.Random(7)
+    sizes = [chance.randrange(1, CHUNK_BYTES // 3) for _ in range(600)]
+    at_once, piecewise, at = add_lines((), sizes), (), 0
+    while at < len(sizes):
+        step = chance.randrange(1, 9)
+        piecewise, at = add_lines(piecewise, sizes[at : at + step]), at + step
+    assert piecewise == at_once
+    assert all(a.first + a.lines == b.first and a.start + a.nbytes == b.start for a, b in itertools.pairwise(at_once))
+
+
+def test_only_what_has_changed_is_written_and_what_was_put_together_is_removed():
+    before = add_lines((), [CHUNK_BYTES] * (FAN - 1))
+    after = add_lines(before, [CHUNK_BYTES, 5])
+    write, remove = chunks_to_write(before, after)
+    assert [(c.first, c.lines, c.level) for c in write] == [(1, FAN, 1), (FAN + 1, 1, 0)]
+    assert remove == [chunk.name for chunk in before[1:]]
+
+
+@pytest.mark.parametrize("name", ["1.jsonl", "000000000000.jsonl", "../000000000001.jsonl", "000000000001.jsonl.tmp", ""])
+def test_other_names_are_no_chunks(name: str):
+    assert first_line_of_name(name) is None
+
+
+class Killed(Exception):
+    """The end of the writing process."""
+
+
+class Dies:
+    """A file system whose user is killed before the `after`th call that changes something."""
+
+    def __init__(self, filesystem: Any, after: int) -> None:
+        self.filesystem, self.left = filesystem, after
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("move", "delete_file"):
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+        return getattr(self.filesystem, name)
+
+
+def read(filesystem: Any, folder: str, tmp_path: Path) -> list[bytes]:
+    out = tmp_path / "read"
+    _download_lines(filesystem, PLACE, folder, out, None)
+    return out.read_bytes().splitlines(keepends=True)
+
+
+def test_a_writer_killed_anywhere_leaves_every_line_once_and_the_next_one_goes_on(tmp_path: Path, monkeypatch: Any):
+    from pyarrow.fs import LocalFileSystem
+
+    monkeypatch.setattr(line_chunks, "CHUNK_BYTES", 40)  # two or three lines
+    filesystem, file = LocalFileSystem(), tmp_path / "metrics.jsonl"
+    lines = [b'{"step": %d}\n' % step for step in range(1, 90)]
+    for after in range(60):
+        folder = str(tmp_path / f"chunks-{after}")
+        dying, seen = Dies(filesystem, after), 0
+        upload = LinesUpload(file, dying, folder, lambda: None)
+        file.write_bytes(b"")
+        try:
+            for step in range(0, len(lines), 4):
+                with open(file, "ab") as out:
+                    out.write(b"".join(lines[step : step + 4]) + b'{"st')  # being written
+                upload.send()
+                seen = step + 4
+                file.write_bytes(b"".join(lines[: step + 4]))
+        except Killed:
+            pass
+        there = read(filesystem, folder, tmp_path)
+        assert there == lines[: len(there)] and len(there) >= min(seen, len(lines)), f"killed before change {after}"
+        LinesUpload(file, filesystem, folder, lambda: None).send()
+        assert read(filesystem, folder, tmp_path) == [line for line in file.open("rb") if line.endswith(b"\n")]
+        assert len(list(Path(folder).glob("*.jsonl"))) <= 3 * FAN
+
+
+def test_a_file_that_was_written_anew_takes_the_place_of_the_old_one(tmp_path: Path, monkeypatch: Any):
+    """A resumed run begins after its checkpoint: lines of steps that are run again must not be seen beside the new ones."""
+    from pyarrow.fs import LocalFileSystem
+
+    monkeypatch.setattr(line_chunks, "CHUNK_BYTES", 40)
+    filesystem, file = LocalFileSystem(), tmp_path / "metrics.jsonl"
+    before = [b"step %d\n" % n for n in range(30)]
+    for longer, added, after in itertools.product((5, 60), (0, 1, 12), range(14)):
+        folder = str(tmp_path / f"chunks-{longer}-{added}-{after}")
+        old, new = [*before, *[b"old %d\n" % n for n in range(longer)]], [*before, *[b"new %d\n" % n for n in range(added)]]
+        file.write_bytes(b"".join(old))
+        LinesUpload(file, filesystem, folder, lambda: None).send()
+        file.write_bytes(b"".join(new))
+        try:
+            LinesUpload(file, Dies(filesystem, after), folder, lambda: None).send()
+        except Killed:
+            there = read(filesystem, folder, tmp_path)
+            assert there[:30] == before[: len(there)]
+            assert added or there in (old[: len(there)], new), f"killed before change {after}"
+        LinesUpload(file, filesystem, folder, lambda: None).send()
+        assert read(filesystem, folder, tmp_path) == new
+
+
+def test_hostile_chunks_are_left_out_or_refused(tmp_path: Path):
+    from pyarrow.fs import LocalFileSystem
+
+    folder = tmp_path / "chunks"
+    (folder / "000000000009.jsonl").mkdir(parents=True)
+    (folder / "000000000001.jsonl").write_bytes(b"a\nb\n")
+    (folder / "000000000002.jsonl").write_bytes(b"superseded\n")
+    (folder / "evil.jsonl").write_bytes(b"x\n")
+    assert read(LocalFileSystem(), str(folder), tmp_path) == [b"a\n", b"b\n"]
+    with open(folder / "000000000003.jsonl", "wb") as file:
+        file.truncate(5 << 30)
+    with pytest.raises(ConfigError, match="more than a run writes"):
+        read(LocalFileSystem(), str(folder), tmp_path)
+
+
+def test_a_working_folder_is_sent_with_what_callbacks_put_there_and_nothing_else(tmp_path: Path, monkeypatch: Any):
+    """What a former start has left and this one has not (an error.txt) is removed; links and unfinished files are not sent."""
+    from fsspec.implementations.local import LocalFileSystem as Fsspec
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    place = given_filesystem_uri(PyFileSystem(FSSpecHandler(Fsspec())), str(tmp_path / "there"))
+    folder, there = tmp_path / "work", tmp_path / "there"
+    for path, text in {
+        "work/job.yaml": "steps: 1\n",
+        "work/metrics.jsonl": '{"step": 1}\n',
+        "work/tensorboard/events.1": "board",
+        "work/.hidden": "x",
+        "work/plan.new": "x",
+        "secret": "x",
+        "there/error.txt": "former",
+        "there/checkpoints/step_00000001/manifest.json": "{}",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (folder / "link").symlink_to(tmp_path / "secret")
+    assert isinstance(place, StorageUri)
+    upload = FolderUpload(folder, place, lambda: None)
+    upload.start()
+    upload.finish(30)
+    files = {path.relative_to(there).as_posix(): path.read_text() for path in there.rglob("*") if path.is_file()}
+    assert files == {
+        "job.yaml": "steps: 1\n",
+        "metrics.jsonl/000000000001.jsonl": '{"step": 1}\n',
+        "tensorboard/events.1": "board",
+        "checkpoints/step_00000001/manifest.json": "{}",
+    }
+    assert upload.take_notes() == []
+
+
+def test_a_storage_that_does_not_answer_is_told_once_and_gets_everything_later(tmp_path: Path, monkeypatch: Any):
+    from fsspec.implementations.local import LocalFileSystem as Fsspec
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    monkeypatch.setattr(folder_upload, "UPLOAD_S", 0.01)
+    monkeypatch.setattr(folder_upload, "BACKOFF_S", 0.02)
+    place = given_filesystem_uri(PyFileSystem(FSSpecHandler(Fsspec())), str(tmp_path / "there"))
+    assert isinstance(place, StorageUri)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/metrics.jsonl").write_text('{"step": 1}\n')
+    before, failures = folder_upload.put_whole, []
+
+    def put(*arguments: Any) -> None:
+        if len(failures) < 5:
+            failures.append(1)
+            raise OSError("no answer")
+        before(*arguments)
+
+    monkeypatch.setattr(folder_upload, "put_whole", put)
+    upload = FolderUpload(tmp_path / "work", place, lambda: None)
+    upload.start()
+    upload.finish(60)
+    assert (tmp_path / "there/metrics.jsonl/000000000001.jsonl").read_text() == '{"step": 1}\n'
+    (first, text), (second, again) = upload.take_notes()
+    assert (first, second) == ("warning", "note") and "no answer" in text and "they are kept in" in text
+    assert again.endswith("takes the run's files again: nothing is lost")
+    failures[:] = []
+    (tmp_path / "work/metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    late = FolderUpload(tmp_path / "work", place, lambda: None)
+    monkeypatch.setattr(folder_upload, "put_whole", lambda *arguments: put(failures.clear()))
+    late.start()
+    with pytest.raises(ClusterError, match=r"has not taken the run's last files within 0.1 s: they are in .*work"):
+        late.finish(0.1)
+
+
+def test_an_upload_without_the_lease_writes_nothing_and_ends(tmp_path: Path):
+    from fsspec.implementations.local import LocalFileSystem as Fsspec
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    def lost() -> None:
+        raise LeaseLostError("it is another's")
+
+    place = given_filesystem_uri(PyFileSystem(FSSpecHandler(Fsspec())), str(tmp_path / "there"))
+    assert isinstance(place, StorageUri)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/metrics.jsonl").write_text('{"step": 1}\n')
+    upload = FolderUpload(tmp_path / "work", place, lost)
+    upload.start()
+    with pytest.raises(LeaseLostError, match="it is another's"):
+        upload.finish(30)
+    assert not [path for path in (tmp_path / "there").rglob("*") if path.is_file()]

@@ -1,0 +1,84 @@
+"""Places on shared storage as text: what is one, and what is refused before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from raypar.errors import ConfigError
+from raypar.run_folder import parse_storage_location
+from raypar.storage import filesystems
+from raypar.storage.filesystems import given_filesystem_uri, open_filesystem, pickle_given_filesystems, storage_error_text
+from raypar.storage.storage_uri import StorageUri, local_path_of_file_uri, parse_storage_uri
+from raypar.worker.checkpoint.checkpoint_store import LocalCheckpointStore, open_checkpoint, open_checkpoint_store
+
+QUERY = "endpoint_override=127.0.0.1%3A5000&scheme=http"
+
+
+def test_a_uri_leads_to_places_below_it_and_keeps_its_settings():
+    uri = parse_storage_uri(f"s3://bucket/runs/?{QUERY}")
+    run = uri.child("mine")
+    assert str(run) == f"s3://bucket/runs/mine?{QUERY}"
+    assert (run.name, run.parent, run.root) == ("mine", uri, "bucket")
+    assert run.settings == {"endpoint_override": "127.0.0.1:5000", "scheme": "http"}
+    checkpoint = open_checkpoint(str(run.child("checkpoints", "step_00000004")))
+    assert checkpoint.name == "step_00000004" and str(checkpoint) == str(run.child("checkpoints", "step_00000004"))
+    assert checkpoint.file_location("manifest.json") == str(run.child("checkpoints", "step_00000004", "manifest.json"))
+
+
+def test_what_pathlib_makes_of_a_uri_is_that_uri():
+    assert parse_storage_uri(str(Path("s3://bucket/runs"))) == StorageUri("s3", "bucket/runs")
+
+
+@pytest.mark.parametrize(
+    "text, what",
+    [
+        ("ftp://host/x", "does not read or write ftp storage"),
+        ("s3://", "names no bucket"),
+        ("s3:///runs", "names no bucket"),
+        ("s3://bucket/../other", r"part of its path is '\.\.'"),
+        ("s3://bucket//runs", "part of its path is ''"),
+        ("s3://bucket/a\nb", "part of its path is"),
+        ("s3://AKIAIOSFODNN7EXAMPLE:wJalrXUtnFEMI@bucket/runs", "holds credentials"),
+        ("s3://bucket/runs?access_key=AKIAIOSFODNN7EXAMPLE&secret_key=wJalrXUtnFEMI", "holds credentials"),
+        ("abfs://:wJalrXUtnFEMI@account.dfs.core.windows.net/c/runs", "holds credentials"),
+        ("s3://bucket/runs?colour=red", "has the setting 'colour'"),
+        ("file://elsewhere/runs", "file URI has the whole path"),
+    ],
+)
+def test_what_cannot_be_a_place_is_refused_with_a_cure_and_shows_no_secret(text: str, what: str):
+    with pytest.raises(ConfigError, match=what) as caught:
+        parse_storage_location(text, "run_dir")
+        local_path_of_file_uri(text, "run_dir")
+    assert caught.value.cure and "wJalr" not in str(caught.value) and "AKIA" not in str(caught.value)
+
+
+def test_a_file_uri_is_the_path(tmp_path: Path):
+    assert parse_storage_location(f"file://{tmp_path}", "run_dir") is None
+    assert local_path_of_file_uri(f"file://{tmp_path}/a%20b", "run_dir") == tmp_path / "a b"
+    assert open_checkpoint_store(f"file://{tmp_path}") == LocalCheckpointStore(tmp_path)
+
+
+def test_a_file_system_that_was_given_is_known_by_its_id_here_and_in_other_processes(tmp_path: Path):
+    from fsspec.implementations.local import LocalFileSystem as Fsspec
+    from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem, SubTreeFileSystem
+
+    given = PyFileSystem(FSSpecHandler(Fsspec()))
+    uri = given_filesystem_uri(given, "some/where")
+    assert isinstance(uri, StorageUri) and open_filesystem(uri)[0].equals(given)
+    pickled = pickle_given_filesystems([str(uri), "s3://bucket/x", "runs/mine"])
+    assert list(pickled) == [uri.root]
+    filesystems._given.clear()
+    with pytest.raises(ConfigError, match="was given to Trainer as an object"):
+        open_filesystem(uri)
+    filesystems.keep_pickled_filesystems(pickled)
+    assert open_filesystem(uri)[0].equals(given)
+    assert given_filesystem_uri(SubTreeFileSystem(str(tmp_path), LocalFileSystem()), "runs") == tmp_path / "runs"
+    for wrong, path in ((object(), "a"), (given, "s3://a/b"), (given, "a/../b")):
+        with pytest.raises(ConfigError):
+            given_filesystem_uri(wrong, path)
+
+
+def test_an_error_of_a_storage_is_one_line_without_secrets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI")
+    text = storage_error_text(OSError("When getting https://u:p@host/x?X-Amz-Signature=abc: wJalrXUtnFEMI\nand more"))
+    assert text == "When getting https://host/x?... [removed]"

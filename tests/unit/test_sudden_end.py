@@ -1,0 +1,37 @@
+"""A process that is ended without a word leaves one behind: what has happened, and the cure."""
+
+import subprocess
+import sys
+
+import pytest
+
+from raypar.actors.sudden_end_notice import sudden_end_text
+
+PROGRAM = """
+import os, sys
+from raypar.actors.sudden_end_notice import explain_sudden_end
+with explain_sudden_end("error: it is over"):
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    "end, code, said",
+    [
+        ("os._exit(1)", 1, "error: it is over\n"),
+        ("os.kill(os.getpid(), 9)", -9, "error: it is over\n"),
+        ("pass", 0, ""),
+        ("sys.exit(3)", 3, ""),
+    ],
+)
+def test_only_a_process_that_could_not_speak_is_spoken_for(end, code, said):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(end=end)], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (code, said, "")
+
+
+def test_the_text_names_the_run_the_control_store_and_the_cure():
+    text = sudden_end_text("tiny", "10.0.0.7:6379")
+    assert text.startswith("error: ") and "  cure: " in text
+    assert all(word in text for word in ("'tiny'", "10.0.0.7:6379", "raypar resume tiny"))

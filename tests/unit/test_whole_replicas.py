@@ -1,0 +1,135 @@
+"""Replicas with shards are asked for, seated and given back whole; small first plans; workers that the planner declines.
+
+The machine alone, event by event; `tests/chaos/test_growing_start.py` runs it against a cluster on a virtual clock.
+"""
+
+from dataclasses import replace
+
+from raypar.elastic.actions import AdoptPlan, ChoosePlan, KillWorker, ReleaseWorkers, RunStep, StartWorkers, TellUser
+from raypar.elastic.events import (
+    DrainRequested,
+    DriverFailover,
+    FirstWorkersPlaced,
+    GenerationClaimed,
+    PlanChosen,
+    StepEmitted,
+    StepJournalled,
+    StepReported,
+    Tick,
+    WorkerJoined,
+    WorkerPlaced,
+    WorkersReady,
+    WorkerStartFailed,
+    WorkerStatusReported,
+)
+from raypar.elastic.generation_guard import WorkerStatus
+from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.run_policy import RunPolicy
+from raypar.errors import WorkerLost
+from raypar.plan import ParallelPlan
+
+PAIR, FOUR = (ParallelPlan.mesh(dp=dp, tp=2, layers=2) for dp in (1, 2))
+
+
+def do(machine, *events, now_s=0.0):
+    return [decision.action for event in events for decision in machine.handle(event, now_s)]
+
+
+def made(plan, **policy):
+    limits = {"workers": plan.world, "job_steps": 1000, "elastic": True, "hires": True, "grow_after_s": 0.0}
+    shards = max(stage.shards for stage in plan.stages)
+    return RunMachine(RunPolicy(**(limits | {"replica_size": shards} | policy)), plan, lambda plan: ((),) * plan.world)
+
+
+def started(first, pending=(), plan=FOUR, groups=((0, 1), (2, 3)), **policy):
+    """A run whose first plan has been trained for a step; the workers `pending` have no place yet."""
+    machine = made(plan, **policy)
+    members = tuple(range(first.world))
+    do(machine, FirstWorkersPlaced(first, members, (), tuple(pending), groups), WorkersReady())
+    do(machine, *(StepReported(worker, 0, 0.3) for worker in members), StepJournalled(0), StepEmitted(0))
+    return machine
+
+
+def test_a_run_begins_with_the_first_plan_and_grows_when_the_others_have_joined():
+    machine = started(PAIR, pending=(2, 3))
+    assert machine.membership.members == (0, 1) and machine.membership.plan == PAIR
+    assert machine.hiring.starting == {2, 3} and do(machine, Tick()) == [], "nobody else is asked for"
+    do(machine, WorkerPlaced(2), WorkerPlaced(3))
+    assert do(machine, WorkerJoined(2)) == do(machine, Tick()) == [], "half a replica gets no seat"
+    assert do(machine, WorkerJoined(3)) == [ChoosePlan(1, 4)]
+
+
+def test_half_a_replica_is_not_seated_before_its_other_half_has_joined_unless_a_seat_is_empty():
+    machine = started(PAIR, pending=(2, 3))
+    do(machine, WorkerPlaced(2), WorkerPlaced(3), WorkerJoined(2), DrainRequested(1, "its machine is wanted"))
+    do(machine, StepReported(0, 1, 0.3), StepReported(1, 1, 0.3), StepReported(0, 2, 0.3), StepReported(1, 2, 0.3))
+    stands = [WorkerStatusReported(2, WorkerStatus(worker, 3)) for worker in (0, 1, 2)]
+    (order,) = [a for a in do(machine, GenerationClaimed(2, True), *stands) if isinstance(a, AdoptPlan)]
+    assert order.members == (0, 2)
+
+
+def test_missing_replicas_are_asked_for_whole():
+    machine = started(PAIR, plan=PAIR, groups=((0, 1),), max_workers=5)
+    assert do(machine, Tick()) == [], "they were asked for when the first step was committed"
+    assert machine.hiring.asked_together == {0: {0, 1}, 1: {0, 1}, 2: {2, 3}, 3: {2, 3}} and machine.hiring.starting == {
+        2,
+        3,
+        4,
+    }
+    fresh = made(PAIR, max_workers=5)
+    do(fresh, FirstWorkersPlaced(PAIR, (0, 1)), WorkersReady())
+    assert [a for a in do(fresh, Tick()) if isinstance(a, StartWorkers)] == [StartWorkers((2, 3)), StartWorkers((4,))]
+
+
+def test_workers_that_join_before_the_first_step_wait_for_a_seat():
+    machine = made(FOUR)
+    do(machine, FirstWorkersPlaced(PAIR, (0, 1), (2, 3), (), ((0, 1), (2, 3))), WorkerJoined(2), WorkerJoined(3))
+    assert machine.membership.spares == {2, 3}
+    assert {type(action) for action in do(machine, WorkersReady())} == {RunStep}
+
+
+def test_before_the_first_step_a_worker_without_a_seat_is_drained_and_a_failed_start_is_tried_again():
+    machine = made(FOUR)
+    do(machine, FirstWorkersPlaced(PAIR, (0, 1), (), (2, 3), ((0, 1), (2, 3))))
+    assert do(machine, DrainRequested(2, "its machine is wanted")) == [KillWorker(2, "drained")]
+    do(machine, WorkerStartFailed(3, WorkerLost("its placement group was removed")))
+    assert machine.hiring.starting == set() and machine.hiring.retry_at_s > 0.0
+    do(machine, WorkersReady())
+    assert [a for a in do(machine, Tick(), now_s=60.0) if isinstance(a, StartWorkers)] == [StartWorkers((4, 5))]
+
+
+def declined(machine, world, now_s=0.0):
+    """What the planner's answer and the next tick lead to."""
+    plan = replace(FOUR, stages=ParallelPlan.mesh(dp=world, layers=2).stages)
+    return [*do(machine, PlanChosen(1, plan, "", 0.3, 0.3), now_s=now_s), *do(machine, Tick(), now_s=now_s)]
+
+
+def test_a_seat_that_is_not_worth_the_move_is_declined_and_its_worker_given_back_once():
+    pair = ParallelPlan.mesh(dp=2, layers=2)
+    machine = started(pair, (), plan=pair, groups=(), max_workers=3)
+    assert machine.hiring.starting == {2}
+    assert do(machine, WorkerPlaced(2), WorkerJoined(2)) == [ChoosePlan(1, 3)]
+    told, released = declined(machine, 3)
+    assert isinstance(told, TellUser) and "stays in reserve" in told.text
+    assert released == ReleaseWorkers((2,)) and machine.membership.spares == set()
+    assert do(machine, Tick(), now_s=2.0) == [], "neither asked for again nor given back again"
+    assert do(machine, WorkerJoined(2), Tick(), now_s=2.0) == [], "its message came too late"
+
+
+def test_a_worker_that_may_keep_the_only_mirror_snapshot_is_not_given_back():
+    pair = ParallelPlan.mesh(dp=2, layers=2)
+    machine = started(pair, (), plan=pair, groups=(), max_workers=3, mirror_every=2)
+    do(machine, WorkerPlaced(2), WorkerJoined(2))
+    machine.membership.had_seat.add(2)
+    assert [a for a in declined(machine, 2) if isinstance(a, ReleaseWorkers)] == []
+    for step in (1, 2, 3, 4):
+        do(machine, *(StepReported(worker, step, 0.3) for worker in (0, 1)), StepJournalled(step), StepEmitted(step))
+    assert do(machine, Tick()) == [ReleaseWorkers((2,))], "two snapshots have been taken since"
+
+
+def test_a_new_driver_knows_which_workers_have_no_place_yet():
+    machine = made(FOUR)
+    found = DriverFailover((0, 1, 2), 1, 3, PAIR, (0, 1), pending=(4, 5), groups=((0, 1), (4, 5)), next_worker_number=6)
+    do(machine, found)
+    assert (machine.hiring.starting, machine.hiring.placed, machine.membership.spares) == ({4, 5}, set(), {2})
+    assert machine.hiring.asked_together[4] == {4, 5} and machine.membership.had_seat == {0, 1, 2}
