@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.hello_and_failure_messages import WorkerHello
 from raypar.actors.jsonl_file import JsonlFile
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.numerics_fingerprint import describe_fingerprint_differences
-from raypar.actors.remote_run import RemoteRun
 from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.step_reports import merge_reports
@@ -88,7 +88,7 @@ class RunRecorder:
         self,
         request: RunRequest,
         journal: Journal | None = None,
-        remote: RemoteRun | None = None,
+        storage_session: DriverStorageSession | None = None,
         publisher: MetricsPublisher | None = None,
     ) -> None:
         self.request = request
@@ -99,9 +99,9 @@ class RunRecorder:
         """Publishes the run's metrics; None: they are not published."""
         self.folder = Path(request.folder)
         """The run folder."""
-        self.remote = remote
+        self.storage_session = storage_session
         """The run's place on shared storage; None for a run in a folder."""
-        self.run_folder = run = RunFolder(self.folder, remote.place if remote is not None else None)
+        self.run_folder = run = RunFolder(self.folder, storage_session.place if storage_session is not None else None)
         """The same, with the places of its files."""
         self._new_events: list[dict[str, Any]] = []
         """Events for the client since the last `new_events`."""
@@ -478,8 +478,8 @@ class RunRecorder:
 
     def _check_lease(self) -> None:
         """Raise `ClusterError` if checkpoints may not be written now: another process may have the run."""
-        if self.remote is not None:
-            self.remote.check()
+        if self.storage_session is not None:
+            self.storage_session.check()
 
     def checkpoint_drop(self, begun: CheckpointRef) -> None:
         """Remove a checkpoint that could not be finished."""

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.worker_placement import WorkerPlacement
 from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StageConnections
 from raypar.planner.model_profile import ModelProfile
 from raypar.schedule.step_timeline import Timeline
@@ -67,7 +67,7 @@ class RunRequest:
     """What one worker costs an hour, for the metrics; None: nobody has said."""
     silent_s: float = 10.0
     """Time without an answer after which a worker is silent."""
-    placement: WorkerPlacement = field(default_factory=WorkerPlacement)
+    placement: PlacementConstraints = field(default_factory=PlacementConstraints)
     """What the nodes of workers must have."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of worker processes; the job's own runtime environment overrides them."""

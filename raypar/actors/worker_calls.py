@@ -19,7 +19,7 @@ from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError, CommError, OutOfMemory, WorkerLost, error_first_line
 
 STACKS_S = 5.0
-ASK_AGAIN_S = 0.5
+REPEAT_CALL_S = 0.5
 """Pause before a call is repeated whose connection broke before its answer came."""
 
 
@@ -81,7 +81,7 @@ class WorkerCalls:
             and generation == self.machine.membership.generation
             and number in self.pool.workers
         ):
-            await asyncio.sleep(ASK_AGAIN_S)
+            await asyncio.sleep(REPEAT_CALL_S)
             answer = await self.ask(number, ask())
         if not isinstance(answer, CallFailure):
             self.tasks.post(event(number, answer))

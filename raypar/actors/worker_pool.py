@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypar.actors.cluster_info import has_autoscaler, max_workers_per_node
 from raypar.actors.worker_actor import make_worker_actor_class
 from raypar.comm.tcp.handshake import RunCredential
+from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
-from raypar.elastic.worker_placement import WorkerPlacement
 from raypar.errors import ClusterError
 
 POLL_S = 0.05
@@ -49,7 +49,7 @@ class WorkerPool:
     def __init__(
         self,
         credential: RunCredential,
-        placement: WorkerPlacement | None = None,
+        placement: PlacementConstraints | None = None,
         environment: Mapping[str, str] | None = None,
         filesystems: Mapping[str, bytes] | None = None,
     ) -> None:
@@ -57,7 +57,7 @@ class WorkerPool:
         """The run's name, and the secret by which its workers recognise each other."""
         self.run = credential.run
         """The run's name."""
-        self.placement = placement or WorkerPlacement()
+        self.placement = placement or PlacementConstraints()
         """What a worker's node must have."""
         self.environment = dict(environment or {})
         """Environment variables of worker processes; the job's own runtime environment overrides them."""

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     require_rich()
     clean = partial(redact_certain_secrets, known=secrets_of_environment(os.environ))
     console = make_console()
-    with RunFolder.opened(args.run, args.run_dir, with_job=False) as folder:
+    with RunFolder.open_for_reading(args.run, args.run_dir, with_job=False) as folder:
         look = follow_run_folder(folder)
         if args.once:
             height = console.height if console.is_terminal else ONCE_LINES
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         ):
             while True:
                 live.update(top_screen(look(), console.width, console.height, clean), refresh=True)
-                if key(REFRESH_S if folder.remote is None else REFRESH_STORAGE_S) in QUIT_KEYS:
+                if key(REFRESH_S if folder.shared is None else REFRESH_STORAGE_S) in QUIT_KEYS:
                     break
     return 0
 
@@ -91,8 +91,8 @@ def follow_run_folder(folder: RunFolder) -> Callable[[], LiveView]:
         from raypar.console.run_status import build_run_status
         from raypar.storage.folder_download import download_run
 
-        if folder.remote is not None and metrics.offset + events.offset:
-            download_run(folder.remote.uri, folder.path)
+        if folder.shared is not None and metrics.offset + events.offset:
+            download_run(folder.shared.uri, folder.path)
         live.add(metrics.read(), events.read())
         now = time.time()
         status = build_run_status(

@@ -19,7 +19,7 @@ KEPT_LINES = 2000
 """How many of the last lines of metrics, and of events, are kept."""
 KEPT_LOSSES = 512
 """Half of the most points of the loss that are kept."""
-SEAT = re.compile(r"stages? ([\d,]+), replica (\d+)(?:, shard (\d+))?")
+SEAT_PATTERN = re.compile(r"stages? ([\d,]+), replica (\d+)(?:, shard (\d+))?")
 """A seat in a worker's coordinate."""
 
 
@@ -156,7 +156,7 @@ def live_workers(members: Sequence[Line], done: Sequence[Line]) -> list[LiveWork
     rows = []
     for rank, member in enumerate(members):
         place = str(member.get("coordinate") or "")
-        seat = SEAT.search(place)
+        seat = SEAT_PATTERN.search(place)
         rows.append(
             LiveWorker(
                 stage=seat[1] if seat else place,

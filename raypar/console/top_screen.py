@@ -22,7 +22,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 """Characters of a sparkline, by height."""
 LOG_FROM = 20.0
 """A sparkline is logarithmic if the largest value is so many times the least one, and all are positive."""
-STORY_LINES = 4
+LEAST_STORY_LINES = 4
 """The story has at least so many lines, where the screen has room for them."""
 TITLES = {"running": "green", "ended": "cyan", "starting": "yellow", "recovering": "yellow", "waiting": "yellow"}
 """Phase -> colour."""
@@ -65,7 +65,7 @@ def top_screen(view: LiveView, width: int, height: int, clean: Callable[[str], s
     parts: list[Text | Table] = [*head]
     room = height - len(head)
     if view.workers and room >= 4:
-        lines = min(len(view.workers) + 1, max(3, room - 2 - STORY_LINES))
+        lines = min(len(view.workers) + 1, max(3, room - 2 - LEAST_STORY_LINES))
         parts += [blank_line(), workers_table(view, width, lines, show)]
         room -= 1 + lines
     if room >= 2:

@@ -51,7 +51,7 @@ def add_spare(m: RunState, event: WorkerJoined) -> bool:
     return True
 
 
-def add_spare_quietly(m: RunState, event: WorkerJoined) -> None:
+def add_spare_only(m: RunState, event: WorkerJoined) -> None:
     """Let a new worker wait for a seat; nothing else follows at the start and at the end of a run."""
     add_spare(m, event)
 
@@ -124,7 +124,7 @@ def note_declined_capacity(m: RunState) -> None:
     """
     m.planned.declined_at_s = m.timer.now_s
     if m.planned.asked_workers >= m.policy.wanted:
-        m.hiring.useful, m.hiring.useful_for_good = len(m.membership.members), True
+        m.hiring.useful, m.hiring.useful_is_final = len(m.membership.members), True
 
 
 def give_up_larger_plan(m: RunState) -> None:

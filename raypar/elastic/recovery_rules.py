@@ -63,7 +63,7 @@ def take_over_run(m: RunState, event: DriverFailover) -> None:
     p.validated, p.saved = event.validated, event.saved
     hiring.starting, hiring.placed = {*event.starting, *event.pending}, set(event.starting)
     for group in event.groups:
-        hiring.put_together(group)
+        hiring.note_placement_group(group)
     hiring.on_demand = set(event.on_demand)
     hiring.next_number = max(hiring.next_number, event.next_worker_number)
     p.last_commit_s = None if event.idle_s is None else m.timer.now_s - event.idle_s
@@ -103,7 +103,7 @@ def fence_workers(m: RunState, event: GenerationClaimed) -> None:
         m.end_run("deposed", f"generation {event.generation} was claimed by another driver, which goes on with the run")
         return
     if m.timer.elapsed_s > CUT_OFF_S:
-        wait_for_packets_again(m, m.timer.elapsed_s)
+        give_silent_workers_time(m, m.timer.elapsed_s)
     # Not earlier: if this driver was stopped, another one may have gone on with these workers; its claim comes first.
     for worker in sorted(who.hung):
         m.decide(KillWorker(worker, "did not answer"), "recovery never waits for a worker that hangs")
@@ -136,13 +136,13 @@ def announce_returned_worker(m: RunState, worker: int) -> None:
     began_s = r.waited_from_s if m.progress.last_commit_s is None else m.progress.last_commit_s
     m.health.next_step_least_limit_s = max(m.health.next_step_least_limit_s, 2 * (m.timer.now_s - began_s))
     waited_s = m.timer.now_s - r.waited_from_s
-    wait_for_packets_again(m, waited_s)
+    give_silent_workers_time(m, waited_s)
     m.decide(
         TellUser(f"worker {worker} has answered, after a wait of {waited_s:.1f} s; its state is whole"), "it was waited for"
     )
 
 
-def wait_for_packets_again(m: RunState, interruption_s: float) -> None:
+def give_silent_workers_time(m: RunState, interruption_s: float) -> None:
     """Give silent workers time after an interruption of the driver's network: TCP repeats a lost packet after a pause that it
     has doubled each time, so within as long as the interruption lasted."""
     until_s = m.timer.now_s + min(interruption_s, MOST_PATIENCE_S)

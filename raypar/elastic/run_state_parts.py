@@ -142,7 +142,7 @@ class WorkerStarts:
     """Workers that are on nodes which the cloud does not take back, or have been asked for there."""
     useful: int | None = None
     """The most workers for which the planner has had a use; None: it has declined none."""
-    useful_for_good: bool = False
+    useful_is_final: bool = False
     """Whether `useful` holds for all plans, because the planner was asked for all workers that are wanted."""
     failures: int = 0
     """Number of failed starts in a row."""
@@ -153,11 +153,11 @@ class WorkerStarts:
         """Note that these workers have been asked for together."""
         self.next_number = max(self.next_number, workers[-1] + 1)
         self.starting.update(workers)
-        self.put_together(workers)
+        self.note_placement_group(workers)
         if on_demand:
             self.on_demand.update(workers)
 
-    def put_together(self, workers: tuple[int, ...]) -> None:
+    def note_placement_group(self, workers: tuple[int, ...]) -> None:
         """Note that these workers share a placement group."""
         if len(workers) > 1:
             self.asked_together.update({worker: set(workers) for worker in workers})

@@ -76,7 +76,7 @@ def hash_in(text: str) -> str:
 
 
 def lines_at(uri: str, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    with RunFolder.opened(uri) as folder:
+    with RunFolder.open_for_reading(uri) as folder:
         return list(folder.read_lines(folder.path / name))
 
 
@@ -385,7 +385,7 @@ def test_what_cannot_be_written_is_one_error_before_anything_starts(
         assert main(["train", str(job), "--set", f"run_dir={run_dir}"]) == 2
         said = capfd.readouterr()
         assert what in said.err and said.err.count("cure:") == 1 and "Traceback" not in said.err, said.err
-    assert time.monotonic() - began_s < 4 * filesystems.CHECK_S
+    assert time.monotonic() - began_s < 4 * filesystems.WRITE_CHECK_S
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(ConfigError, match="needs boto3, which is not installed") as caught:
         train_job_in_new_folder(load_job(job), lambda event: None)

@@ -21,7 +21,7 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """(function, arguments, keyword arguments)"""
 
 
-def without_unread_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def without_dtype_and_device_tensor(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """The same call without a tensor of which it reads dtype and device alone; other calls as they are."""
     if func in (Tensor.type_as, Tensor.to) and len(args) > 1 and isinstance(args[1], Tensor):
         return Tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:]), dict(kwargs)

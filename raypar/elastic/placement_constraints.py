@@ -17,7 +17,7 @@ ON_DEMAND = {MARKET_LABEL: "on-demand"}
 
 
 @dataclass(frozen=True)
-class WorkerPlacement:
+class PlacementConstraints:
     """The demands of one run on the nodes of its workers."""
 
     gpus: int = 0
