@@ -109,9 +109,9 @@ class DriverStartup:
         return tuple(map(pickle.loads, request.assignments)) if plan == request.plan else self.parts.plans.assignments(plan)
 
     async def _place_workers(self) -> tuple[ParallelPlan, tuple[int, ...]]:
-        """Ask for all workers of the job's plan, and wait until the run can begin: (its first plan, worker by rank).
+        """Ask for all workers of the job's plan and wait until the run can begin; returns (its first plan, worker by rank).
 
-        The machine is told. Further workers start in the background, now or when the cluster finds a place for them.
+        Posts `FirstWorkersPlaced`. The other workers start in the background once the cluster has a place for them.
         """
         parts = self.parts
         request, policy, pool = parts.request, parts.request.policy, parts.pool
@@ -156,7 +156,7 @@ class DriverStartup:
         return plan, members
 
     def _warn_of_spot_node(self) -> None:
-        """Warn if some workers are to be safe on on-demand nodes and this driver itself is on another node."""
+        """Warn if the job asks for workers on on-demand nodes but the driver itself is on a node of another kind."""
         placement, home = self.parts.request.placement, ray.get_runtime_context().get_node_id()
         labels = list_live_node_resources().get(home, NodeResources()).labels
         wanted = {key: value for key, value in placement.on_demand_label_selector.items() if key in labels}
@@ -258,7 +258,7 @@ class DriverStartup:
         )
 
     def _on_demand_workers(self) -> tuple[int, ...]:
-        """Workers on nodes that the cloud does not take back."""
+        """Workers on on-demand nodes, by the labels of their nodes."""
         parts = self.parts
         placement, facts = parts.request.placement, list_live_node_resources()
         if not placement.on_demand:

@@ -100,9 +100,9 @@ class RunRecorder:
         self.folder = Path(request.folder)
         """The run folder."""
         self.storage_session = storage_session
-        """The run's place on shared storage; None for a run in a folder."""
+        """Lease and upload of a run on shared storage; None for a run in a folder."""
         self.run_folder = run = RunFolder(self.folder, storage_session.place if storage_session is not None else None)
-        """The same, with the places of its files."""
+        """The run folder with the paths of its files, and its place on shared storage."""
         self._new_events: list[dict[str, Any]] = []
         """Events for the client since the last `new_events`."""
         self.metrics = JsonlFile(run.metrics, self._say, journal)
@@ -134,7 +134,7 @@ class RunRecorder:
         self.telemetry = RunTelemetry(read_totals(self._former_totals()))
         """The values of the run's metrics. A resumed run goes on with the totals of its former starts."""
         self._known_secrets = secrets_of_environment(os.environ)
-        """Values of this process's environment that no file of the run may have."""
+        """Secrets of this process's environment, which no file of the run may contain."""
         self._totals_saved_s = time.monotonic()
         """When totals.json was replaced last."""
 
@@ -366,7 +366,7 @@ class RunRecorder:
     # -- metrics for Prometheus --------------------------------------------------------------------------------------------
 
     def publish_metrics(self, counts: WorkerCounts) -> None:
-        """Publish the run's metrics, and replace totals.json now and then. `counts`: the workers at present."""
+        """Publish the run's metrics, and replace totals.json every `TOTALS_S`. `counts`: the workers at present."""
         now = time.monotonic()
         self.telemetry.advance(now, counts)
         why = self.publisher.publish(self.telemetry) if self.publisher is not None else None
@@ -383,7 +383,7 @@ class RunRecorder:
         self._replace(self.run_folder.totals, json.dumps(totals.as_document()) + "\n")
 
     def _former_totals(self) -> dict[str, Any] | None:
-        """The content of totals.json; None if there is none that can be used."""
+        """The content of totals.json; None if it is missing or damaged."""
         with contextlib.suppress(RayparError):
             return self.run_folder.read_document(self.run_folder.totals, damaged=True)
         return None
@@ -477,7 +477,7 @@ class RunRecorder:
         return checkpoint_files.create_checkpoint(self._checkpoint_store, done)
 
     def _check_lease(self) -> None:
-        """Raise `ClusterError` if checkpoints may not be written now: another process may have the run."""
+        """Raise `ClusterError` if checkpoints may not be written now, because another process may hold the run's lease."""
         if self.storage_session is not None:
             self.storage_session.check()
 

@@ -64,7 +64,7 @@ class RunRequest:
     orphan_timeout_s: float = 60.0
     """How long a worker waits for its driver before it exits."""
     price_per_worker_hour: float | None = None
-    """What one worker costs an hour, for the metrics; None: nobody has said."""
+    """Price of one worker for an hour, for the metrics; None: not known."""
     silent_s: float = 10.0
     """Time without an answer after which a worker is silent."""
     placement: PlacementConstraints = field(default_factory=PlacementConstraints)
@@ -72,9 +72,9 @@ class RunRequest:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of worker processes; the job's own runtime environment overrides them."""
     storage: str = ""
-    """URI of the run's place on shared storage; empty: its folder is all there is."""
+    """URI of the run on shared storage; empty for a run in a folder."""
     filesystems: Mapping[str, bytes] = field(default_factory=dict)
-    """Id -> pickle of each file system that was given as an object, on which the run or the checkpoint to load lies."""
+    """Id -> pickle of the file systems, given as objects, that contain the run or the checkpoint to load."""
     lease_owner: str = ""
     """Id of the owner of the run's lease there."""
     lease_in_ray: bool = False

@@ -24,8 +24,10 @@ REPEAT_CALL_S = 0.5
 
 
 class AnswerLost(CommError):
-    """The connection to a worker broke before its answer came: nobody knows whether the call was executed, and the worker may
-    be well. Ray says so after a network break of some seconds, and only of an actor that it does not know to be dead."""
+    """The connection to a worker broke before its answer came. The call may have been executed, and the worker may be alive.
+
+    Ray reports this after a network break of a few seconds, for an actor that it does not know to be dead.
+    """
 
 
 class WorkerCalls:
@@ -62,7 +64,7 @@ class WorkerCalls:
     def call_until_answered(
         self, number: int, generation: int, ask: Callable[[], Any], event: Callable[[int, Any], on.RunEvent]
     ) -> None:
-        """Like `call`, for a call that may be executed twice: it is repeated while its answer is lost in a broken network."""
+        """Like `call`, but repeats the call while its answer is lost (`AnswerLost`). So it may be executed twice."""
         self._await_in_background(self._answer(number, generation, ask, event, repeats=True))
 
     def _await_in_background(self, answering: Coroutine[Any, Any, None]) -> None:

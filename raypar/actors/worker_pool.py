@@ -30,12 +30,12 @@ SHUN_S = 15.0
 
 @dataclass(frozen=True)
 class FoundGroups:
-    """The placement groups that an earlier driver has left, each as the numbers of its workers."""
+    """Placement groups of an earlier driver of the run, each as the numbers of its workers."""
 
     pending: tuple[tuple[int, ...], ...]
     """Groups without any worker process."""
     started: tuple[tuple[int, ...], ...]
-    """Groups with worker processes, and those of their workers that have one."""
+    """Groups with worker processes; of each, the workers that have a process."""
 
 
 def run_namespace(run: str) -> str:
@@ -70,7 +70,7 @@ class WorkerPool:
         self.workers: dict[int, Any] = {}
         """Worker -> actor handle."""
         self.dismissed: set[int] = set()
-        """Workers that are gone or were given back, perhaps before they had a placement group."""
+        """Workers that are gone or were given back, even if they never had a placement group."""
         self.closed = False
         """Whether the run has ended: no worker is started any more."""
 
@@ -158,7 +158,7 @@ class WorkerPool:
         )
         try:
             self.workers[number] = made.remote(self.credential, number, spec, host, orphan_timeout_s, self.filesystems)
-        except ValueError:  # the name is taken: a driver that was taken for dead has found the same placement group
+        except ValueError:  # the name is taken: a former driver, wrongly thought dead, has started this worker
             self.workers[number] = ray.get_actor(f"worker-{number}", namespace=run_namespace(self.run))
         return self.workers[number]
 

@@ -33,7 +33,7 @@ DRAIN_POLL_S = 1.0
 
 
 class WorkerStartSettings(Protocol):
-    """What a new worker is given, and how long it may take to start (`RunRequest`)."""
+    """The settings of a `RunRequest` with which workers are started."""
 
     @property
     def spec(self) -> bytes: ...
@@ -84,7 +84,7 @@ class WorkerRegistry:
         self.node_of_worker: dict[int, str] = {}
         """Worker -> node, of all workers that have ever started."""
         self.zone_of_node: dict[str, str] = {}
-        """Node -> its availability zone, of nodes that say theirs."""
+        """Node -> its availability zone, of nodes with such a label."""
         self._answered_s: dict[int, float] = {}
         """Worker -> time of its last answer, of workers that have not been dismissed."""
         self._leaving: set[int] = set()
@@ -124,7 +124,9 @@ class WorkerRegistry:
     ) -> None:
         """Start further workers: placement, processes, torch, model code.
 
-        Posts `WorkerPlaced`, then `WorkerJoined` or `WorkerStartFailed` of each. `requested`: their placement group is there.
+        Posts `WorkerPlaced`, then `WorkerJoined` or `WorkerStartFailed` of each.
+
+        `requested`: their placement group was requested already.
         """
         suspect, slow = (set[str](), set[str]()) if requested else (set(self.suspect_nodes), set(self.slow_nodes))
         try:
@@ -144,7 +146,7 @@ class WorkerRegistry:
         await asyncio.gather(*(self.await_hello(number, workers[number], begin.start_deadline_s) for number in there))
 
     async def update_zones(self) -> None:
-        """Note the zones of the nodes that there are; without an answer of Ray's head the known ones stay."""
+        """Read the zones of all live nodes. If Ray does not answer, the known zones are kept."""
         try:
             self.zone_of_node.update(zones_of_nodes(await asyncio.to_thread(list_live_node_resources)))
         except Exception:

@@ -43,10 +43,10 @@ from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import ClusterError, error_first_line
 
 CLAIM_TOLD_S = 5.0
-"""Time after which people are told that the claim of a generation waits for Ray's control store."""
+"""Time after which the user is told that the claim of a generation waits for Ray's control store."""
 CUT_OFF_S, MOST_PATIENCE_S = 2.0, 20.0
-"""A claim that takes longer than `CUT_OFF_S` means that the driver was cut off. Silent workers are then waited for as long
-again, but not longer than `MOST_PATIENCE_S`, and only if steps would be lost without them."""
+"""If the claim of a generation takes longer than `CUT_OFF_S`, the driver's own network was interrupted. Silent workers then get
+as much time again, but at most `MOST_PATIENCE_S`, and only if steps would be lost without them."""
 
 # -- the way in ----------------------------------------------------------------------------------------------------------
 
@@ -143,8 +143,11 @@ def announce_returned_worker(m: RunState, worker: int) -> None:
 
 
 def give_silent_workers_time(m: RunState, interruption_s: float) -> None:
-    """Give silent workers time after an interruption of the driver's network: TCP repeats a lost packet after a pause that it
-    has doubled each time, so within as long as the interruption lasted."""
+    """Give silent workers time to answer after an interruption of the driver's own network.
+
+    TCP doubles the pause before each repetition of a lost packet, so its next repetition comes within the length of the
+    interruption.
+    """
     until_s = m.timer.now_s + min(interruption_s, MOST_PATIENCE_S)
     m.health.patient_until_s = max(m.health.patient_until_s, until_s)
 
