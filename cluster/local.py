@@ -289,6 +289,8 @@ class LocalCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
             "RAY_TMPDIR": str(self.ray_folder),
+            "RAY_raylet_start_wait_time_s": "180",  # many machines start at once, perhaps on a busy one
+            "RAY_gcs_server_port_wait_time_s": "180",
             **(environment or {}),
         }
         """For every program on a machine."""
@@ -297,6 +299,9 @@ class LocalCluster:
         self._numbers = 0
         """Machines so far; the addresses of those that are gone are not used again."""
         self._console: subprocess.Popen[str] | None = None
+        """Answers `ask`."""
+        self._consoles: list[subprocess.Popen[str]] = []
+        """All that were ever started."""
         self._switch, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._switch.settimeout(ANSWER_S)
         with theirs:
@@ -388,6 +393,13 @@ class LocalCluster:
         """Tell Ray that the machine will be taken away."""
         self.ask("drain", self.nodes[name].address, notice_s)
 
+    def begin_drain(self, name: str, notice_s: float = 60.0) -> None:
+        """Like `drain`, without waiting for the answer, which takes long from a machine that cannot be reached."""
+        console = self._start_console()
+        assert console.stdin is not None
+        console.stdin.write(json.dumps(["drain", self.nodes[name].address, notice_s]) + "\n")
+        console.stdin.close()
+
     # -- the network -------------------------------------------------------------------------------------------------------
 
     def partition(self, side: Iterable[str], other: Iterable[str] | None = None, direction: Direction = "both") -> None:
@@ -431,25 +443,7 @@ class LocalCluster:
         """The answer of `ray_console.Console`, which runs on the head. Raises `LocalClusterError` if there is none."""
         console = self._console
         if console is None or console.poll() is not None:
-            head = next(iter(self.nodes.values())).machine
-            words = [
-                "nsenter",
-                "--target",
-                str(head.init_pid),
-                "--net",
-                sys.executable,
-                str(HERE / "ray_console.py"),
-                self.address,
-            ]
-            console = self._console = subprocess.Popen(
-                words,
-                env=self.environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,
-            )
+            console = self._console = self._start_console()
         assert console.stdin is not None and console.stdout is not None
         try:
             console.stdin.write(json.dumps([question, *given]) + "\n")
@@ -466,13 +460,32 @@ class LocalCluster:
             raise LocalClusterError(f"{question} {given}: {told['error']}")
         return told["answer"]
 
+    def _start_console(self) -> subprocess.Popen[str]:
+        head = next(iter(self.nodes.values())).machine
+        words = ["nsenter", "--target", str(head.init_pid), "--net", sys.executable, str(HERE / "ray_console.py"), self.address]
+        console = subprocess.Popen(
+            words,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self._consoles.append(console)
+        return console
+
     # -- the end -----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Kill every machine and remove every trace. Idempotent."""
-        if self._console is not None:
-            self._console.kill()
-            self._console.wait()
+        for console in self._consoles:
+            console.kill()
+            console.wait()
+            for stream in (console.stdin, console.stdout):
+                with contextlib.suppress(OSError):
+                    if stream is not None:
+                        stream.close()
         self.nodes.clear()
         for machine in self.machines.values():
             machine.kill()

@@ -13,13 +13,15 @@ from raypar.actors.run_request import RunRequest
 from raypar.elastic import events as on
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
 from raypar.run_folder import SharedStoragePlace
-from raypar.storage.folder_upload import FolderUpload
+from raypar.storage.folder_upload import FINISH_S, FolderUpload
 from raypar.storage.held_lease import HeldLease
 from raypar.storage.run_files import ALL_SENT_FILE, TEMPORARY_FOLDER_PREFIX
 from raypar.storage.run_lease import LeaseStore
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri, parse_storage_uri
 
+SAY_WAITING_S = 2.0
+"""Time after which the end of a run says that it waits for the storage."""
 TELL_S = 0.25
 """Time between two checks for notes of the upload and for a lost lease."""
 
@@ -87,7 +89,10 @@ class DriverStorageSession:
             if self.told:
                 self.upload.abandon()
                 return
-            await asyncio.to_thread(self.upload.finish)
+            sending = asyncio.ensure_future(asyncio.to_thread(self.upload.finish))
+            if not (await asyncio.wait({sending}, timeout=SAY_WAITING_S))[0]:
+                tell("waiting", text=f"{self.uri} has not taken the run's last files yet: waiting up to {FINISH_S:.0f} s")
+            await sending
             with contextlib.suppress(OSError):
                 (Path(self.request.folder) / ALL_SENT_FILE).touch()
         except RayparError as error:

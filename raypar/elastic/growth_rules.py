@@ -60,13 +60,16 @@ def retry_start_later(m: RunState, event: WorkerStartFailed) -> None:
     """Mark the worker lost and allow the next start after a pause; another machine may work."""
     if event.worker in m.membership.gone:
         return  # it was given back or drained while it was starting
-    mark_worker_lost(m, event.worker)
+    group = {event.worker} | (m.hiring.asked_together.get(event.worker, set()) & (m.hiring.starting - m.hiring.placed))
+    for worker in group:  # they share the placement group
+        mark_worker_lost(m, worker)
     pause_s = desired_capacity.retry_pause_s(m.policy.capacity, m.hiring.failures)
     m.hiring.retry_at_s = m.timer.now_s + pause_s
     m.hiring.failures += 1
     again = f"; the next is tried in {pause_s:.0f} s" if m.policy.hires else ""
     m.decide(
-        WarnUser(f"worker {event.worker} could not be started: {error_first_line(event.error)}{again}"), "the others go on"
+        WarnUser(f"{format_worker_numbers(group)} could not be started: {error_first_line(event.error)}{again}"),
+        "the others go on",
     )
 
 

@@ -29,12 +29,18 @@ def desired_capacity_of_run(m: RunState, available: int | None = None) -> Desire
         may_grow=unchanged and m.step_times.known,
         stopping=m.stopping.request is not None,
         useful=hiring.useful,
-        may_release=unchanged and m.phase is Phase.RUNNING and m.health.disturbed_at_s is None and not who.leaving,
+        may_release=unchanged and _trains_undisturbed(m),
         needed_spares=spares_with_mirror_copies(m),
         asked_together=hiring.asked_together,
         on_demand=hiring.on_demand,
     )
     return desired_capacity.compute_desired_capacity(view, m.policy.capacity, m.timer.now_s)
+
+
+def _trains_undisturbed(m: RunState) -> bool:
+    """Whether nobody but the members is needed now: no recovery, no worker that leaves, no checkpoint that is being written."""
+    undisturbed = m.health.disturbed_at_s is None and not m.membership.leaving
+    return m.phase is Phase.RUNNING and undisturbed and m.progress.saving is None
 
 
 def spares_with_mirror_copies(m: RunState) -> set[int]:

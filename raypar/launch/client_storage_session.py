@@ -50,6 +50,8 @@ class ClientStorageSession:
         """Whether the run is new: its place was empty before."""
         self.lease: HeldLease | None = None
         """The lease; None before it is taken."""
+        self.filled = new
+        """Whether the working folder is the newest state of the run: only then is it sent at the end."""
 
     @property
     def uri(self) -> StorageUri:
@@ -111,7 +113,7 @@ class ClientStorageSession:
         if not there and self.new and not self._has_begun():
             with contextlib.suppress(RayparError):
                 remove_run(self.uri)  # with the lease, if it lies there
-        elif there and not (self.folder.path / ALL_SENT_FILE).exists():
+        elif there and self.filled and not (self.folder.path / ALL_SENT_FILE).exists():
             upload = FolderUpload(self.folder.path, self.uri, lease.check)
             upload.start()
             try:
@@ -178,6 +180,7 @@ def resumed_run_on_storage(folder: RunFolder, tell: EventHandler) -> Iterator[Ca
             if hold.lease is None:
                 hold.take_in_ray()
                 download_run(hold.uri, folder.path)
+            hold.filled = True
             return hold.folder
 
         yield folder_with_lease

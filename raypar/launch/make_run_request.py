@@ -76,20 +76,20 @@ def make_run_request(
             traced_steps=choose_traced_steps(policy.steps_before_run, policy.end, options.trace_every),
             placement=replace(options.placement, gpus=backend.gpus_per_worker),
             environment=backend.environment,
-            **storage_fields(folder, options),
+            **storage_fields(folder, options, spec),
             **{name: getattr(options, name) for name in OPTIONS_OF_REQUESTS},
         )
 
     return request
 
 
-def storage_fields(folder: RunFolder, options: LaunchOptions) -> dict[str, Any]:
+def storage_fields(folder: RunFolder, options: LaunchOptions, spec: JobSpec) -> dict[str, Any]:
     """The fields of a request that say where the run and the checkpoint to load lie, and how other processes reach them."""
     resume = options.resume.absolute_location() if options.resume is not None else None
-    place = folder.shared
+    place, weights = folder.shared, spec.init_from.path if spec.init_from is not None else ""
     return {
         "resume": resume,
-        "filesystems": pickle_registered_filesystems([folder.place, resume or ""]),
+        "filesystems": pickle_registered_filesystems([folder.place, resume or "", weights]),
         **({"storage": str(place.uri), "lease_owner": place.owner, "lease_in_ray": place.lease_in_ray} if place else {}),
     }
 

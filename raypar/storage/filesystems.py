@@ -103,7 +103,8 @@ def open_filesystem(uri: StorageUri) -> tuple[Any, str]:
     if uri.scheme == "s3":
         return _open_s3(uri.root, uri.query, _environment_of_s3()), uri.path
     filesystem, base = _open_by_uri(uri.scheme, uri.root, uri.query)
-    return filesystem, f"{base.rstrip('/')}/{rest}" if base or uri.scheme in ("hdfs", "viewfs") else rest
+    above = "/" if uri.scheme in ("hdfs", "viewfs") else ""
+    return filesystem, above + "/".join(part for part in (base.strip("/"), rest) if part)
 
 
 def _registered_filesystem(uri: StorageUri) -> Any:

@@ -59,12 +59,13 @@ else:
 
 @contextlib.contextmanager
 def stand_in_for_s3(wanted: bool) -> Iterator[dict[str, str]]:
-    """The environment by which commands take moto's server on this machine for S3; it has a bucket called `bucket`."""
+    """The environment by which commands take moto's server on this machine for S3; it has a bucket called `bucket`, and listens
+    on `HOST:PORT`."""
     if not wanted:
         yield {}
         return
     with fake_s3() as server:
-        yield {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}"}
+        yield {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}", "HOST:PORT": f"127.0.0.1:{server.port}"}
 
 
 @contextlib.contextmanager
@@ -113,6 +114,7 @@ def run_guide(guide: Path, folder: Path, *, full: bool) -> None:
     with ray_of_its_own() as (instead, environment), stand_in_for_s3(full and needs_s3) as s3:
         path = f"{environment.pop('RAY_SHIM')}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
+        instead |= {"HOST:PORT": s3.pop("HOST:PORT", "")}
         env |= environment | s3 | {"PATH": path, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "COLUMNS": "130"}
         script, log = folder / ".guide.sh", folder / ".guide.log"
         script.write_text(guide_script(blocks, instead, full=full))

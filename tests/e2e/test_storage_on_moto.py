@@ -13,6 +13,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import pytest
 import torch
 from helpers.moto_s3 import ENVIRONMENT, FakeS3, fake_s3
 from helpers.tiny_job import write_job
-from helpers.trainee import Undisturbed
+from helpers.trainee import Undisturbed, as_soon_as
 
 from raypar import Trainer
 from raypar.actors.ray_connection import connect_ray
@@ -29,9 +31,12 @@ from raypar.cli import main
 from raypar.config import load_job
 from raypar.errors import ConfigError, LeaseLostError
 from raypar.launch import train_job_in_new_folder
+from raypar.launch.client_storage_session import resumed_run_on_storage
 from raypar.launch.resume import find_checkpoint
 from raypar.run_folder import RunFolder
 from raypar.storage.run_lease import LEASE_S, Lease
+from raypar.storage.s3_lease_store import s3_lease_store
+from raypar.storage.storage_uri import parse_storage_uri
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.checkpoint.checkpoint_store import open_checkpoint_store
@@ -241,6 +246,33 @@ def test_an_uploader_killed_in_the_middle_of_a_checkpoint_leaves_the_step_before
     no_secret_in(s3, command.text(), refused.text())
 
 
+@pytest.mark.parametrize("at", [r"step_00000008/manifest\.json", r"metrics\.jsonl/"])
+def test_a_driver_killed_while_it_uploads_is_followed_by_one_that_goes_on_and_no_line_is_lost(
+    at: str, s3: FakeS3, own_ray: None, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    expected, pauses = Undisturbed.of(tmp_path, "steps=40"), Pauses(monkeypatch, at)
+    words = ["plan.stages=1", "plan.replicas=2", "steps=40", "checkpoint.every=4", "model.args.sleep_s=0.01", "elastic=true"]
+    events: list[dict[str, Any]] = []
+
+    def kill_driver(there: bool) -> None:
+        facts = next(tmp_path.glob("raypar-*/tiny/members.json")).read_text()
+        os.kill(json.loads(facts)["driver_pid"], signal.SIGKILL)
+        pauses.go.set()
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with as_soon_as(pauses.met.is_set, kill_driver, limit_s=120):
+        result = train_job_in_new_folder(load_job(job, words), events.append)
+    assert (result.end, result.weights_sha256) == ("done", expected.weights_sha256), result.why
+    assert [event for event in events if event["kind"] == "driver"], "another driver has taken over"
+    lines = lines_at(s3.at("runs/tiny"))
+    assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == expected.losses
+    assert [event["kind"] for event in lines_at(s3.at("runs/tiny"), "events.jsonl")][-1] == "end"
+    for name in ("step_00000036", "step_00000040"):
+        listed = json.loads(s3.content(f"runs/tiny/checkpoints/{name}/manifest.json"))["files"]
+        assert {key.split("/")[-1] for key in s3.all_keys(f"runs/tiny/checkpoints/{name}/")} == {"manifest.json", *listed}
+    assert not list(tmp_path.glob("raypar-*"))
+
+
 def test_a_second_owner_is_refused_while_the_first_trains_and_a_new_run_gets_another_name(
     s3: FakeS3, own_ray: None, job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
@@ -281,6 +313,7 @@ def test_a_thousand_steps_with_metrics_leave_some_tens_of_objects(
 def test_a_storage_that_does_not_answer_costs_one_line_and_no_metrics(
     s3: FakeS3, own_ray: None, job: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
+    from moto.s3.exceptions import InvalidRequest
     from moto.s3.models import S3Backend
 
     before, refused_s = S3Backend.put_object, list[float]()
@@ -288,7 +321,7 @@ def test_a_storage_that_does_not_answer_costs_one_line_and_no_metrics(
     def put(backend: Any, bucket: str, key: str, *rest: Any, **more: Any) -> Any:
         if "/metrics.jsonl/" in key and time.monotonic() < (refused_s or [time.monotonic()])[0] + 30:
             refused_s.append(time.monotonic())
-            raise ConnectionError("not now")
+            raise InvalidRequest("PutObject")  # one that the client does not try again by itself
         return before(backend, bucket, key, *rest, **more)
 
     monkeypatch.setattr(S3Backend, "put_object", put)
@@ -322,6 +355,34 @@ def test_a_run_whose_lease_was_taken_ends_with_one_error_and_writes_nothing_more
     time.sleep(5)
     assert {key: s3.client.head_object(Bucket="bucket", Key=key)["ETag"] for key in s3.all_keys()} == before
     assert s3.content("runs/tiny/lease.json") == written["lease"]
+
+
+def test_a_resumption_that_fails_before_it_begins_changes_nothing_but_its_lease(s3: FakeS3):
+    objects = {"job.yaml": b"name: x\nsteps: 9\n", "metrics.jsonl/000000000001.jsonl": b'{"step": 1}\n' * 50}
+    for name, content in objects.items():
+        s3.client.put_object(Bucket="bucket", Key=f"runs/x/{name}", Body=content)
+    with RunFolder.open_for_reading(s3.at("runs/x")) as folder, pytest.raises(KeyError), resumed_run_on_storage(folder, print):
+        folder.metrics.unlink()
+        folder.job.write_text("another")
+        raise KeyError
+    assert {key.removeprefix("runs/x/") for key in s3.all_keys("runs/x/")} == {*objects, "lease.json"}
+    assert all(s3.content(f"runs/x/{name}") == content for name, content in objects.items())
+
+
+def test_a_lease_on_s3_is_replaced_only_by_who_names_its_version_and_has_the_age_that_s3_says(s3: FakeS3):
+    store = s3_lease_store(parse_storage_uri(s3.at("runs/x")))
+    mine = Lease("one", "me")
+    assert store is not None and store.read() is None and store.put(mine, '"0123"') is None
+    first = store.put(mine, None)
+    assert first is not None and store.put(Lease("two", "you"), None) is None and store.honours_conditions(mine)
+    second = store.put(replace(mine, renewal=1), first)
+    assert second is not None and store.put(Lease("two", "you"), first) is None
+    time.sleep(2.1)
+    found = store.read()
+    assert found is not None and found.lease == replace(mine, renewal=1) and 1 <= found.age_s <= 30
+    with ThreadPoolExecutor(4) as pool:
+        wrote = [*pool.map(lambda n: store.put(Lease(f"taker {n}", "them"), second), range(4))]
+    assert len([version for version in wrote if version is not None]) == 1
 
 
 def test_hostile_names_and_manifests_are_as_harmless_as_on_disk(s3: FakeS3, capfd: pytest.CaptureFixture[str], tmp_path: Path):

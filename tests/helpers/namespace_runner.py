@@ -272,7 +272,7 @@ class ScenarioRun:
     def drain(self, who: str) -> None:
         """Ray is told that machines will be taken away."""
         for name in self.machines(who):
-            self.cluster.drain(name)
+            self.cluster.begin_drain(name)
 
     def stop(self, who: str) -> None:
         """Machines hang."""

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from raypar.errors import ModelError
+from raypar.model.capture.forward_inputs import choose_forward_inputs
 
 Batch = dict[str, Tensor]
 
@@ -226,7 +227,7 @@ class DropsInPlace(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = F.leaky_relu(self.dropout(block(x)), inplace=True)
+            x = self.dropout(block(x))
         return x
 
 
@@ -286,3 +287,52 @@ class ReshapesInPlace(nn.Module):
 
 def test_a_mask_that_gets_another_shape_in_place_is_captured():
     check(ReshapesInPlace, numbers(3, 2))
+
+
+class ChoosesRows(nn.Module):
+    """Goes on with the rows that the batch chooses, and takes all fields by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        x = self.blocks[0](batch["x"]).view(-1, 2, 8)
+        x = F.dropout(self.blocks[1](x[batch["keep"].view(-1, 2)]), 0.2, self.training)
+        return self.blocks[2](x)
+
+
+def test_rows_that_the_batch_chooses_go_on():
+    keep = [torch.tensor(each, dtype=torch.bool) for each in ([1, 0, 1, 1], [0, 1, 0, 0], [1, 1, 0, 1, 0, 0])]
+    check(ChoosesRows, [{"x": noise(7, len(each), 8), "keep": each} for each in keep])
+    inputs = choose_forward_inputs(ChoosesRows(), ["x", "keep", "label"], input="x", target="label", wants_loss=False)
+    assert inputs.keywords == ("x", "keep") and inputs.positional == ()
+
+
+class ChoosesRowsOfPadding(Packed):
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        rows = super().forward(tokens, lengths)
+        return rows[rows > 0]
+
+
+def test_rows_that_values_choose_are_refused_after_packing():
+    with pytest.raises(ModelError, match="depends on the values of an activation"):
+        capture(ChoosesRowsOfPadding(True), {"tokens": ids(3, 5), "lengths": torch.tensor([5, 2, 4])})
+
+
+class PaddedEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.encoder(self.first(x), src_key_padding_mask=padding)
+
+
+def test_a_padded_encoder_is_refused_in_evaluation_with_its_switch():
+    batch = {"x": noise(1, 2, 3, 8), "padding": torch.tensor([[False, False, True], [False, False, False]])}
+    captured = capture(PaddedEncoder(), batch)
+    with pytest.raises(ModelError, match="_nested_tensor_from_mask_left_aligned") as found:
+        captured.cache.trace_of(batch, training=False)
+    assert "enable_nested_tensor=False" in found.value.cure

@@ -12,13 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from helpers import checkpoint_folders as checkpoint_files
+from pyarrow.fs import FSSpecHandler, PyFileSystem
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 from raypar.cli import main
 from raypar.errors import CheckpointError, ConfigError
 from raypar.plan.shard_ranges import merge_ranges
+from raypar.storage.filesystems import uri_of_filesystem_object
+from raypar.worker.checkpoint import checkpoint_files as checkpoint_store_files
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TensorSlices
 from raypar.worker.checkpoint.checkpoint_store import open_checkpoint
 from raypar.worker.checkpoint.manifest import manifest_checksum
@@ -286,10 +290,23 @@ print(total, peak() - before)
 # -- which files -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/model", "gs://b/m.safetensors", "hf://gpt2", "https://host/model.safetensors"])
+@pytest.mark.parametrize("path", ["hf://gpt2", "https://host/model.safetensors"])
 def test_remote_places_are_refused(path: str):
     with pytest.raises(CheckpointError, match=r"local files[\s\S]*download it first"):
         open_weights(path)
+
+
+def test_on_shared_storage_checkpoints_and_runs_are_read_and_other_files_refused(tmp_path: Path):
+    place = uri_of_filesystem_object(PyFileSystem(FSSpecHandler(LocalFileSystem())), str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"neither a checkpoint nor a run[\s\S]*local files[\s\S]*download it first"):
+        open_weights(f"{place}/model.safetensors")
+    begun = checkpoint_store_files.create_checkpoint(f"{place}/run/checkpoints", 3)
+    record = checkpoint_store_files.write_shard(begun, "a.safetensors", {("w", PARAMETER): torch.ones(3)})
+    last = checkpoint_store_files.commit_checkpoint(begun, [record], steps_done=3, contract={})
+    for location in (f"{place}/run", str(last)):
+        assert resolve_weights_source(location)[0] == last
+        with open_weights(location) as weights:
+            assert torch.equal(weights.read("w"), torch.ones(3))
 
 
 @pytest.mark.parametrize("path", ["gpt2", "openai-community/gpt2"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raypar.errors import ClusterError, ConfigError, LeaseLostError
-from raypar.storage import folder_upload, line_chunks
+from raypar.storage import folder_upload, line_chunks, pyarrow_store
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.folder_download import _download_lines
 from raypar.storage.folder_upload import FolderUpload, LineFileUpload
@@ -233,3 +233,27 @@ def test_an_upload_without_the_lease_writes_nothing_and_ends(tmp_path: Path):
     with pytest.raises(LeaseLostError, match="it is another's"):
         upload.finish(30)
     assert not [path for path in (tmp_path / "there").rglob("*") if path.is_file()]
+
+
+def test_a_shard_streams_to_a_slow_storage_in_bounded_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pyarrow_store, "PIECE_BYTES", 4)
+    monkeypatch.setattr(pyarrow_store, "UNSENT_BYTES", 10)
+
+    class Stream:
+        """Sends nothing before it is flushed."""
+
+        unsent = most = 0
+        content = b""
+
+        def write(self, piece: memoryview) -> None:
+            self.content += bytes(piece)
+            self.unsent += len(piece)
+            self.most = max(self.most, self.unsent)
+
+        def flush(self) -> None:
+            self.unsent = 0
+
+    stream, content = Stream(), bytes(range(200))
+    writer = pyarrow_store.BoundedWriter(stream)
+    assert writer.write(memoryview(content[:150])) == 150 and writer.write(content[150:]) == 50
+    assert stream.content == content and stream.most <= 13

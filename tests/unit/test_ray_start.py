@@ -22,7 +22,7 @@ from raypar.actors.first_placement import (
     placement_timeout_error,
     placement_wait_text,
 )
-from raypar.actors.ray_connection import join_cluster, without_idle_ray_processes
+from raypar.actors.ray_connection import join_cluster, without_autoscaler_lines, without_idle_ray_processes
 from raypar.cli import main
 from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.start_size import StartInputs, StartLimits
@@ -113,6 +113,19 @@ def test_what_is_waited_for_is_said_and_at_the_end_why_it_was_in_vain():
     assert "only 1 of 4 workers could be placed within 300 s" in error.what and "its autoscaler has added no more" in error.what
     assert "`ray status`" in error.cure and "max_workers" in error.cure
     assert "add nodes" in placement_timeout_error(1, all_of_them, replace(has, may_add_nodes=False), False).cure
+
+
+def test_the_lines_of_rays_autoscaler_are_left_out_unless_the_user_has_asked_for_them(monkeypatch):
+    from ray._private import ray_constants
+
+    monkeypatch.delenv("RAY_SCHEDULER_EVENTS", raising=False)
+    before = ray_constants.AUTOSCALER_EVENTS
+    with without_autoscaler_lines():
+        assert not ray_constants.AUTOSCALER_EVENTS
+    assert before == ray_constants.AUTOSCALER_EVENTS
+    monkeypatch.setenv("RAY_SCHEDULER_EVENTS", "1")
+    with without_autoscaler_lines():
+        assert before == ray_constants.AUTOSCALER_EVENTS
 
 
 def test_what_no_node_can_hold_is_named_with_its_size_and_labels():

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from raypar.elastic.actions import AdoptPlan, ChoosePlan, KillWorker, ReleaseWorkers, RunStep, StartWorkers, TellUser
 from raypar.elastic.events import (
+    CheckpointSaved,
     DrainRequested,
     DriverFailover,
     FirstWorkersPlaced,
@@ -98,6 +99,16 @@ def test_before_the_first_step_a_worker_without_a_seat_is_drained_and_a_failed_s
     assert [a for a in do(machine, Tick(), now_s=60.0) if isinstance(a, StartWorkers)] == [StartWorkers((4, 5))]
 
 
+def test_a_replica_without_a_place_fails_once_and_a_shard_that_has_one_goes_on():
+    machine = started(PAIR, pending=(2, 3))
+    failed = [WorkerStartFailed(worker, WorkerLost("its placement group was removed")) for worker in (2, 3)]
+    (warned,) = do(machine, *failed)
+    assert warned.text.startswith("workers 2, 3 could not be started") and machine.hiring.failures == 1
+    machine = started(PAIR, pending=(2, 3))
+    do(machine, WorkerPlaced(2), WorkerPlaced(3), failed[0])
+    assert machine.hiring.starting == {3}
+
+
 def declined(machine, world, now_s=0.0):
     """What the planner's answer and the next tick lead to."""
     plan = replace(FOUR, stages=ParallelPlan.mesh(dp=world, layers=2).stages)
@@ -125,6 +136,16 @@ def test_a_worker_that_may_keep_the_only_mirror_snapshot_is_not_given_back():
     for step in (1, 2, 3, 4):
         do(machine, *(StepReported(worker, step, 0.3) for worker in (0, 1)), StepJournalled(step), StepEmitted(step))
     assert do(machine, Tick()) == [ReleaseWorkers((2,))], "two snapshots have been taken since"
+
+
+def test_nobody_is_given_back_while_a_checkpoint_is_written():
+    """One that had a seat before may still write its share."""
+    pair = ParallelPlan.mesh(dp=2, layers=2)
+    machine = started(pair, (), plan=pair, groups=(), max_workers=3)
+    do(machine, WorkerPlaced(2), WorkerJoined(2))
+    machine.progress.saving = 1
+    assert [a for a in declined(machine, 2) if isinstance(a, ReleaseWorkers)] == []
+    assert do(machine, CheckpointSaved(1), Tick()) == [ReleaseWorkers((2,))]
 
 
 def test_a_new_driver_knows_which_workers_have_no_place_yet():

@@ -55,6 +55,8 @@ class AbsentTensor(Tensor):
         if func is torch.ops.aten._pack_padded_sequence.default and not isinstance(args[1], AbsentTensor):
             packed, batch_sizes = func(args[0].meta, *args[1:])  # which reads the values of the lengths alone
             return AbsentTensor(packed), batch_sizes
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], [each for index in args[1] for each in _integers(index)])
         if func in READ_VALUES or has_dynamic_shape(func, args):
             raise ValuesNeeded(str(func))
         known: dict[int, Tensor] = {}
@@ -84,6 +86,13 @@ class AbsentTensor(Tensor):
         return tree_map(to_absent, made)
 
 
+def _integers(index: Tensor | None) -> Sequence[Tensor | None]:
+    """An index, or in the place of a mask whose values are known the integers that it stands for."""
+    if index is None or isinstance(index, AbsentTensor) or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    return index.nonzero().unbind(1)
+
+
 SCALE = 0.1
 """Standard deviation of random numbers in the place of values."""
 
@@ -99,20 +108,26 @@ def random_like(absent: AbsentTensor, generator: torch.Generator) -> Tensor:
 def _run_on_random_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
     """What an operation returns that has no kernel for meta tensors: it runs twice, on small random numbers.
 
-    Raises `ValuesNeeded` if the shapes of its results depend on them, or if it writes or returns its arguments.
+    Raises `ValuesNeeded` if the shapes of its results depend on them, or if it writes or returns its arguments, or numbers.
     """
     schema = func._schema
-    if schema.is_mutable or any(each.alias_info is not None for each in schema.returns):
+    if schema.is_mutable or any(each.alias_info is not None or str(each.type) != "Tensor" for each in schema.returns):
         raise ValuesNeeded(str(func)) from error
     found = []
     for seed in (1, 2):
         real = partial(_real, generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
             found.append(func(*tree_map(real, args), **tree_map(real, dict(kwargs))))
-    first, second = ([tuple(value.shape) for value in tree_leaves(out) if isinstance(value, Tensor)] for out in found)
-    if first != second:
+    first, second = map(tree_leaves, found)
+    if any(value.layout is not torch.strided or value.is_nested for value in first) or not all(
+        map(_have_one_shape, first, second)
+    ):
         raise ValuesNeeded(str(func)) from error
-    return tree_map(lambda value: absent_like(value) if isinstance(value, Tensor) else value, found[0])
+    return tree_map(absent_like, found[0])
+
+
+def _have_one_shape(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _real(value: Any, generator: torch.Generator) -> Any:

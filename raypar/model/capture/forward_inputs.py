@@ -47,16 +47,20 @@ class ForwardInputs:
 def choose_forward_inputs(
     model: nn.Module, fields: Collection[str], *, input: str, target: str, wants_loss: bool
 ) -> ForwardInputs:
-    """The fields that the forward is given: those that have names of its parameters; else `input`, as a positional argument.
+    """The fields that the forward is given: those that have names of its parameters, all for `forward(self, **fields)`; else
+    `input`, as a positional argument.
 
     The field `target` is for the loss. The forward gets it too if it computes the loss (`wants_loss`), or cannot be called
     without. Raises `ModelError` if no field fits, or a parameter of forward gets none.
     """
+    signature = inspect.signature(model.forward).parameters
     parameters = {
         name: parameter
-        for name, parameter in inspect.signature(model.forward).parameters.items()
+        for name, parameter in signature.items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
+    if not parameters and any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.values()):
+        return ForwardInputs((), tuple(name for name in fields if name != target or wants_loss), wants_loss)
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
     keywords = [name for name in parameters if name in fields and (name != target or wants_loss or name in needed)]
     positional = [input] if input in fields and input not in keywords and input != target else []

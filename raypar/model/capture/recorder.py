@@ -69,6 +69,7 @@ _FIXED_SHAPES = (
     "compute it inside a module that returns tensors of fixed shapes, and make that a unit (model.units); use torch.where in "
     "place of boolean indices"
 )
+_NO_CACHE = "set use_cache=False in the model's config"
 _CURES_BY_OPERATION = {
     "_pack_padded_sequence": "give the lengths as a field of the batch; or put packing, the recurrent net and "
     "pad_packed_sequence(..., total_length=...) inside a module, and make that a unit (model.units)",
@@ -113,6 +114,8 @@ class Recorder(TorchFunctionMode):
         """Qualified names of the modules whose own code runs between units, the innermost last."""
         self._inside_event = 0
         """Above 0 while an event runs: what it calls is part of it."""
+        self._sizes_are_read = False
+        """Whether the values that decide the shape of the result of the function to be called have been read."""
         self._event_number = 0
         """Number of the event that runs, or of the last one."""
         self._thread = threading.get_ident()
@@ -225,12 +228,11 @@ class Recorder(TorchFunctionMode):
             self._unit_has_asked |= getattr(func, "__name__", "") in _GIVE_ANSWERS
             return func(*args, **kwargs)
         func, args, kwargs = without_dtype_and_device_tensor(func, args, kwargs)
-        if getattr(func, "__name__", "") == "_pack_padded_sequence":
-            self._read(args[1])  # its result has as many rows as the lengths say
         if func is Tensor.__iter__:
             return iter(self.record(Tensor.unbind, (args[0], 0), {}, lambda: Tensor.unbind(args[0], 0)))
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             args = (args[0], self._read_slices(args[1]), *args[2:])
+        self._read_sizes(func, args)
         return self.record(func, args, kwargs, lambda: func(*args, **kwargs))
 
     def _read_slices(self, index: Any) -> Any:
@@ -245,9 +247,20 @@ class Recorder(TorchFunctionMode):
 
         return slice(number(index.start), number(index.stop), number(index.step))
 
-    def _read(self, tensor: Tensor) -> Any:
-        """The values of a tensor, as Python code reads them."""
-        return self.record(Tensor.tolist, (tensor,), {}, tensor.tolist)
+    def _read_sizes(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Read the values by which the batch decides the shape of a result, as Python code might: the lengths of sequences that
+        are packed, the number of elements that a mask leaves."""
+        self._sizes_are_read = False
+        if getattr(func, "__name__", "") == "_pack_padded_sequence":
+            self.record(Tensor.tolist, (args[1],), {}, args[1].tolist)
+            self._sizes_are_read = True
+        if func is Tensor.__getitem__ and self._keys.get(id(args[0])) not in self._pure:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            for mask in index:
+                if isinstance(mask, Tensor) and mask.dtype is torch.bool and self._keys.get(id(mask)) in self._pure:
+                    count = self.record(torch.count_nonzero, (mask,), {}, mask.count_nonzero)
+                    self.record(Tensor.item, (count,), {}, count.item)
+                    self._sizes_are_read = True
 
     def call_unit(self, name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a unit: an event, unless an event is running."""
@@ -304,6 +317,8 @@ class Recorder(TorchFunctionMode):
         out = self._run(run)
         unwritten = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version == version]
         out = self._separate_results(name, unwritten, out)
+        if self.watch.gave_dynamic_shape and not isinstance(call, str):
+            self._refuse_unread_sizes(tensors)
         results = [out] if isinstance(out, Tensor) else flatten(out)[0]
         written = [
             tensor
@@ -449,6 +464,11 @@ class Recorder(TorchFunctionMode):
                 "must be set to 0",
             )
 
+    def _refuse_unread_sizes(self, tensors: Sequence[Tensor]) -> None:
+        """Raises `Refused` for a result whose shape depends on values, unless the batch decides it and they have been read."""
+        if not self._sizes_are_read and not all(self._keys[id(tensor)] in self._pure for tensor in tensors):
+            raise Refused(f"a shape depends on the values of an activation at {user_location()}", _FIXED_SHAPES)
+
     def _refuse_numbers_of_values(self, name: str, module: nn.Module, out: Any) -> None:
         """Raises `Refused` if a unit that has read values returns a number: code after it would always get this one."""
         numbers = [value for value in tree_flatten(out)[0] if isinstance(value, (int, float, complex, str, numpy.generic))]
@@ -522,10 +542,13 @@ class Recorder(TorchFunctionMode):
         leaves, structure = flatten(out)
         hidden = next((value for value in leaves if not isinstance(value, Tensor) and may_hide_tensors(value)), None)
         if hidden is not None:
+            cure = (
+                "return tensors, or tuples, lists, dicts and dataclasses of them (a ModelOutput of transformers, a registered "
+                "pytree)"
+            )
             raise Refused(
                 f"the model returns {with_article(type(hidden).__name__)}, into which PyTorch does not look",
-                "return tensors, or tuples, lists, dicts and dataclasses of them (a ModelOutput of transformers, a registered "
-                "pytree)",
+                _NO_CACHE if "Cache" in type(hidden).__name__ else cure,
             )
         kept = tuple(self._leaf(value) for value in leaves)
         described = tuple(self._describe(value, leaf) for value, leaf in zip(leaves, kept, strict=True))
@@ -555,7 +578,7 @@ def _hidden_tensors(value: Any) -> Refused:
     kind = type(value).__name__
     cure = "pass tensors, numbers, and tuples, lists and dicts of them; or make the module that calls both a unit (model.units)"
     if "Cache" in kind:
-        cure = "set use_cache=False in the model's config"
+        cure = _NO_CACHE
     elif isinstance(value, (nn.Module,)) or callable(value):
         cure = "for checkpointing use use_reentrant=False; or make the module around it a unit (model.units)"
     return Refused(f"{with_article(kind)} is passed between units at {user_location()}; it may hide tensors", cure)

@@ -186,7 +186,10 @@ def open_weights(path: str | Path | CheckpointRef) -> WeightsFile:
     Raises `CheckpointError` if there are no weights, or if it is not clear which file is meant.
     """
     if isinstance(path, CheckpointRef) or _is_in_storage(path):
-        return _open_checkpoint(path if isinstance(path, CheckpointRef) else open_checkpoint(path))
+        found_there = path if isinstance(path, CheckpointRef) else open_checkpoint(path)
+        if not found_there.has_file(MANIFEST):
+            found_there, notes = _checkpoint_in_storage(str(path))
+        return _open_checkpoint(found_there)
     found = _existing(path)
     if _is_run(found):
         last, notes = resolve_weights_source(found)
@@ -211,7 +214,7 @@ def resolve_weights_source(path: str | Path) -> tuple[Path | CheckpointRef, tupl
     whole and compares their checksums, which `open_weights` does not. Raises `CheckpointError`.
     """
     if _is_in_storage(path):
-        return verify_checkpoint(path).checkpoint, ()
+        return _checkpoint_in_storage(str(path))
     found = _existing(path)
     with _as_checkpoint_errors(found):
         is_checkpoint = found.is_dir() and (found / MANIFEST).exists()
@@ -231,6 +234,23 @@ def resolve_weights_source(path: str | Path) -> tuple[Path | CheckpointRef, tupl
         raise CheckpointError(
             f"run {found} has no checkpoint that is whole" + "".join(f"; {line}" for line in skipped),
             cure="give another run, or the path of a checkpoint",
+        )
+    return last, tuple(skipped)
+
+
+def _checkpoint_in_storage(location: str) -> tuple[CheckpointRef, tuple[str, ...]]:
+    """What `resolve_weights_source` returns for a URL: a checkpoint, or a run's last whole one. Raises `CheckpointError`."""
+    checkpoint = open_checkpoint(location)
+    if checkpoint.has_file(MANIFEST):
+        return verify_checkpoint(checkpoint).checkpoint, ()
+    place, mark, settings = location.partition("?")
+    last, skipped = latest_usable_checkpoint(f"{place.rstrip('/')}/checkpoints{mark}{settings}")
+    if last is None:
+        raise CheckpointError(
+            f"{shorten(location)} is neither a checkpoint nor a run of raypar with one that is whole"
+            + "".join(f"; {line}" for line in skipped)
+            + "; of other weights raypar reads local files only",
+            cure="download it first, and give the file or folder",
         )
     return last, tuple(skipped)
 
