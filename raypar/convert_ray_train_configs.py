@@ -81,13 +81,13 @@ def _settings_of_run(config: Any, what: str) -> Iterator[ImpliedSetting]:
     if config.name is not None:
         yield ImpliedSetting("name", config.name, f"{what}.name", overridable=MADE_UP_NAME.fullmatch(config.name) is not None)
     if config.storage_filesystem is not None:
-        from raypar.storage.filesystems import given_filesystem_uri
+        from raypar.storage.filesystems import uri_of_filesystem_object
 
         if "storage_path" not in changed:
             raise ConfigError(
                 f"{what}.storage_filesystem is given without a path in it", cure='give storage_path="BUCKET/FOLDER" too'
             )
-        place = given_filesystem_uri(config.storage_filesystem, config.storage_path, f"{what}.storage_filesystem")
+        place = uri_of_filesystem_object(config.storage_filesystem, config.storage_path, f"{what}.storage_filesystem")
         yield ImpliedSetting("run_dir", str(place), f"{what}.storage_path")
     elif config.storage_path is not None:
         yield ImpliedSetting("run_dir", config.storage_path, f"{what}.storage_path", overridable="storage_path" not in changed)

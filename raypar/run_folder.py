@@ -1,7 +1,7 @@
 """The folder of one run, `run_dir/NAME/`: where its files lie, and how it is made, found and locked.
 
-A run on shared storage (`run_dir: s3://...`) has a working folder on this machine while it trains. Those who read it copy its
-small files, without its checkpoints.
+A run on shared storage (`run_dir: s3://...`) has a working folder on this machine while it trains. Commands that read it copy
+its small files, not its checkpoints, into a temporary folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raypar.atomic_write import DISK_FULL_ERRNOS, explain_write_errors, regular_
 from raypar.errors import ConfigError
 from raypar.read_run_lines import FILE_BYTES, Line, merge_jsonl_lines, read_valid_lines
 from raypar.run_folder_schema import check_run_folder_json
-from raypar.storage.run_files import CHECKPOINTS, ROOM_PREFIX
+from raypar.storage.run_files import CHECKPOINTS, TEMPORARY_FOLDER_PREFIX
 from raypar.storage.storage_uri import SCHEMES, StorageUri, local_path_of_file_uri, parse_storage_uri
 from raypar.untrusted_files import (
     JsonTooDeep,
@@ -73,10 +73,9 @@ def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
 
 
 def parse_storage_location(given: str | os.PathLike[str], what: str) -> StorageUri | None:
-    """The place on shared storage that a text names; None for the path of a folder, a `file://` URI, and a storage that can
-    only hold checkpoints.
+    """The place on shared storage that `given` names. None for a path, a `file://` URI, and storage for checkpoints only.
 
-    Raises `ConfigError` for a URI of a storage that raypar does not know, and for one that holds credentials.
+    Raises `ConfigError` for a URI of an unknown storage, and for a URI that contains credentials.
     """
     from raypar.worker.checkpoint.checkpoint_store import STORES, storage_scheme, unknown_storage_error
 
@@ -89,7 +88,7 @@ def parse_storage_location(given: str | os.PathLike[str], what: str) -> StorageU
 
 
 def resume_argument(path: str | os.PathLike[str]) -> str:
-    """The argument by which commands find a run: its name if it is under runs/, else its path, or its URI (quoted)."""
+    """The argument that names a run in commands: its name if it is under runs/, else its path, or its URI (quoted)."""
     if parse_storage_location(path, "the run") is not None:
         return shlex.quote(os.fspath(path))
     found = Path(path)
@@ -97,7 +96,7 @@ def resume_argument(path: str | os.PathLike[str]) -> str:
 
 
 def run_without_job_error(folder: RunFolder) -> ConfigError:
-    """The error for a run that no command can go on with."""
+    """The error for a run without job.yaml, which commands cannot resume or export."""
     return ConfigError(
         f"run {folder.place} has no job.yaml: raypar.Trainer made it, from functions without names, or it was removed",
         cure=f"go on from Python: Trainer(..., resume_from_checkpoint={folder.place!r}).fit()",
@@ -105,13 +104,13 @@ def run_without_job_error(folder: RunFolder) -> ConfigError:
 
 
 @dataclass(frozen=True)
-class RemotePlace:
-    """Where a run lies on shared storage, and by whose right this process writes there."""
+class SharedStoragePlace:
+    """A run's place on shared storage, and the lease under which this process writes there."""
 
     uri: StorageUri
     """The run's place."""
     owner: str = ""
-    """Id of the owner of its lease; empty for one who only reads."""
+    """Id of the lease's owner; empty for a process that only reads."""
     lease_in_ray: bool = False
     """Whether the lease is in the cluster's key-value store: the storage has no conditional writes that raypar knows."""
 
@@ -122,8 +121,8 @@ class RunFolder:
 
     path: Path
     """The folder; of a run on shared storage its working folder, or a copy of its small files."""
-    remote: RemotePlace | None = None
-    """Where the run lies, if on shared storage."""
+    shared: SharedStoragePlace | None = None
+    """The run's place on shared storage; None for a run in a folder."""
 
     @property
     def name(self) -> str:
@@ -132,12 +131,12 @@ class RunFolder:
 
     @property
     def place(self) -> str:
-        """Where the run lies, as text for people and commands: the folder's path, or a URI."""
-        return str(self.path) if self.remote is None else str(self.remote.uri)
+        """The folder's path, or the URI of a run on shared storage: for messages, and as an argument of commands."""
+        return str(self.path) if self.shared is None else str(self.shared.uri)
 
     def place_of(self, path: Path) -> str:
-        """Where people find one of the run's files."""
-        return str(path) if self.remote is None else str(self.remote.uri.child(path.name))
+        """The path of one of the run's files, or its URI on shared storage, for messages."""
+        return str(path) if self.shared is None else str(self.shared.uri.child(path.name))
 
     @property
     def job(self) -> Path:
@@ -194,8 +193,8 @@ class RunFolder:
         """The location of the run's checkpoints, for `open_checkpoint_store`; a relative path may look like a URL (`ab:/r`)."""
         from raypar.worker.checkpoint.checkpoint_store import storage_scheme
 
-        if self.remote is not None:
-            return str(self.remote.uri.child(CHECKPOINTS))
+        if self.shared is not None:
+            return str(self.shared.uri.child(CHECKPOINTS))
         text = str(self.checkpoints)
         return os.path.abspath(text) if storage_scheme(text) else text
 
@@ -266,33 +265,33 @@ class RunFolder:
 
     @staticmethod
     @contextlib.contextmanager
-    def opened(
+    def open_for_reading(
         run: str | Path | None, run_dir: str | Path = "runs/", *, with_job: bool = True, last_bytes: int | None = None
     ) -> Iterator[RunFolder]:
-        """The folder of a run for reading, as `find` finds it (None: as `latest` does). `run` and `run_dir` may be URIs.
+        """Gives the block the folder of a run for reading: as `find`, or `latest` if `run` is None. Both may be URIs.
 
-        Of a run on shared storage it is a copy of the small files, which is removed at the end of the block. `last_bytes`: so
-        many of the last bytes of metrics and events are enough. Raises `ConfigError`.
+        For a run on shared storage the folder is a copy of its small files, which is removed at the end of the block.
+        `last_bytes`: copy only the last lines of metrics and events, of at least so many bytes. Raises `ConfigError`.
         """
         uri = None if run is None else parse_storage_location(run, "the run")
         below = parse_storage_location(run_dir, "--run-dir") if uri is None else None
         if uri is None and below is None:
             yield RunFolder.latest(run_dir) if run is None else RunFolder.find(run, run_dir, with_job=with_job)
             return
-        from raypar.storage.folder_download import RUNS_CURE, download_run, is_run, runs_below
+        from raypar.storage.folder_download import RUNS_CURE, download_run, has_run, list_runs_below
 
         if uri is None and run is None and below is not None:
-            there = runs_below(below)
+            there = list_runs_below(below)
             if not there:
                 raise ConfigError(f"no run lies under {below}", cure=RUNS_CURE)
             uri = there[-1][0]
         elif uri is None and below is not None:
             uri = parse_storage_uri(str(below.child(str(run))), "the run")
         assert uri is not None
-        if not is_run(uri):
+        if not has_run(uri):
             raise ConfigError(f"no run lies at {uri}", cure=RUNS_CURE)
-        with tempfile.TemporaryDirectory(prefix=ROOM_PREFIX, ignore_cleanup_errors=True) as room:
-            folder = RunFolder(Path(room) / uri.name, RemotePlace(uri))
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY_FOLDER_PREFIX, ignore_cleanup_errors=True) as room:
+            folder = RunFolder(Path(room) / uri.name, SharedStoragePlace(uri))
             folder.path.mkdir()
             download_run(uri, folder.path, last_bytes=last_bytes)
             if with_job and not folder.job.is_file():

@@ -157,7 +157,7 @@ class RayparOnRay:
     """The whole plan on a Ray of its own, asked for steps as the driver does: one call per worker and step, queued ahead."""
 
     def __init__(self, spec: JobSpec, plan: ParallelPlan, schedule: str) -> None:
-        from raypar.actors.first_placement import reserve_all
+        from raypar.actors.first_placement import reserve_all_workers
         from raypar.actors.ray_connection import connect_ray
         from raypar.actors.worker_pool import WorkerPool
 
@@ -169,7 +169,7 @@ class RayparOnRay:
         )
         self.loop = asyncio.new_event_loop()
         self.pool = WorkerPool(RunCredential.fresh(f"bench-{os.getpid()}"))
-        self.loop.run_until_complete(reserve_all(self.pool, plan, CONNECT_TIMEOUT_S, print))
+        self.loop.run_until_complete(reserve_all_workers(self.pool, plan, CONNECT_TIMEOUT_S, print))
         for number in range(plan.world):
             self.pool.start_worker(number, pickle.dumps(spec), host, 600.0)
         addresses = [hello.address for hello in self._ask("hello", [()] * plan.world)]

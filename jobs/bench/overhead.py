@@ -32,7 +32,7 @@ import torch
 from harness import BenchError, environment, page, ratio, table
 from ours import sleeping_job
 
-from raypar.actors import driver_actor, driver_client, metrics_task, run_state_in_ray_kv
+from raypar.actors import driver_actor, driver_client, metrics_publishing_loop, run_state_in_ray_kv
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.hello_and_failure_messages import WorkerHello
 from raypar.comm.tcp.handshake import RunCredential
@@ -62,7 +62,7 @@ class BlockDriver(DriverActor):
     """The driver; in every other block of steps metrics and tracing are off."""
 
     def _set_up(self, request: Any, credential: Any) -> None:
-        metrics_task.PUBLISH_S = OFTEN_S
+        metrics_publishing_loop.PUBLISH_S = OFTEN_S
         traced = frozenset(step for step in range(request.policy.job_steps) if step // BLOCK % 2 == 0)
         DriverActor._set_up(self, replace(request, traced_steps=traced), credential)
         recorder = self.parts.recorder
@@ -266,9 +266,9 @@ class FakeMetric:
 def fake_driver(workers: int, steps: int, folder: Path) -> DriverActor:
     """A driver with so many fake workers, ready to run."""
     from raypar.actors import metrics_publisher
-    from raypar.telemetry.metric_definitions import METRICS
+    from raypar.telemetry.metric_definitions import METRIC_DEFINITIONS
 
-    metrics_publisher.make_ray_metrics = lambda: {metric.name: FakeMetric() for metric in METRICS}
+    metrics_publisher.make_ray_metrics = lambda: {metric.name: FakeMetric() for metric in METRIC_DEFINITIONS}
     store_in_memory()
     driver_actor.ray.get_runtime_context = lambda: SimpleNamespace(was_current_actor_reconstructed=False, current_actor=None)
     spec = replace(sleeping_job([0.0], [0.0], [0.0], workers, workers), steps=steps)

@@ -26,14 +26,14 @@ from raypar.actors.checkpoint_task import CheckpointTask
 from raypar.actors.driver_parts import DriverParts
 from raypar.actors.driver_shutdown import DriverShutdown
 from raypar.actors.driver_startup import DriverStartup
+from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.hello_and_failure_messages import pickle_error_for_client
 from raypar.actors.members_file import MembersFileText
 from raypar.actors.metrics_publisher import MetricsPublisher
-from raypar.actors.metrics_task import MetricsTask
+from raypar.actors.metrics_publishing_loop import MetricsPublishingLoop
 from raypar.actors.plan_cache import PlanCache
-from raypar.actors.remote_run import RemoteRun
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
@@ -51,7 +51,7 @@ from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError, OutOfMemory, RayparError, error_first_line
 from raypar.plan.ownership import Ownership
-from raypar.storage.filesystems import keep_pickled_filesystems
+from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 
 TICK_S = 0.25
@@ -125,11 +125,11 @@ class DriverActor:
         journal, feed, tasks = self.journal, self.feed, self.tasks
         machine = RunMachine(request.policy, plan=request.plan, held_pieces=lambda plan: Ownership(plan, request.outline).held)
         plans = PlanCache(request)
-        keep_pickled_filesystems(request.filesystems)
-        remote = RemoteRun(request) if request.storage else None
+        register_pickled_filesystems(request.filesystems)
+        storage_session = DriverStorageSession(request) if request.storage else None
         pool = WorkerPool(credential, request.placement, request.environment, request.filesystems)
         publisher = MetricsPublisher(request.run, request.policy.job_steps, request.price_per_worker_hour)
-        recorder = RunRecorder(request, journal, remote, publisher)
+        recorder = RunRecorder(request, journal, storage_session, publisher)
         side_effects = SideEffectThread(recorder, machine, feed, tasks)
         registry = WorkerRegistry(
             pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members
@@ -148,7 +148,7 @@ class DriverActor:
             calls=WorkerCalls(machine, pool, plans, tasks, registry.hellos),
             tasks=tasks,
             feed=feed,
-            remote=remote,
+            storage_session=storage_session,
         )
         self.members_text = MembersFileText(request)
         self.startup = DriverStartup(parts)
@@ -174,8 +174,8 @@ class DriverActor:
             record = await asyncio.to_thread(self.journal.last_record)
             end = await asyncio.to_thread(self.journal.end)
             self._set_up(request, await asyncio.to_thread(self.journal.credential))
-            if self.parts.remote is not None:
-                await asyncio.to_thread(self.parts.remote.begin)
+            if self.parts.storage_session is not None:
+                await asyncio.to_thread(self.parts.storage_session.begin)
             self.has_request = True
         if end is not None:
             self.parts.machine.phase = Phase.OVER
@@ -248,9 +248,9 @@ class DriverActor:
         parts = self.parts
         self.tasks.spawn(self._tick())
         self.tasks.spawn(WaitReporter(parts).watch())
-        if parts.remote is not None:
-            self.tasks.spawn(parts.remote.watch(self._is_over, parts.side_effects.note, parts.tasks.post))
-        self.tasks.spawn(MetricsTask(parts).watch())
+        if parts.storage_session is not None:
+            self.tasks.spawn(parts.storage_session.watch(self._is_over, parts.side_effects.note, parts.tasks.post))
+        self.tasks.spawn(MetricsPublishingLoop(parts).watch())
         self.tasks.spawn(parts.registry.watch(parts.request.silent_s, self._is_over))
         try:
             while parts.machine.phase is not Phase.OVER:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypar.actors.background_tasks import BackgroundTasks
+from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.plan_cache import PlanCache
-from raypar.actors.remote_run import RemoteRun
 from raypar.actors.run_recorder import RunRecorder
 from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
@@ -47,5 +47,5 @@ class DriverParts:
     """Work beside the event loop."""
     feed: EventFeed
     """What the client is told."""
-    remote: RemoteRun | None
+    storage_session: DriverStorageSession | None
     """Lease and upload of a run on shared storage; None for one in a folder."""

@@ -40,8 +40,8 @@ class DriverShutdown:
         }
         if teardown.end == "deposed":  # another driver uses the workers, the journal and the run folder
             parts.feed.tell("end", **facts)
-            if parts.remote is not None:
-                parts.remote.upload.abandon()
+            if parts.storage_session is not None:
+                parts.storage_session.upload.abandon()
             return
         with contextlib.suppress(Exception):
             await asyncio.to_thread(parts.journal.end, facts)
@@ -56,8 +56,8 @@ class DriverShutdown:
         self.write_members_file()
         await parts.side_effects.awaited(lambda: None)
         parts.feed.pass_on(parts.recorder.new_events())
-        if parts.remote is not None:
-            await parts.remote.finish(parts.feed.tell)
+        if parts.storage_session is not None:
+            await parts.storage_session.finish(parts.feed.tell)
         await self._leave(facts)
 
     async def finish_former_end(self, facts: dict[str, Any]) -> None:
@@ -69,8 +69,8 @@ class DriverShutdown:
             except Exception as error:
                 parts.feed.tell("warning", text=f"the end of the run, which a former driver had begun: {error}")
         parts.feed.pass_on(parts.recorder.new_events())
-        if parts.remote is not None:
-            await parts.remote.finish(parts.feed.tell)
+        if parts.storage_session is not None:
+            await parts.storage_session.finish(parts.feed.tell)
         await self._leave(facts)
 
     async def _leave(self, facts: dict[str, Any]) -> None:
@@ -80,8 +80,8 @@ class DriverShutdown:
         parts.feed.heard_s = time.monotonic()
         while time.monotonic() - parts.feed.heard_s < CLIENT_GONE_S:
             await asyncio.sleep(1.0)
-        if parts.remote is not None:
-            await asyncio.to_thread(parts.remote.remove_folder)
+        if parts.storage_session is not None:
+            await asyncio.to_thread(parts.storage_session.remove_folder)
         while True:  # `exit_actor` takes effect after a call only, and nobody calls this actor any more
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(parts.journal.erase)

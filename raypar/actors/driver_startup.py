@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from raypar.actors import membership_event_text
-from raypar.actors.autoscaler_state import NodeFacts, list_node_facts, memory_per_worker
+from raypar.actors.autoscaler_state import NodeResources, list_live_node_resources, memory_per_worker
 from raypar.actors.driver_parts import DriverParts
 from raypar.actors.first_placement import FirstPlacement, make_groups
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
@@ -21,10 +21,10 @@ from raypar.actors.worker_pool import remove_leftover_placement_groups
 from raypar.elastic import events as on
 from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.digest_check import InitialDigestCheck
+from raypar.elastic.placement_constraints import match_labels
 from raypar.elastic.plural_wording import count_of, format_worker_numbers
 from raypar.elastic.seating import WorkerPlaces, spread_replicas_over_nodes
 from raypar.elastic.start_size import StartLimits, least_workers_at_start
-from raypar.elastic.worker_placement import match_labels
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
@@ -109,9 +109,9 @@ class DriverStartup:
         return tuple(map(pickle.loads, request.assignments)) if plan == request.plan else self.parts.plans.assignments(plan)
 
     async def _place_workers(self) -> tuple[ParallelPlan, tuple[int, ...]]:
-        """Ask for all workers of the job's plan, and wait until the run can begin: (its first plan, worker by rank).
+        """Ask for all workers of the job's plan and wait until the run can begin; returns (its first plan, worker by rank).
 
-        The machine is told. Further workers start in the background, now or when the cluster finds a place for them.
+        Posts `FirstWorkersPlaced`. The other workers start in the background once the cluster has a place for them.
         """
         parts = self.parts
         request, policy, pool = parts.request, parts.request.policy, parts.pool
@@ -121,7 +121,7 @@ class DriverStartup:
         groups = make_groups(request.plan, request.placement.on_demand)
         chosen = [request.plan]
 
-        def fits(placed: Mapping[int, str], facts: Mapping[str, NodeFacts]) -> bool:
+        def fits(placed: Mapping[int, str], facts: Mapping[str, NodeResources]) -> bool:
             found = parts.plans.first(len(placed), memory_per_worker(placed, facts))
             chosen[0] = found or request.plan
             return found is not None
@@ -133,7 +133,7 @@ class DriverStartup:
         placed = [group for group in groups if group.numbers[0] in nodes]
         on_demand = tuple(n for group in groups if group.on_demand for n in group.numbers)
         await asyncio.to_thread(self._warn_of_spot_node)
-        await parts.registry.look_at_zones()
+        await parts.registry.update_zones()
         places = WorkerPlaces(nodes, parts.registry.zone_of_node, on_demand)
         members = spread_replicas_over_nodes(plan, places, [group.numbers for group in placed])
         spare = [group for group in placed if group.numbers[0] not in members]
@@ -156,9 +156,9 @@ class DriverStartup:
         return plan, members
 
     def _warn_of_spot_node(self) -> None:
-        """Warn if some workers are to be safe on on-demand nodes and this driver itself is on another node."""
+        """Warn if the job asks for workers on on-demand nodes but the driver itself is on a node of another kind."""
         placement, home = self.parts.request.placement, ray.get_runtime_context().get_node_id()
-        labels = list_node_facts().get(home, NodeFacts()).labels
+        labels = list_live_node_resources().get(home, NodeResources()).labels
         wanted = {key: value for key, value in placement.on_demand_label_selector.items() if key in labels}
         if placement.on_demand and not match_labels(labels, wanted):
             has = ", ".join(f"{key}={labels[key]}" for key in wanted)
@@ -258,9 +258,9 @@ class DriverStartup:
         )
 
     def _on_demand_workers(self) -> tuple[int, ...]:
-        """Workers on nodes that the cloud does not take back."""
+        """Workers on on-demand nodes, by the labels of their nodes."""
         parts = self.parts
-        placement, facts = parts.request.placement, list_node_facts()
+        placement, facts = parts.request.placement, list_live_node_resources()
         if not placement.on_demand:
             return ()
         safe = {node for node, known in facts.items() if match_labels(known.labels, placement.on_demand_label_selector)}

@@ -27,7 +27,7 @@ class EventFeed:
         self._heard = 0
         """Number of events before `_kept`: the client has received them."""
         self._known_secrets = secrets_of_environment(os.environ)
-        """Values of this process's environment that no text may have."""
+        """Secrets of this process's environment, which no text may contain."""
         self._more = asyncio.Condition()
         """Notified when an event is added."""
 

@@ -1,4 +1,4 @@
-"""The wait for the workers that a run begins with: all of its plan, or, in an elastic run, as many as the cluster has now."""
+"""Places the workers that a run begins with: all of its plan or, in an elastic run, as many as the cluster has room for."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from raypar.actors.autoscaler_state import NodeFacts, list_node_facts, read_autoscaler_verdict
+from raypar.actors.autoscaler_state import NodeResources, list_live_node_resources, read_autoscaler_answer
 from raypar.actors.cluster_info import ClusterCapacity, cluster_capacity
 from raypar.actors.worker_pool import POLL_S, WorkerPool
+from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.plural_wording import count_of
 from raypar.elastic.start_size import StartInputs, StartLimits, decide_start
-from raypar.elastic.worker_placement import WorkerPlacement
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
 SAY_S, SAY_AGAIN_S = 2.0, 30.0
-"""Time between two lines about the workers that are waited for: if their number has changed, and if not."""
-LOOK_S = 0.5
-"""Time between two looks at what the autoscaler says."""
+"""Time between two lines for the user about workers without a place: if their number has changed, and if not."""
+ASK_AUTOSCALER_S = 0.5
+"""Time between two questions to the autoscaler."""
 CERTAIN_S = 1.5
-"""An autoscaler's verdict counts once it has stood for so long."""
+"""A group counts as infeasible once the autoscaler has called it so for this long."""
 
-FitsPlaced = Callable[[Mapping[int, str], Mapping[str, NodeFacts]], bool]
-"""Whether there is a plan for workers that are placed (worker -> node) on nodes of which this is known. It may take seconds."""
+PlanFitsPlaced = Callable[[Mapping[int, str], Mapping[str, NodeResources]], bool]
+"""Whether there is a plan for workers placed so (worker -> node), given the resources of the nodes. It may take seconds."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def make_groups(plan: ParallelPlan, on_demand: int = 0) -> tuple[WorkerGroup, ..
 
 
 class FirstPlacement:
-    """Asks the cluster for the workers of a plan, and waits until the run can begin."""
+    """Asks the cluster for a place for each worker of a plan, and waits until the run can begin."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class FirstPlacement:
         groups: tuple[WorkerGroup, ...],
         limits: StartLimits,
         say: Callable[[str], None],
-        fits: FitsPlaced = lambda placed, facts: True,
+        fits: PlanFitsPlaced = lambda placed, facts: True,
     ) -> None:
         self.pool = pool
         """Asks Ray for placement groups."""
@@ -74,17 +74,17 @@ class FirstPlacement:
         self.say = say
         """Shows a line to the user."""
         self.fits = fits
-        """Asks the planner."""
+        """Whether the planner has a plan for the workers that are placed."""
         self._fits_for: tuple[frozenset[int], bool] | None = None
         """The placed workers for which the planner was asked last, and its answer."""
         self._infeasible_since_s: dict[tuple[int, ...], float] = {}
-        """Group without a place that the autoscaler cannot place -> when that was first seen."""
+        """Group that the autoscaler calls infeasible -> since when."""
         self._infeasible: tuple[WorkerGroup, ...] = ()
-        """Groups of which this is certain."""
+        """Groups that are infeasible for `CERTAIN_S` or longer."""
         self._looked_s = 0.0
-        """When the autoscaler was looked at last."""
+        """When the autoscaler was last asked."""
         self._told = (0.0, (-1, -1))
-        """When a line was said last, and the numbers in it."""
+        """When the last line was shown, and the numbers in it."""
 
     async def wait(self) -> dict[int, str]:
         """Wait until the run can begin; worker -> node of those that are placed.
@@ -100,9 +100,9 @@ class FirstPlacement:
             placed = await asyncio.to_thread(self.pool.placed_workers)
             now_s = time.monotonic()
             quiet_from_s, before = (now_s if len(placed) != before else quiet_from_s), len(placed)
-            if len(placed) < self.limits.wanted and now_s - self._looked_s > LOOK_S:
+            if len(placed) < self.limits.wanted and now_s - self._looked_s > ASK_AUTOSCALER_S:
                 self._looked_s = now_s
-                await asyncio.to_thread(self._look_at_autoscaler, placed, now_s)
+                await asyncio.to_thread(self._ask_autoscaler, placed, now_s)
             view = self._view(placed, now_s - start_s, now_s - quiet_from_s)
             decision = decide_start(view, self.limits)
             if decision.step == "begin":
@@ -113,14 +113,14 @@ class FirstPlacement:
                 capacity = await asyncio.to_thread(cluster_capacity)
                 raise placement_timeout_error(len(placed), self.limits, capacity, bool(self.pool.placement.gpus))
             if decision.step == "ask_planner":
-                facts = await asyncio.to_thread(list_node_facts)
+                facts = await asyncio.to_thread(list_live_node_resources)
                 self._fits_for = frozenset(placed), await asyncio.to_thread(self.fits, placed, facts)
                 continue
             await self._tell(view)
             await asyncio.sleep(POLL_S)
 
     def _view(self, placed: Mapping[int, str], waited_s: float, quiet_s: float) -> StartInputs:
-        """What is known now."""
+        """The inputs of `decide_start` at this moment."""
         return StartInputs(
             len(placed),
             sum(len(group.numbers) for group in self._infeasible),
@@ -131,13 +131,13 @@ class FirstPlacement:
             self._fits_for[1] if self._fits_for is not None and self._fits_for[0] == frozenset(placed) else None,
         )
 
-    def _look_at_autoscaler(self, placed: Mapping[int, str], now_s: float) -> None:
-        """Note the groups that no node could hold, even if others left it, and no node that may be added."""
+    def _ask_autoscaler(self, placed: Mapping[int, str], now_s: float) -> None:
+        """Note the groups that fit no node, not even an empty one, and for which the autoscaler adds none."""
         placement, already = self.pool.placement, Counter(placed.values())
-        verdict, facts = read_autoscaler_verdict(), list_node_facts()
+        answer, facts = read_autoscaler_answer(), list_live_node_resources()
         ids = {number: group.id.hex() for number, group in list(self.pool.groups.items())}
         lacking = [group for group in self.groups if group.numbers[0] not in placed]
-        refused = [g for g in lacking if ids.get(g.numbers[0]) in verdict.infeasible and not verdict.launching]
+        refused = [g for g in lacking if ids.get(g.numbers[0]) in answer.infeasible and not answer.launching]
         busy = {
             group.numbers
             for group in refused
@@ -149,7 +149,7 @@ class FirstPlacement:
         self._infeasible = tuple(g for g in refused if now_s - since.get(g.numbers, now_s) >= CERTAIN_S)
 
     async def _tell(self, view: StartInputs) -> None:
-        """Say what is waited for, from time to time."""
+        """Show a line about the workers without a place, if one is due."""
         numbers = view.placed, view.infeasible
         if view.waited_s > self._told[0] + (SAY_S if numbers != self._told[1] else SAY_AGAIN_S):
             self._told = view.waited_s, numbers
@@ -157,7 +157,7 @@ class FirstPlacement:
             self.say(placement_wait_text(view, self.limits, may_add_nodes))
 
 
-async def reserve_all(pool: WorkerPool, plan: ParallelPlan, wait_s: float, say: Callable[[str], None]) -> None:
+async def reserve_all_workers(pool: WorkerPool, plan: ParallelPlan, wait_s: float, say: Callable[[str], None]) -> None:
     """Reserve a place for every worker of a plan. Raises `ClusterError` when they are not placed after `wait_s` seconds."""
     await FirstPlacement(pool, make_groups(plan), StartLimits(plan.world, plan.world, 0.0, wait_s), say).wait()
 
@@ -182,7 +182,7 @@ def placement_wait_text(view: StartInputs, limits: StartLimits, may_add_nodes: b
 
 
 def impossible_placement_error(
-    infeasible: tuple[WorkerGroup, ...], placement: WorkerPlacement, limits: StartLimits
+    infeasible: tuple[WorkerGroup, ...], placement: PlacementConstraints, limits: StartLimits
 ) -> ClusterError:
     """The error when the cluster has no node for so many workers that the run can never begin, and adds none."""
     shapes = dict.fromkeys(placement.describe(len(group.numbers), group.on_demand) for group in infeasible)

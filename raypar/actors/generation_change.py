@@ -72,7 +72,7 @@ class GenerationChange:
     async def choose_plan(self, generation: int, workers: int) -> None:
         """Choose the plan for `workers` workers. Posts `PlanChosen`.
 
-        A larger plan is lowered before, while training continues, so that the move to it takes less time.
+        A larger plan is lowered here already, while training continues, which shortens the pause of the move to it.
         """
         parts = self.parts
         now = parts.machine.membership.plan

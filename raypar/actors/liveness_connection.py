@@ -4,9 +4,9 @@ A process that is stopped, or busy in C code, answers no pings, but its connecti
 worker, and nothing is ever sent on it. If it closes, the process has ended. Ray reports that too, but takes 14 s or more if the
 raylet died with the worker.
 
-If keepalive probes are not acknowledged, the machine cannot be reached: it has lost its power, or the network between is broken
-and the worker lives. Nobody can tell these apart from here, so that proves nothing: the driver connects again and again, and
-Ray's own judgement ends the worker of a machine that is gone.
+If keepalive probes are not acknowledged, the machine cannot be reached: it has lost its power, or only the network is broken.
+The driver cannot tell which, so it does not count the worker as dead but tries to connect again. If the machine is gone, Ray
+reports the worker's death.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LivenessConnections:
 
     def __init__(self) -> None:
         self.ended: set[int] = set()
-        """Workers whose process has ended, as its machine says. A worker that cannot be reached is not among them."""
+        """Workers whose machine has closed the connection: their process has ended. Unreachable workers are not in it."""
         self._held: dict[int, asyncio.Task[None]] = {}
         """Worker -> the task that watches its connection."""
 
@@ -68,7 +68,7 @@ class LivenessConnections:
             try:
                 reader, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), DIAL_S)
             except ConnectionRefusedError:
-                if reached:  # its machine answers again, and nothing listens there any more
+                if reached:  # the machine answers again, but the process is gone
                     self.ended.add(number)
                 return
             except (OSError, ValueError, asyncio.TimeoutError):
@@ -83,7 +83,7 @@ class LivenessConnections:
 
 
 async def wait_for_end_of_process(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-    """Wait until a connection ends. True if the other machine has closed it; False if that cannot be reached any more."""
+    """Wait until a connection ends. True if the other machine closed it; False if the other machine cannot be reached."""
     try:
         with contextlib.suppress(OSError):
             enable_tcp_keepalive(writer.get_extra_info("socket"))

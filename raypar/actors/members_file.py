@@ -28,10 +28,10 @@ class MembersFileText:
         self.request = request
         """The run's request."""
         self._known_secrets = secrets_of_environment(os.environ)
-        """Values of this process's environment that the file may not have."""
+        """Secrets of this process's environment, which the file may not contain."""
         self._seen: tuple[Any, ...] = ()
-        """What the facts are made from, when they were last made: after every report of a worker the driver asks for the text,
-        and to make the facts of all workers each time would take the square of their number in each step."""
+        """The inputs of the facts when they were last made. The driver asks for the text after every report of a worker, so
+        making the facts anew each time would take time proportional to the square of the number of workers in each step."""
         self._last: dict[str, Any] | None = None
         """The facts in the last text."""
         self._again = False

@@ -1,21 +1,21 @@
-"""Publishes a run's metrics through Ray, from where Prometheus scrapes them. Never raises: no run depends on it."""
+"""Publishes a run's metrics through `ray.util.metrics`, for Prometheus. It never raises, so that no run fails because of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from raypar.telemetry.metric_definitions import METRICS
+from raypar.telemetry.metric_definitions import METRIC_DEFINITIONS
 from raypar.telemetry.run_telemetry import Labels, RunTelemetry
 
 PUBLISH_S = 2.0
-"""Time from one publication to the next. Ray hands metrics on every 10 s, unless the cluster is set to less."""
+"""Time between two publications. Ray exports metrics every 10 s, unless the cluster is configured otherwise."""
 
 
 class MetricsPublisher:
     """The metrics of one run in `ray.util.metrics`; call it from one thread at a time.
 
-    Counters are given the difference to what this process has given them before, so that the first publication of a driver
-    which takes over gives the run's totals.
+    A counter is increased by the difference to its last published total. So a new driver's first publication adds the whole
+    total of the run.
     """
 
     def __init__(self, run: str, job_steps: int, price_per_worker_hour: float | None) -> None:
@@ -24,15 +24,15 @@ class MetricsPublisher:
         self.job_steps = job_steps
         """Steps of the job."""
         self.price_per_worker_hour = price_per_worker_hour
-        """The price of a worker; None: costs are not published."""
+        """Price of one worker for an hour; None: no costs are published."""
         self.failed = False
         """Whether Ray has refused a metric; then nothing more is published."""
         self._metrics: dict[str, Any] = {}
         """Name -> Ray's metric; empty before the first publication."""
         self._given: dict[tuple[str, Labels], float] = {}
-        """(counter, labels) -> what it was given so far."""
+        """(counter, labels) -> its total so far."""
         self._shown: set[tuple[str, Labels]] = set()
-        """Gauges with labels that were set at the last publication."""
+        """(gauge, labels) of the last publication, of gauges with labels."""
 
     def publish(self, telemetry: RunTelemetry) -> str | None:
         """Publish the values of a run. Returns the reason when that fails for the first time."""
@@ -43,13 +43,13 @@ class MetricsPublisher:
             if not self._metrics:
                 self._metrics = make_ray_metrics()
             self._publish(telemetry, durations)
-        except Exception as error:  # whatever it is, training goes on
+        except Exception as error:  # training goes on, whatever the error
             self.failed = True
             return f"{type(error).__name__}: {error}"
         return None
 
     def _publish(self, telemetry: RunTelemetry, durations: list[float]) -> None:
-        """Give Ray all values. Raises what Ray raises."""
+        """Set Ray's metrics to the present values. Raises what Ray raises."""
         shown = set()
         for name, labels, value in telemetry.values(self.job_steps, self.price_per_worker_hour):
             metric, tags = self._metrics[name], {"run": self.run, **dict(labels)}
@@ -64,7 +64,7 @@ class MetricsPublisher:
                 metric.set(value, tags=tags)
                 if labels:
                     shown.add((name, labels))
-        for name, labels in self._shown - shown:  # a seat that is no more
+        for name, labels in self._shown - shown:  # the seat does not exist any more
             self._metrics[name].set(0.0, tags={"run": self.run, **dict(labels)})
         self._shown = shown
         for seconds in durations:
@@ -76,7 +76,7 @@ def make_ray_metrics() -> dict[str, Any]:
     from ray.util.metrics import Counter, Gauge, Histogram
 
     made: dict[str, Any] = {}
-    for one in METRICS:
+    for one in METRIC_DEFINITIONS:
         given = {"name": one.name, "description": one.description, "tag_keys": ("run", *one.labels)}
         if one.kind == "histogram":
             made[one.name] = Histogram(**given, boundaries=list(one.buckets))
@@ -86,9 +86,9 @@ def make_ray_metrics() -> dict[str, Any]:
 
 
 def show_counter_at_zero(counter: Any, tags: dict[str, str]) -> None:
-    """Have a counter appear with the value 0, so that Prometheus sees its first increment.
+    """Make a counter appear with the value 0, so that Prometheus sees its first increase.
 
-    Ray's `inc` takes no 0, the method below it does. Without that method the counter appears when it is not 0 any more.
+    Ray's `inc` refuses 0, but its private `_record` does not. Without `_record` the counter first appears with a larger value.
     """
     record = getattr(counter, "_record", None)
     if record is not None:

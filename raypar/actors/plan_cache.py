@@ -40,9 +40,9 @@ class PlanCache:
         return on.PlanChosen(generation, found, "", self._step_s(found), self._step_s(now) if now is not None else 0.0)
 
     def first(self, workers: int, memory_bytes: int | None) -> ParallelPlan | None:
-        """The plan with which a run begins on `workers` workers that have so much memory each; None if there is none.
+        """The plan with which a run begins on `workers` workers with `memory_bytes` of memory each; None if none fits.
 
-        It has the job's number of shards, on which results depend; fewer workers than `workers` may suffice for it.
+        It has the job's number of shards, because results depend on that number. It may use fewer than `workers` workers.
         """
         request = self.request
         if workers >= request.plan.world:
@@ -65,7 +65,7 @@ class PlanCache:
             return found
 
     def _searched(self, workers: int, memory_bytes: int | None = None) -> ParallelPlan | PlanError:
-        """The best plan with the job's number of shards, if there are workers for them: that number changes results.
+        """The best plan for `workers` workers with the job's number of shards, if they are enough for it.
 
         `memory_bytes`: of each worker, where it is known.
         """
@@ -97,7 +97,7 @@ class PlanCache:
         return "the job's own does not fit this plan"
 
     def assignments(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
-        """Every worker's assignment under the plan, by rank; kept for the plan that was asked for last."""
+        """Every worker's assignment under the plan, by rank. Those of the last plan are kept."""
         found = self._assignments.get(plan)
         if found is None:
             self._assignments = {plan: (found := self._lowered(plan))}

@@ -448,8 +448,8 @@ def is_head_on_this_machine(address: str) -> bool:
 def without_autoscaler_lines() -> Iterator[None]:
     """Keep Ray from printing what its autoscaler does, unless the user has set `RAY_SCHEDULER_EVENTS`.
 
-    It repeats every few seconds that a placement group has no place, for as long as a run waits to grow. The patched name is
-    private to Ray; without it the lines are there.
+    While a run waits to grow, the autoscaler prints every few seconds that a placement group has no place. The patched name is
+    private to Ray; if Ray renames it, the lines are printed.
     """
     from ray._private import ray_constants
 

@@ -1,4 +1,4 @@
-"""The lease of a run in Ray's key-value store: for storage without conditional writes. Guards against runs of one cluster."""
+"""The lease of a run in Ray's key-value store, for storage without conditional writes. It excludes runs of one cluster only."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from raypar.errors import ClusterError
 from raypar.storage.run_lease import FoundLease, Lease, parse_lease
 
 READS = 5
-"""How often a lease is read again that was replaced since it was found."""
+"""How often the lease is read if it is replaced meanwhile."""
 
 
 class RayLeaseStore:
-    """A `LeaseStore`: entry n+1 is written only where there is none, and replaces entry n.
+    """A `LeaseStore` of numbered entries: a write creates entry n + 1, if it does not exist yet, and then deletes entry n.
 
-    Ray's store writes an entry if it does not exist, and has no other condition: so each write has a new number.
+    The only condition that Ray's store knows is that an entry does not exist, so each write needs a new number.
     """
 
     def __init__(self, place: str) -> None:
         self.prefix = f"raypar-lease/{hashlib.sha256(place.encode()).hexdigest()[:24]}/"
-        """How the keys of this run's lease begin."""
+        """Beginning of the keys of this run's lease."""
 
     def read(self) -> FoundLease | None:
-        """See `LeaseStore`. Its age is by the clocks of the cluster's machines."""
+        """See `LeaseStore`. The age is by the clocks of the machines that wrote and read it."""
         for _ in range(READS):
             numbers = self._numbers()
             if not numbers:
@@ -49,7 +49,7 @@ class RayLeaseStore:
         if there_already and _get(key) != value:
             return None
         for old in self._numbers():
-            if old < number or lease.released:  # of one that is over nothing is left
+            if old < number or lease.released:  # a released lease leaves no entry
                 _internal_kv_del(f"{self.prefix}{old}")
         return str(number)
 

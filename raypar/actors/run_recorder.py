@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.hello_and_failure_messages import WorkerHello
 from raypar.actors.jsonl_file import JsonlFile
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.numerics_fingerprint import describe_fingerprint_differences
-from raypar.actors.remote_run import RemoteRun
 from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.step_reports import merge_reports
@@ -88,7 +88,7 @@ class RunRecorder:
         self,
         request: RunRequest,
         journal: Journal | None = None,
-        remote: RemoteRun | None = None,
+        storage_session: DriverStorageSession | None = None,
         publisher: MetricsPublisher | None = None,
     ) -> None:
         self.request = request
@@ -99,10 +99,10 @@ class RunRecorder:
         """Publishes the run's metrics; None: they are not published."""
         self.folder = Path(request.folder)
         """The run folder."""
-        self.remote = remote
-        """The run's place on shared storage; None for a run in a folder."""
-        self.run_folder = run = RunFolder(self.folder, remote.place if remote is not None else None)
-        """The same, with the places of its files."""
+        self.storage_session = storage_session
+        """Lease and upload of a run on shared storage; None for a run in a folder."""
+        self.run_folder = run = RunFolder(self.folder, storage_session.place if storage_session is not None else None)
+        """The run folder with the paths of its files, and its place on shared storage."""
         self._new_events: list[dict[str, Any]] = []
         """Events for the client since the last `new_events`."""
         self.metrics = JsonlFile(run.metrics, self._say, journal)
@@ -134,7 +134,7 @@ class RunRecorder:
         self.telemetry = RunTelemetry(read_totals(self._former_totals()))
         """The values of the run's metrics. A resumed run goes on with the totals of its former starts."""
         self._known_secrets = secrets_of_environment(os.environ)
-        """Values of this process's environment that no file of the run may have."""
+        """Secrets of this process's environment, which no file of the run may contain."""
         self._totals_saved_s = time.monotonic()
         """When totals.json was replaced last."""
 
@@ -366,7 +366,7 @@ class RunRecorder:
     # -- metrics for Prometheus --------------------------------------------------------------------------------------------
 
     def publish_metrics(self, counts: WorkerCounts) -> None:
-        """Publish the run's metrics, and replace totals.json now and then. `counts`: the workers at present."""
+        """Publish the run's metrics, and replace totals.json every `TOTALS_S`. `counts`: the workers at present."""
         now = time.monotonic()
         self.telemetry.advance(now, counts)
         why = self.publisher.publish(self.telemetry) if self.publisher is not None else None
@@ -383,7 +383,7 @@ class RunRecorder:
         self._replace(self.run_folder.totals, json.dumps(totals.as_document()) + "\n")
 
     def _former_totals(self) -> dict[str, Any] | None:
-        """The content of totals.json; None if there is none that can be used."""
+        """The content of totals.json; None if it is missing or damaged."""
         with contextlib.suppress(RayparError):
             return self.run_folder.read_document(self.run_folder.totals, damaged=True)
         return None
@@ -477,9 +477,9 @@ class RunRecorder:
         return checkpoint_files.create_checkpoint(self._checkpoint_store, done)
 
     def _check_lease(self) -> None:
-        """Raise `ClusterError` if checkpoints may not be written now: another process may have the run."""
-        if self.remote is not None:
-            self.remote.check()
+        """Raise `ClusterError` if checkpoints may not be written now, because another process may hold the run's lease."""
+        if self.storage_session is not None:
+            self.storage_session.check()
 
     def checkpoint_drop(self, begun: CheckpointRef) -> None:
         """Remove a checkpoint that could not be finished."""

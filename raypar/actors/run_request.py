@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.worker_placement import WorkerPlacement
 from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StageConnections
 from raypar.planner.model_profile import ModelProfile
 from raypar.schedule.step_timeline import Timeline
@@ -64,17 +64,17 @@ class RunRequest:
     orphan_timeout_s: float = 60.0
     """How long a worker waits for its driver before it exits."""
     price_per_worker_hour: float | None = None
-    """What one worker costs an hour, for the metrics; None: nobody has said."""
+    """Price of one worker for an hour, for the metrics; None: not known."""
     silent_s: float = 10.0
     """Time without an answer after which a worker is silent."""
-    placement: WorkerPlacement = field(default_factory=WorkerPlacement)
+    placement: PlacementConstraints = field(default_factory=PlacementConstraints)
     """What the nodes of workers must have."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of worker processes; the job's own runtime environment overrides them."""
     storage: str = ""
-    """URI of the run's place on shared storage; empty: its folder is all there is."""
+    """URI of the run on shared storage; empty for a run in a folder."""
     filesystems: Mapping[str, bytes] = field(default_factory=dict)
-    """Id -> pickle of each file system that was given as an object, on which the run or the checkpoint to load lies."""
+    """Id -> pickle of the file systems, given as objects, that contain the run or the checkpoint to load."""
     lease_owner: str = ""
     """Id of the owner of the run's lease there."""
     lease_in_ray: bool = False

@@ -16,7 +16,7 @@ Report = dict[str, Any]
 
 
 KEPT_OUTCOMES = 100_000
-"""How many of the last steps are compared when they are executed again: many millions would fill the driver's memory."""
+"""Number of the last steps whose results are kept to compare them with a replay; more would fill the driver's memory."""
 
 
 class StepReports:

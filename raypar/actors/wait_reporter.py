@@ -78,6 +78,6 @@ class WaitReporter:
 
 
 def mark_failure_as_seen(asked: asyncio.Future[str]) -> None:
-    """Keep asyncio from printing the failure of a call whose answer nobody needs any more: the worker has been given up."""
+    """Read the failure of a call to a worker that was given up, so that asyncio does not print it as never retrieved."""
     if not asked.cancelled():
         asked.exception()

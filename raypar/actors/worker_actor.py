@@ -28,7 +28,7 @@ from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
-from raypar.storage.filesystems import keep_pickled_filesystems
+from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.process.thread_activity import describe_thread_activity
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
@@ -136,7 +136,7 @@ class WorkerActor:
         from raypar.worker.worker_core import WorkerCore
 
         keep_freed_memory()
-        keep_pickled_filesystems(self.filesystems)
+        register_pickled_filesystems(self.filesystems)
         self.torch_guard = guard = TorchStateGuard(threads=1)
         with guard.watching("a module that the job names"):
             self.spec = pickle.loads(self.pickled_spec)

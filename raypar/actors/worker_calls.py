@@ -19,13 +19,15 @@ from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError, CommError, OutOfMemory, WorkerLost, error_first_line
 
 STACKS_S = 5.0
-ASK_AGAIN_S = 0.5
+REPEAT_CALL_S = 0.5
 """Pause before a call is repeated whose connection broke before its answer came."""
 
 
 class AnswerLost(CommError):
-    """The connection to a worker broke before its answer came: nobody knows whether the call was executed, and the worker may
-    be well. Ray says so after a network break of some seconds, and only of an actor that it does not know to be dead."""
+    """The connection to a worker broke before its answer came. The call may have been executed, and the worker may be alive.
+
+    Ray reports this after a network break of a few seconds, for an actor that it does not know to be dead.
+    """
 
 
 class WorkerCalls:
@@ -62,7 +64,7 @@ class WorkerCalls:
     def call_until_answered(
         self, number: int, generation: int, ask: Callable[[], Any], event: Callable[[int, Any], on.RunEvent]
     ) -> None:
-        """Like `call`, for a call that may be executed twice: it is repeated while its answer is lost in a broken network."""
+        """Like `call`, but repeats the call while its answer is lost (`AnswerLost`). So it may be executed twice."""
         self._await_in_background(self._answer(number, generation, ask, event, repeats=True))
 
     def _await_in_background(self, answering: Coroutine[Any, Any, None]) -> None:
@@ -81,7 +83,7 @@ class WorkerCalls:
             and generation == self.machine.membership.generation
             and number in self.pool.workers
         ):
-            await asyncio.sleep(ASK_AGAIN_S)
+            await asyncio.sleep(REPEAT_CALL_S)
             answer = await self.ask(number, ask())
         if not isinstance(answer, CallFailure):
             self.tasks.post(event(number, answer))

@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypar.actors.cluster_info import has_autoscaler, max_workers_per_node
 from raypar.actors.worker_actor import make_worker_actor_class
 from raypar.comm.tcp.handshake import RunCredential
+from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
-from raypar.elastic.worker_placement import WorkerPlacement
 from raypar.errors import ClusterError
 
 POLL_S = 0.05
@@ -30,12 +30,12 @@ SHUN_S = 15.0
 
 @dataclass(frozen=True)
 class FoundGroups:
-    """The placement groups that an earlier driver has left, each as the numbers of its workers."""
+    """Placement groups of an earlier driver of the run, each as the numbers of its workers."""
 
     pending: tuple[tuple[int, ...], ...]
     """Groups without any worker process."""
     started: tuple[tuple[int, ...], ...]
-    """Groups with worker processes, and those of their workers that have one."""
+    """Groups with worker processes; of each, the workers that have a process."""
 
 
 def run_namespace(run: str) -> str:
@@ -49,7 +49,7 @@ class WorkerPool:
     def __init__(
         self,
         credential: RunCredential,
-        placement: WorkerPlacement | None = None,
+        placement: PlacementConstraints | None = None,
         environment: Mapping[str, str] | None = None,
         filesystems: Mapping[str, bytes] | None = None,
     ) -> None:
@@ -57,7 +57,7 @@ class WorkerPool:
         """The run's name, and the secret by which its workers recognise each other."""
         self.run = credential.run
         """The run's name."""
-        self.placement = placement or WorkerPlacement()
+        self.placement = placement or PlacementConstraints()
         """What a worker's node must have."""
         self.environment = dict(environment or {})
         """Environment variables of worker processes; the job's own runtime environment overrides them."""
@@ -70,7 +70,7 @@ class WorkerPool:
         self.workers: dict[int, Any] = {}
         """Worker -> actor handle."""
         self.dismissed: set[int] = set()
-        """Workers that are gone or were given back, perhaps before they had a placement group."""
+        """Workers that are gone or were given back, even if they never had a placement group."""
         self.closed = False
         """Whether the run has ended: no worker is started any more."""
 
@@ -158,7 +158,7 @@ class WorkerPool:
         )
         try:
             self.workers[number] = made.remote(self.credential, number, spec, host, orphan_timeout_s, self.filesystems)
-        except ValueError:  # the name is taken: a driver that was taken for dead has found the same placement group
+        except ValueError:  # the name is taken: a former driver, wrongly thought dead, has started this worker
             self.workers[number] = ray.get_actor(f"worker-{number}", namespace=run_namespace(self.run))
         return self.workers[number]
 

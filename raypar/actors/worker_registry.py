@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
-from raypar.actors.autoscaler_state import list_node_facts, zones_of_nodes
+from raypar.actors.autoscaler_state import list_live_node_resources, zones_of_nodes
 from raypar.actors.cluster_info import list_dead_nodes, list_draining_nodes
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.liveness_connection import LivenessConnections
@@ -32,8 +32,8 @@ DRAIN_POLL_S = 1.0
 """Time from one look at Ray's node table to the next."""
 
 
-class WorkerBeginning(Protocol):
-    """What a new worker is given, and how long it may take to start (`RunRequest`)."""
+class WorkerStartSettings(Protocol):
+    """The settings of a `RunRequest` with which workers are started."""
 
     @property
     def spec(self) -> bytes: ...
@@ -84,7 +84,7 @@ class WorkerRegistry:
         self.node_of_worker: dict[int, str] = {}
         """Worker -> node, of all workers that have ever started."""
         self.zone_of_node: dict[str, str] = {}
-        """Node -> its availability zone, of nodes that say theirs."""
+        """Node -> its availability zone, of nodes with such a label."""
         self._answered_s: dict[int, float] = {}
         """Worker -> time of its last answer, of workers that have not been dismissed."""
         self._leaving: set[int] = set()
@@ -120,11 +120,13 @@ class WorkerRegistry:
     # -- hiring and dismissing -----------------------------------------------------------------------------------------------
 
     async def start_workers(
-        self, numbers: tuple[int, ...], begin: WorkerBeginning, *, on_demand: bool = False, requested: bool = False
+        self, numbers: tuple[int, ...], begin: WorkerStartSettings, *, on_demand: bool = False, requested: bool = False
     ) -> None:
         """Start further workers: placement, processes, torch, model code.
 
-        Posts `WorkerPlaced`, then `WorkerJoined` or `WorkerStartFailed` of each. `requested`: their placement group is there.
+        Posts `WorkerPlaced`, then `WorkerJoined` or `WorkerStartFailed` of each.
+
+        `requested`: their placement group was requested already.
         """
         suspect, slow = (set[str](), set[str]()) if requested else (set(self.suspect_nodes), set(self.slow_nodes))
         try:
@@ -140,13 +142,13 @@ class WorkerRegistry:
             return
         for number in there:
             self.post(on.WorkerPlaced(number))
-        await self.look_at_zones()
+        await self.update_zones()
         await asyncio.gather(*(self.await_hello(number, workers[number], begin.start_deadline_s) for number in there))
 
-    async def look_at_zones(self) -> None:
-        """Note the zones of the nodes that there are; without an answer of Ray's head the known ones stay."""
+    async def update_zones(self) -> None:
+        """Read the zones of all live nodes. If Ray does not answer, the known zones are kept."""
         try:
-            self.zone_of_node.update(zones_of_nodes(await asyncio.to_thread(list_node_facts)))
+            self.zone_of_node.update(zones_of_nodes(await asyncio.to_thread(list_live_node_resources)))
         except Exception:
             return  # seats are then spread over nodes only
 

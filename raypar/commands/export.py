@@ -134,7 +134,7 @@ def _checkpoint(run: str, run_dir: str, step: int | None) -> CheckpointRef:
     given = open_checkpoint(run, "the run")
     if given.has_file(MANIFEST):
         return verify_checkpoint(given).checkpoint
-    with RunFolder.opened(run, run_dir, with_job=False, last_bytes=0) as folder:
+    with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:
         store = open_checkpoint_store(folder.checkpoint_location)
     if step is not None:
         there = sorted(name for name in store.names() if name.startswith("step_"))

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     address = find_server_address(args.address) if args.run_dir is None else None
     with json_stdout(args.json) as out:
         if address is None:
-            with RunFolder.opened(args.run, args.run_dir or "runs/", with_job=False) as folder:
+            with RunFolder.open_for_reading(args.run, args.run_dir or "runs/", with_job=False) as folder:
                 return print_run_log(folder, out, follow=args.follow, as_json=args.json)
         server = connect_job_server(address)
         job = match_job(args.run, [*map(parse_ray_job_record, server.jobs())], server.name)
@@ -77,8 +77,8 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
     heard_s = time.monotonic()
     while True:
         looked_s = time.monotonic()
-        if folder.remote is not None and files[0].offset + files[1].offset:
-            download_run(folder.remote.uri, folder.path)
+        if folder.shared is not None and files[0].offset + files[1].offset:
+            download_run(folder.shared.uri, folder.path)
         locked = folder.is_locked()  # before the files: then they hold all that the process has written
         metrics, events = files[0].read(), files[1].read()
         end = find_end_event(metrics, events, {}) or (None if metrics or events else end)
@@ -100,4 +100,4 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
                 "last checkpoint",
             )
         took_s = time.monotonic() - looked_s
-        time.sleep(POLL_S if folder.remote is None else max(POLL_STORAGE_S, 9 * took_s))
+        time.sleep(POLL_S if folder.shared is None else max(POLL_STORAGE_S, 9 * took_s))

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.run_folder import RunFolder
 
     known = secrets_of_environment(os.environ)
-    with RunFolder.opened(args.run, args.run_dir, with_job=False) as folder:
+    with RunFolder.open_for_reading(args.run, args.run_dir, with_job=False) as folder:
         out = args.out if args.out is not None else f"{folder.path.resolve().name}.html"
         page = report_page(folder, time.time(), partial(redact_text, known=known), known)
     write_option_output_file(out, page, "--out")

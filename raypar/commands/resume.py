@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.run_folder import RunFolder
 
     with json_stdout(args.json) as out, contextlib.ExitStack() as stack:
-        folder = stack.enter_context(RunFolder.opened(args.run, choose_lasting_run_dir(args.run_dir)))
+        folder = stack.enter_context(RunFolder.open_for_reading(args.run, choose_lasting_run_dir(args.run_dir)))
         job = load_job(folder.job, args.overrides)
         console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out)
         console.faults += [event for event in folder.read_lines(folder.events) if event["kind"] in COUNTED]

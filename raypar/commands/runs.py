@@ -83,11 +83,11 @@ def list_runs_in_folder(run_dir: str, last: int, now: float) -> list[RunRow]:
 def list_runs_on_storage(run_dir: StorageUri, last: int, now: float) -> list[RunRow]:
     """The same of runs below a place on shared storage."""
     from raypar.run_folder import RunFolder
-    from raypar.storage.folder_download import runs_below
+    from raypar.storage.folder_download import list_runs_below
 
     rows = []
-    for uri, _ in runs_below(run_dir)[-last or None :]:
-        with RunFolder.opened(str(uri), with_job=False, last_bytes=TAIL_BYTES) as run:
+    for uri, _ in list_runs_below(run_dir)[-last or None :]:
+        with RunFolder.open_for_reading(str(uri), with_job=False, last_bytes=TAIL_BYTES) as run:
             rows.append(read_run_row(run, now))
     return rows
 

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.run_folder import RunFolder
 
     known = secrets_of_environment(os.environ)
-    with RunFolder.opened(args.run, args.run_dir, with_job=False) as folder:
+    with RunFolder.open_for_reading(args.run, args.run_dir, with_job=False) as folder:
         found = read_status(folder, time.time())
         if args.svg is not None:
             write_throughput_chart(folder, args.svg, found.steps)

@@ -1,4 +1,4 @@
-"""`raypar top [RUN]`: a run live on the terminal, from its folder alone: workers, computing, memory, loss, story."""
+"""`raypar top [RUN]`: shows a run live on the terminal, from its folder alone: workers, memory, loss, events."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from raypar.run_folder import RunFolder
 
 REFRESH_S = 1.0
-"""Time from one look at the files to the next."""
+"""Time between two reads of the files."""
 REFRESH_STORAGE_S = 3.0
-"""The same of a run on shared storage, of which each look reads the last lines again."""
+"""The same for a run on shared storage, whose last lines are read again each time."""
 FIRST_BYTES = 8 << 20
-"""How much of the end of a file the first look reads: some ten thousand steps. Later looks read what is new."""
+"""How much of the end of a file the first read takes, some ten thousand steps. Later reads take only new lines."""
 ONCE_LINES = 40
-"""Height of the screen that is printed where there is no terminal."""
+"""Height of the screen that is printed without a terminal."""
 QUIT_KEYS = ("q", "Q", "")
-"""Keys that end it; the empty one: the terminal is gone."""
+"""Keys that end the command; the empty text means that the terminal is gone."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     require_rich()
     clean = partial(redact_certain_secrets, known=secrets_of_environment(os.environ))
     console = make_console()
-    with RunFolder.opened(args.run, args.run_dir, with_job=False) as folder:
+    with RunFolder.open_for_reading(args.run, args.run_dir, with_job=False) as folder:
         look = follow_run_folder(folder)
         if args.once:
             height = console.height if console.is_terminal else ONCE_LINES
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         if not sys.stdout.isatty():
             raise ConfigError(
-                "raypar top draws on a terminal, and its output is none",
+                "raypar top draws on a terminal, but its output is not a terminal",
                 cure="add --once to print the screen once, or use `raypar status` or `raypar logs -f`",
             )
         from rich.live import Live
@@ -70,13 +70,13 @@ def run(args: argparse.Namespace) -> int:
         ):
             while True:
                 live.update(top_screen(look(), console.width, console.height, clean), refresh=True)
-                if key(REFRESH_S if folder.remote is None else REFRESH_STORAGE_S) in QUIT_KEYS:
+                if key(REFRESH_S if folder.shared is None else REFRESH_STORAGE_S) in QUIT_KEYS:
                     break
     return 0
 
 
 def follow_run_folder(folder: RunFolder) -> Callable[[], LiveView]:
-    """A function that looks at the run's files and returns what is there now. Each call reads what is new since the last."""
+    """A function that returns the run at this moment. Each call reads the lines that are new since the last call."""
     import time
 
     from raypar.console.live_run import LiveRun
@@ -91,8 +91,8 @@ def follow_run_folder(folder: RunFolder) -> Callable[[], LiveView]:
         from raypar.console.run_status import build_run_status
         from raypar.storage.folder_download import download_run
 
-        if folder.remote is not None and metrics.offset + events.offset:
-            download_run(folder.remote.uri, folder.path)
+        if folder.shared is not None and metrics.offset + events.offset:
+            download_run(folder.shared.uri, folder.path)
         live.add(metrics.read(), events.read())
         now = time.time()
         status = build_run_status(
@@ -112,7 +112,7 @@ def follow_run_folder(folder: RunFolder) -> Callable[[], LiveView]:
 
 
 def read_job_numbers(folder: RunFolder) -> dict[str, Any]:
-    """The job's number of steps and its price, as far as job.yaml says them. Raises `ConfigError` for a link or a FIFO."""
+    """`steps` and `price_per_worker_hour` of job.yaml, if it has them. Raises `ConfigError` for a link or a FIFO."""
     import os
 
     from raypar.errors import ConfigError
@@ -134,7 +134,7 @@ def read_job_numbers(folder: RunFolder) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def pressed_keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits for a key, for at most so many seconds, and returns it; a space if none was pressed."""
+    """Gives the block a function that waits some seconds for a key; it returns the key, or a space if none was pressed."""
     import time
 
     if not sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""The reference of all job keys and of `Trainer`'s arguments as one Markdown page, made from the pydantic model of a job.
+"""Makes the reference of all job keys and `Trainer` arguments, one Markdown page, from the pydantic model of a job.
 
 `python -m raypar.config.job_reference examples/guides/reference.md` writes it.
 """
@@ -34,7 +34,7 @@ TYPE_OF_VALIDATOR: dict[Callable[..., Any], str] = {
     job_module._recompute_policy: "`none`, `full`, or a list of patterns",
     typing.get_args(PathText)[1].func: "path",
 }
-"""A validator that decides by itself what a key may be -> the type, in words."""
+"""Validator that accepts more than the annotated type -> the type in words."""
 
 TYPE_OF_KEY: dict[str, str] = {
     "plan.schedule": ", ".join(f"`{name}`" for name in NAMES),
@@ -46,7 +46,7 @@ TYPE_OF_KEY: dict[str, str] = {
     "run_config": "`ray.train.RunConfig`",
     "checkpoint_config": "`ray.train.CheckpointConfig`",
 }
-"""Key or argument -> its type in words, where the model's type does not say it."""
+"""Key or argument -> its type in words, where the annotation does not show it."""
 
 TRAINER_ALSO_TAKES: dict[str, str] = {
     "model": "the function or class itself; a pair `(function, {arguments})`; a module that is built already, up to 32 MiB",
@@ -60,7 +60,7 @@ TRAINER_ALSO_TAKES: dict[str, str] = {
     "init_from": "a `pathlib.Path`",
     "run_dir": "a `pathlib.Path`",
 }
-"""Argument of `Trainer` that is a key of a job -> what it takes besides what a job file can say."""
+"""Argument of `Trainer` that is also a job key -> values that it takes besides those of a job file."""
 
 HEAD = """\
 # Reference: job keys and `Trainer` arguments
@@ -89,7 +89,7 @@ They say where and how a job is run, not what it is.
 
 
 def make_reference() -> str:
-    """The whole page."""
+    """The text of the whole page."""
     parts = [HEAD, "## Keys of a job\n", _table("", Job)]
     for path, section in walk_sections(Job):
         name = ".".join(path)
@@ -103,7 +103,7 @@ def make_reference() -> str:
 
 
 def _table(prefix: str, section: type[BaseModel]) -> str:
-    """The table of a section's keys; `prefix`: what stands before their names, such as `plan.`."""
+    """The table of a section's keys. `prefix`: the section's path with a dot, such as `plan.`."""
     rows = [
         (f"`{prefix}{name}`", _type_in_words(prefix + name, info), _default(info), _doc(section, name), _also(prefix + name))
         for name, info in section.model_fields.items()
@@ -134,7 +134,7 @@ def _command_line(name: str) -> str:
 
 
 def _type_in_words(key: str, info: FieldInfo) -> str:
-    """What a key may be. Raises `TypeError` for a type for which there are no words here."""
+    """The type of a key, in words. Raises `TypeError` for a type that is not described here."""
     if key in TYPE_OF_KEY:
         return TYPE_OF_KEY[key]
     words = list(_words(key, info.annotation, info.metadata))
@@ -144,7 +144,7 @@ def _type_in_words(key: str, info: FieldInfo) -> str:
 
 
 def _words(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
-    """The alternatives of a type."""
+    """The alternatives of a type, each in words."""
     for one in metadata:
         if isinstance(one, (BeforeValidator, PlainValidator)):
             if one.func not in TYPE_OF_VALIDATOR:
@@ -176,7 +176,7 @@ def _words(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[
 
 
 def _section_in_words(key: str, section: type[BaseModel]) -> str:
-    """A link to a section, with its short form: what a text alone stands for is its first key, if that one is required."""
+    """A link to a section, and its short form: a section may be given as the value of its first key, if that is required."""
     first, info = next(iter(section.model_fields.items()))
     short = ""
     if info.is_required():
@@ -223,7 +223,7 @@ def _class_docstring(section: type[BaseModel]) -> str:
 
 
 def _doc(section: type[BaseModel], name: str) -> str:
-    """The docstring below a field, in one line. Raises `TypeError` if it has none."""
+    """The docstring of a field, in one line. Raises `TypeError` if it has none."""
     for cls in section.__mro__:
         if issubclass(cls, BaseModel) and cls is not BaseModel:
             found = _attribute_docstrings(cls).get(name)
@@ -234,7 +234,7 @@ def _doc(section: type[BaseModel], name: str) -> str:
 
 @functools.cache
 def _attribute_docstrings(cls: type) -> dict[str, str]:
-    """Attribute -> the text that stands below it in the class's source."""
+    """Attribute -> its docstring, which is the string below it in the class's source."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)
     found = {}

@@ -1,4 +1,4 @@
-"""The section `placement` of a job: on which nodes of a cluster its workers may be."""
+"""The section `placement` of a job: on which nodes of a cluster its workers are placed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from raypar.config.section import MAX_WORKERS, Section
-from raypar.elastic.worker_placement import NODE_LABEL, ON_DEMAND, WorkerPlacement, is_label_selector
+from raypar.elastic.placement_constraints import NODE_LABEL, ON_DEMAND, PlacementConstraints, is_label_selector
 from raypar.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ class PlacementConfig(Section):
             if label == NODE_LABEL:
                 raise ValueError(f"{NODE_LABEL} is set by raypar, which avoids nodes that were lost")
             if not is_label_selector(label, value):
-                raise ValueError(f"{label}={value} is no label selector of Ray's: VALUE, !VALUE, in(A,B) or !in(A,B)")
+                raise ValueError(f"{label}={value} is not a label selector of Ray: write VALUE, !VALUE, in(A,B) or !in(A,B)")
         return selector
 
     @model_validator(mode="after")
@@ -44,9 +44,9 @@ class PlacementConfig(Section):
             )
         return self
 
-    def to_placement(self) -> WorkerPlacement:
-        """The same for the driver."""
-        return WorkerPlacement(
+    def to_constraints(self) -> PlacementConstraints:
+        """The section as plain data for the driver."""
+        return PlacementConstraints(
             accelerator_type=self.accelerator_type,
             label_selector=dict(self.label_selector),
             on_demand=self.on_demand,

@@ -1,4 +1,4 @@
-"""The base of all sections of a job."""
+"""The base class of all sections of a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raypar.config.validation_errors import config_error, walk_sections
 from raypar.traceback_filter import without_raypar_frames
 
 MAX_WORKERS = 2**16
-"""Limit of numbers of workers in a job file, because lists of that length are made."""
+"""Limit on numbers of workers in a job file: lists of that length are made."""
 
 
 class Section(BaseModel):

@@ -1,4 +1,4 @@
-"""What `raypar top` shows of a run, gathered from what is new in its files. Its size is bounded, however long the run. Pure."""
+"""The state of a run that `raypar top` shows, updated with new lines of its files. Its memory is bounded. Pure."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from raypar.console.throughput_chart_data import build_run_history, goodput_of_h
 from raypar.telemetry.run_totals import read_totals
 
 Line = Mapping[str, Any]
+"""A line of metrics.jsonl or events.jsonl, or another record of a run's files."""
 
 KEPT_LINES = 2000
-"""How many of the last lines of metrics, and of events, are kept."""
+"""Number of the last lines of metrics, and of events, that are kept."""
 KEPT_LOSSES = 512
-"""Half of the most points of the loss that are kept."""
-SEAT = re.compile(r"stages? ([\d,]+), replica (\d+)(?:, shard (\d+))?")
-"""A seat in a worker's coordinate."""
+"""The curve of the loss has at most twice this many points."""
+SEAT_PATTERN = re.compile(r"stages? ([\d,]+), replica (\d+)(?:, shard (\d+))?")
+"""Finds the seat in a worker's coordinate."""
 
 
 class BoundedSeries:
-    """A series of values of any length as at most 1,024 means of equally many neighbours."""
+    """A series of values, summarised: at most 2 * `KEPT_LOSSES` means, each of `stride` consecutive values."""
 
     def __init__(self) -> None:
         self.means: list[float] = []
         """The means, in order."""
         self.stride = 1
-        """How many values each of them stands for."""
+        """Number of values in each mean."""
         self._rest: list[float] = []
-        """Values after the last mean."""
+        """Values that are in no mean yet."""
 
     def add(self, value: float) -> None:
         """Add the next value."""
@@ -46,23 +47,23 @@ class BoundedSeries:
             self.stride *= 2
 
     def values(self) -> tuple[float, ...]:
-        """The means, and the last value where that is newer."""
+        """The means, and the last value if it is in none of them."""
         return (*self.means, *self._rest[-1:])
 
 
 @dataclass(frozen=True)
 class LiveWorker:
-    """One worker, for the table. What is not known is None or empty."""
+    """One worker, for the table. Unknown values are None or empty."""
 
     stage: str
     replica: str
     shard: str
-    """The seat; `stage` is all that is known of a place of another form."""
+    """The seat. If the coordinate cannot be parsed, `stage` is its whole text."""
     worker: str
     node: str
     pid: str
     busy: float | None
-    """Share of the last steps in which it computed."""
+    """Share of the last steps' time in which it computed."""
     peak_bytes: int | None
     """The largest resident memory that its process has had."""
 
@@ -82,25 +83,25 @@ class LiveView:
     bubble: float | None
     """Mean share of the last steps in which workers did not compute."""
     goodput: float | None
-    """See `RunTotals.goodput`; where the folder has no totals: of the time of the lines that were read."""
+    """See `RunTotals.goodput`. Without totals.json: the share of time in steps, from the lines that were read."""
     eta_s: float | None
     """Predicted seconds to the end."""
     cost: float | None
     """What the workers have cost so far."""
     workers: tuple[LiveWorker, ...]
-    """Those with a seat."""
+    """The workers with a seat."""
     spares: int
     """Workers without a seat."""
 
 
 class LiveRun:
-    """Keeps what is shown of one run; give it the new lines of its files as they come."""
+    """Collects the new lines of a run's files, and makes the view of the run at any moment."""
 
     def __init__(self, steps: int | None, price_per_worker_hour: float | None = None) -> None:
         self.steps = steps
         """Number of steps of the job."""
         self.price_per_worker_hour = price_per_worker_hour
-        """The price of a worker, if the job says it."""
+        """Price of one worker for an hour, if the job gives it."""
         self.metrics: deque[Line] = deque(maxlen=KEPT_LINES)
         """The last lines of metrics.jsonl, by ascending step."""
         self.events: deque[Line] = deque(maxlen=KEPT_LINES)
@@ -113,7 +114,7 @@ class LiveRun:
         """The last step in `losses`."""
 
     def add(self, metrics: Iterable[Line], events: Iterable[Line]) -> None:
-        """Add new lines. Lines of steps that are there already, of a file that was written anew, are left out."""
+        """Add new lines. Steps that were added before are skipped: a file that is written anew contains them again."""
         for line in metrics:
             if "loss" not in line:
                 self.metrics.append(line)
@@ -126,7 +127,7 @@ class LiveRun:
         self.events.extend(events)
 
     def view(self, status: RunStatus, totals: Line | None, now: float) -> LiveView:
-        """What is shown now. `status` is of these lines; `totals`: the content of totals.json."""
+        """The run at this moment. `status`: made from the same lines; `totals`: the content of totals.json."""
         done = [line for line in self.metrics if "loss" in line][-RECENT:]
         found = read_totals(totals)
         goodput = found.goodput
@@ -150,13 +151,13 @@ class LiveRun:
 
 
 def live_workers(members: Sequence[Line], done: Sequence[Line]) -> list[LiveWorker]:
-    """The workers with a seat, by rank. `done`: the lines of the last steps, of which those with as many workers count."""
+    """The workers with a seat, by rank. `done`: lines of the last steps; those with another number of workers are ignored."""
     busy = mean_by_rank([numbers for line in done if (numbers := numbers_by_rank(line, "busy_shares", len(members)))])
     peaks = next((found for line in reversed(done) if (found := numbers_by_rank(line, "peak_rss_bytes", len(members)))), None)
     rows = []
     for rank, member in enumerate(members):
         place = str(member.get("coordinate") or "")
-        seat = SEAT.search(place)
+        seat = SEAT_PATTERN.search(place)
         rows.append(
             LiveWorker(
                 stage=seat[1] if seat else place,
@@ -173,7 +174,7 @@ def live_workers(members: Sequence[Line], done: Sequence[Line]) -> list[LiveWork
 
 
 def numbers_by_rank(line: Line, key: str, workers: int) -> list[float]:
-    """The numbers of a line by rank; empty if there are not as many as workers, or if one is none."""
+    """The list of numbers `key` of a line, by rank; empty unless there is a finite number for each worker."""
     found = line.get(key)
     whole = isinstance(found, list) and len(found) == workers and all(is_finite_number(one) for one in found)
     return list(found) if whole and found is not None else []

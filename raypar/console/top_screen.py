@@ -1,4 +1,4 @@
-"""Draws the screen of `raypar top` with rich, to fit a terminal of any size."""
+"""Renders the screen of `raypar top` with rich, for a terminal of any size."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from raypar.console.event_printer import format_duration
 from raypar.console.live_run import LiveView, LiveWorker
 from raypar.console.run_status import format_loss, format_step_time, local_time
 from raypar.errors import ConfigError
+from raypar.schedule.line_chart import LOG_FROM
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -20,14 +21,12 @@ if TYPE_CHECKING:
 
 BARS = " ▁▂▃▄▅▆▇█"
 """Characters of a sparkline, by height."""
-LOG_FROM = 20.0
-"""A sparkline is logarithmic if the largest value is so many times the least one, and all are positive."""
-STORY_LINES = 4
-"""The story has at least so many lines, where the screen has room for them."""
+LEAST_STORY_LINES = 4
+"""Least number of lines for the last events, if the screen has room for them."""
 TITLES = {"running": "green", "ended": "cyan", "starting": "yellow", "recovering": "yellow", "waiting": "yellow"}
 """Phase -> colour."""
 NARROW, WIDE = 72, 110
-"""Terminals narrower than the first leave out nodes and pids; those wider than the second have wide bars."""
+"""Terminals narrower than `NARROW` columns show no nodes and pids; those of `WIDE` columns or more have wide bars."""
 
 Show = Callable[[object], str]
 """The text of a value as it is shown: without secrets, and without characters that move the cursor."""
@@ -52,7 +51,7 @@ def make_console(width: int | None = None) -> Console:
 
 
 def top_screen(view: LiveView, width: int, height: int, clean: Callable[[str], str] = str) -> Group:
-    """The screen as rich renders it: head, losses and speed, workers, and the story in what room is left.
+    """The whole screen: title, progress, loss and speed, workers, and the last events in the remaining lines.
 
     `clean` removes secrets from a text.
     """
@@ -65,7 +64,7 @@ def top_screen(view: LiveView, width: int, height: int, clean: Callable[[str], s
     parts: list[Text | Table] = [*head]
     room = height - len(head)
     if view.workers and room >= 4:
-        lines = min(len(view.workers) + 1, max(3, room - 2 - STORY_LINES))
+        lines = min(len(view.workers) + 1, max(3, room - 2 - LEAST_STORY_LINES))
         parts += [blank_line(), workers_table(view, width, lines, show)]
         room -= 1 + lines
     if room >= 2:
@@ -102,7 +101,7 @@ def title_line(view: LiveView, width: int, show: Show) -> Text:
 
 
 def spread(left: Text, right: Text, width: int) -> Text:
-    """Two texts on one line, at its ends."""
+    """A line with one text at its left end and one at its right end."""
     left.truncate(max(1, width - right.cell_len - 1), overflow="ellipsis")
     left.append(" " * max(1, width - left.cell_len - right.cell_len))
     left.append_text(right)
@@ -111,7 +110,7 @@ def spread(left: Text, right: Text, width: int) -> Text:
 
 
 def progress_line(view: LiveView, width: int) -> Text:
-    """A bar of the steps done, and when the run will end."""
+    """A bar of the steps done, and the predicted time to the end."""
     from rich.text import Text
 
     status = view.status
@@ -185,7 +184,10 @@ def fact_lines(view: LiveView, width: int, show: Show) -> list[Text]:
 
 
 def sparkline(values: Sequence[float], cells: int) -> str:
-    """The values as a line of characters of other heights, each the mean of its part; `▇▅▃▂▁` falls."""
+    """The values as a sparkline of at most `cells` characters, each for the mean of consecutive values; `▇▅▃▂▁` falls.
+
+    The scale is logarithmic if all means are positive and the largest is at least `LOG_FROM` times the least.
+    """
     if not values or cells < 1:
         return ""
     count = min(cells, len(values))
@@ -201,7 +203,7 @@ def sparkline(values: Sequence[float], cells: int) -> str:
 
 
 def workers_table(view: LiveView, width: int, lines: int, show: Show) -> Table:
-    """The table of workers in so many lines with its head; where they do not fit, a row for each stage."""
+    """The table of workers in `lines` lines, head included: a row for each worker or, if they do not fit, each stage."""
     from rich.table import Table
 
     shards = any(one.shard for one in view.workers)
@@ -243,7 +245,7 @@ def _by_stage(one: LiveWorker) -> tuple[int, str]:
 
 
 def stage_row(stage: str, workers: Sequence[LiveWorker], cells: int) -> list[str | Text]:
-    """The row of a stage whose workers have no rows: means of computing, the least of it, the largest memory."""
+    """The row of a whole stage: mean and least share of computing time, and the largest memory, of its workers."""
     busy = [one.busy for one in workers if one.busy is not None]
     peaks = [one.peak_bytes for one in workers if one.peak_bytes is not None]
     mean = sum(busy) / len(busy) if busy else None
@@ -265,7 +267,7 @@ def megabytes(size: int | None) -> str:
 
 
 def story_lines(view: LiveView, width: int, lines: int, show: Show) -> list[Text]:
-    """The last events in so many lines; one line for each, cut at the end of the screen."""
+    """The last `lines` events, one line each, truncated to the width."""
     from rich.text import Text
 
     shown = []

@@ -198,7 +198,7 @@ class StartWorkers:
     workers: tuple[int, ...]
     """Their numbers, which no other workers ever get: one worker, or all shards of one replica of a stage."""
     on_demand: bool = False
-    """Whether they need a node that the cloud does not take back."""
+    """Whether they need an on-demand node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How many workers a run should ask the cluster for, use, wait for and give back now, as one decision. Pure.
+"""Decides how many workers a run asks the cluster for, uses, waits for and gives back now. Pure.
 
 Asking for workers is what makes an autoscaler add nodes, and giving them back is what makes it remove them.
 """
@@ -31,7 +31,7 @@ class WorkerCountLimits:
     retry_s: float = 5.0
     """Pause in seconds after the first failed start of a worker."""
     replica_size: int = 1
-    """Workers of one replica of a stage: its shards. So many are asked for together, on one node."""
+    """Workers of one replica of a stage: its shards. They are asked for together, on one node."""
     on_demand: int = 0
     """Least number of workers on nodes that the cloud does not take back."""
 
@@ -62,15 +62,15 @@ class CapacityInputs:
     stopping: bool = False
     """Whether the run has been asked to end."""
     useful: int | None = None
-    """The most workers for which the planner has had a use; None: it has declined none."""
+    """The largest number of workers that the planner can use; None: it has declined none yet."""
     may_release: bool = False
     """Whether workers may be given back now: the run trains, and no other change is under way."""
     needed_spares: Set[int] = frozenset()
-    """Workers of `spares` that may hold the only copy of some state."""
+    """Spares that may hold the only copy of some state."""
     asked_together: Mapping[int, Set[int]] = field(default_factory=dict)
     """Worker -> the workers that were asked for together with it, itself included; without an entry it was asked for alone."""
     on_demand: Set[int] = frozenset()
-    """Workers that are on nodes which the cloud does not take back, or have been asked for there."""
+    """Workers on on-demand nodes, or asked for there."""
 
     @property
     def present(self) -> Set[int]:
@@ -91,7 +91,7 @@ class DesiredCapacity:
     grow: bool
     """Whether to ask the planner now for a plan of more seats."""
     workers_to_release: tuple[int, ...]
-    """Workers to give back now: those being started come before those that wait for a seat."""
+    """Workers to give back now: first those that are still starting, then those that wait for a seat."""
     reason: str
     """The sentence for the log."""
 
@@ -103,12 +103,12 @@ class DesiredCapacity:
 
 @dataclass(frozen=True, slots=True)
 class StartGroup:
-    """Workers that are asked for together: they are placed on one node, or not at all."""
+    """Workers that are asked for together: the cluster places all of them on one node, or none."""
 
     workers: int
     """Number of workers."""
     on_demand: bool = False
-    """Whether they need a node that the cloud does not take back."""
+    """Whether they need an on-demand node."""
 
 
 def compute_desired_capacity(view: CapacityInputs, limits: WorkerCountLimits, now_s: float) -> DesiredCapacity:
@@ -132,13 +132,13 @@ def compute_desired_capacity(view: CapacityInputs, limits: WorkerCountLimits, no
 
 
 def target_worker_count(view: CapacityInputs, limits: WorkerCountLimits) -> int:
-    """The number of workers to have, standbys included. What the planner has declined is not asked for again."""
+    """The number of workers to have, standbys included, without those that the planner has declined."""
     useful = limits.wanted if view.useful is None else min(limits.wanted, view.useful)
     return useful + limits.standbys
 
 
 def _split_into_groups(view: CapacityInputs, limits: WorkerCountLimits, missing: int) -> tuple[StartGroup, ...]:
-    """`missing` workers in groups of whole replicas, and the rest one by one; first those that must be on-demand."""
+    """`missing` workers as groups: whole replicas, then single workers. The first groups are on-demand, as far as required."""
     sizes = [limits.replica_size] * (missing // limits.replica_size) + [1] * (missing % limits.replica_size)
     lacking = limits.on_demand - len(view.on_demand & view.present)
     groups = []
@@ -149,16 +149,16 @@ def _split_into_groups(view: CapacityInputs, limits: WorkerCountLimits, missing:
 
 
 def choose_workers_to_release(view: CapacityInputs, surplus: int) -> tuple[int, ...]:
-    """At most `surplus` workers without a seat, in whole groups: those without a place first, then those without a process.
+    """At most `surplus` workers without a seat: first workers that are not placed, then those that have not joined.
 
-    The placement group of workers that were asked for together can only be given back whole. Never given back are members, and
-    spares that may hold the only copy of some state. Of equals the last one asked for goes first.
+    Workers that were asked for together share a placement group, so they are given back together. Members, and spares that may
+    hold the only copy of some state, are never given back. Among equals the worker that was asked for last goes first.
     """
     free = (view.spares | view.starting) - view.needed_spares
     groups = {frozenset(view.asked_together.get(worker, {worker}) & view.present) for worker in free}
 
     def effort(group: Collection[int]) -> tuple[int, int]:
-        """How much has been done for the group, and its place among equals."""
+        """(how far the start of the group has come, order among equals)."""
         ready, placed = any(w in view.spares for w in group), any(w in view.placed for w in group)
         return 2 * ready + placed, -max(group)
 

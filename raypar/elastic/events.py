@@ -22,13 +22,13 @@ class FirstWorkersPlaced:
     members: tuple[int, ...]
     """`members[rank]`: the worker in the seat `rank` of the plan."""
     placed: tuple[int, ...] = ()
-    """Further workers that are placed and started; they wait for a seat."""
+    """Further workers that are placed and are being started; they have no seat yet."""
     pending: tuple[int, ...] = ()
     """Workers that are asked for and not placed yet."""
     groups: tuple[tuple[int, ...], ...] = ()
     """The workers that share a placement group, of each group."""
     on_demand: tuple[int, ...] = ()
-    """Workers that have been asked for on nodes that the cloud does not take back."""
+    """Workers that were asked for on on-demand nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class DriverFailover:
     groups: tuple[tuple[int, ...], ...] = ()
     """The workers that share a placement group, of each group."""
     on_demand: tuple[int, ...] = ()
-    """Workers that are on nodes which the cloud does not take back."""
+    """Workers on on-demand nodes."""
     next_worker_number: int = 0
     """The number that the next worker gets."""
     idle_s: float | None = None

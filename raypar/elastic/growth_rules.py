@@ -36,7 +36,7 @@ def add_spare_while_running(m: RunState, event: WorkerJoined) -> None:
 
 
 def add_spare(m: RunState, event: WorkerJoined) -> bool:
-    """Let a new worker wait for a seat. False if it was given back or lost before its message came.
+    """Add a new worker to the spares. False if it was given back or lost before its message came.
 
     At the end of a run it is needed only if a worker is lost with its share of the last checkpoint.
     """
@@ -51,15 +51,15 @@ def add_spare(m: RunState, event: WorkerJoined) -> bool:
     return True
 
 
-def add_spare_quietly(m: RunState, event: WorkerJoined) -> None:
-    """Let a new worker wait for a seat; nothing else follows at the start and at the end of a run."""
+def add_spare_only(m: RunState, event: WorkerJoined) -> None:
+    """Add a new worker to the spares and do nothing else: at the start and at the end of a run no plan is changed."""
     add_spare(m, event)
 
 
 def retry_start_later(m: RunState, event: WorkerStartFailed) -> None:
     """Mark the worker lost and allow the next start after a pause; another machine may work."""
     if event.worker in m.membership.gone:
-        return  # it was given back, or had to leave, while it was being started
+        return  # it was given back or drained while it was starting
     group = {event.worker} | (m.hiring.asked_together.get(event.worker, set()) & (m.hiring.starting - m.hiring.placed))
     for worker in group:  # they share the placement group
         mark_worker_lost(m, worker)
@@ -120,20 +120,20 @@ def judge_larger_plan(m: RunState, event: PlanChosen) -> None:
 
 
 def note_declined_capacity(m: RunState) -> None:
-    """Note that the planner has no use for more workers than the members: the others are given back and not asked for again.
+    """Note that the planner can use no more workers than the members; further ones are given back and not asked for again.
 
-    If it was asked for fewer workers than are wanted, they are kept for `capacity_s`, because with those that are still to come
-    they may help.
+    If the planner was asked about fewer workers than the run wants, the spares are kept for `capacity_s`: together with workers
+    that are still to come they may be useful.
     """
     m.planned.declined_at_s = m.timer.now_s
     if m.planned.asked_workers >= m.policy.wanted:
-        m.hiring.useful, m.hiring.useful_for_good = len(m.membership.members), True
+        m.hiring.useful, m.hiring.useful_is_final = len(m.membership.members), True
 
 
 def give_up_larger_plan(m: RunState) -> None:
-    """Ask for no more workers if spares have waited in vain for others without which they do not help.
+    """Stop asking for workers if declined spares have waited for `capacity_s` and no further workers have come.
 
-    With another plan they are asked for again.
+    After the next change of plan they are asked for again.
     """
     declined_s = m.planned.declined_at_s
     if m.hiring.useful is not None or declined_s is None or not m.membership.spares:

@@ -45,7 +45,7 @@ def find_only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
 
 
 def steps_are_lost_without(m: RunState, silent: Collection[int]) -> bool:
-    """Whether the workers that answer lack some of the newest state, so that all would go back to older copies."""
+    """Whether the answering workers lack some of the newest state, so that all workers would go back to older copies."""
     if m.membership.plan is None:
         return False
     done = count_steps_of_answering_workers(m, silent)

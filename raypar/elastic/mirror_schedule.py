@@ -27,7 +27,7 @@ class MirrorSchedule:
     complete: bool = False
     """Whether some snapshot is known to be complete on all workers."""
     complete_in_generation: bool = False
-    """Whether one of this generation is, so that none of an earlier one is needed."""
+    """Whether a snapshot of this generation is complete, so that none of an earlier generation is needed."""
     _steps_s: float = field(default=0.0, init=False)
     """Seconds of the committed steps since the last snapshot, including its own step."""
     _spent_s: float = field(default=0.0, init=False)

@@ -168,7 +168,7 @@ def start_generation(m: RunState, order: AdoptPlan) -> None:
     m.planned.reason = m.planned.plan = None
     m.planned.ask_at_s = m.timer.now_s if who.spares else None
     m.planned.declined_at_s = None
-    m.hiring.useful = m.hiring.useful if m.hiring.useful_for_good else None
+    m.hiring.useful = m.hiring.useful if m.hiring.useful_is_final else None
     _dismiss_leaving_workers(m, trained)
     if stopping.request is not None and (stopping.stop_step is None or stopping.interrupted):
         stopping.stop_step = max(p.committed, p.emitted)

@@ -43,10 +43,10 @@ from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import ClusterError, error_first_line
 
 CLAIM_TOLD_S = 5.0
-"""Time after which people are told that the claim of a generation waits for Ray's control store."""
+"""Time after which the user is told that the claim of a generation waits for Ray's control store."""
 CUT_OFF_S, MOST_PATIENCE_S = 2.0, 20.0
-"""A claim that takes longer than `CUT_OFF_S` means that the driver was cut off. Silent workers are then waited for as long
-again, but not longer than `MOST_PATIENCE_S`, and only if steps would be lost without them."""
+"""If the claim of a generation takes longer than `CUT_OFF_S`, the driver's own network was interrupted. Silent workers then get
+as much time again, but at most `MOST_PATIENCE_S`, and only if steps would be lost without them."""
 
 # -- the way in ----------------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ def take_over_run(m: RunState, event: DriverFailover) -> None:
     p.validated, p.saved = event.validated, event.saved
     hiring.starting, hiring.placed = {*event.starting, *event.pending}, set(event.starting)
     for group in event.groups:
-        hiring.put_together(group)
+        hiring.note_placement_group(group)
     hiring.on_demand = set(event.on_demand)
     hiring.next_number = max(hiring.next_number, event.next_worker_number)
     p.last_commit_s = None if event.idle_s is None else m.timer.now_s - event.idle_s
@@ -103,7 +103,7 @@ def fence_workers(m: RunState, event: GenerationClaimed) -> None:
         m.end_run("deposed", f"generation {event.generation} was claimed by another driver, which goes on with the run")
         return
     if m.timer.elapsed_s > CUT_OFF_S:
-        wait_for_packets_again(m, m.timer.elapsed_s)
+        give_silent_workers_time(m, m.timer.elapsed_s)
     # Not earlier: if this driver was stopped, another one may have gone on with these workers; its claim comes first.
     for worker in sorted(who.hung):
         m.decide(KillWorker(worker, "did not answer"), "recovery never waits for a worker that hangs")
@@ -136,15 +136,18 @@ def announce_returned_worker(m: RunState, worker: int) -> None:
     began_s = r.waited_from_s if m.progress.last_commit_s is None else m.progress.last_commit_s
     m.health.next_step_least_limit_s = max(m.health.next_step_least_limit_s, 2 * (m.timer.now_s - began_s))
     waited_s = m.timer.now_s - r.waited_from_s
-    wait_for_packets_again(m, waited_s)
+    give_silent_workers_time(m, waited_s)
     m.decide(
         TellUser(f"worker {worker} has answered, after a wait of {waited_s:.1f} s; its state is whole"), "it was waited for"
     )
 
 
-def wait_for_packets_again(m: RunState, interruption_s: float) -> None:
-    """Give silent workers time after an interruption of the driver's network: TCP repeats a lost packet after a pause that it
-    has doubled each time, so within as long as the interruption lasted."""
+def give_silent_workers_time(m: RunState, interruption_s: float) -> None:
+    """Give silent workers time to answer after an interruption of the driver's own network.
+
+    TCP doubles the pause before each repetition of a lost packet, so its next repetition comes within the length of the
+    interruption.
+    """
     until_s = m.timer.now_s + min(interruption_s, MOST_PATIENCE_S)
     m.health.patient_until_s = max(m.health.patient_until_s, until_s)
 

@@ -58,7 +58,7 @@ class RunPolicy:
     replica_size: int = 1
     """Workers of one replica of a stage (its shards), which are asked for together."""
     on_demand: int = 0
-    """Least number of workers on nodes that the cloud does not take back."""
+    """Least number of workers on on-demand nodes, which the cloud does not take back."""
     retry_s: float = 5.0
     """Pause after a worker could not be started; it doubles with each further failure, five times at most."""
     grow: bool = True

@@ -139,10 +139,10 @@ class WorkerStarts:
     asked_together: dict[int, set[int]] = field(default_factory=dict)
     """Worker -> all workers that share its placement group, where these are several."""
     on_demand: set[int] = field(default_factory=set)
-    """Workers that are on nodes which the cloud does not take back, or have been asked for there."""
+    """Workers on on-demand nodes, or asked for there."""
     useful: int | None = None
-    """The most workers for which the planner has had a use; None: it has declined none."""
-    useful_for_good: bool = False
+    """The largest number of workers that the planner can use; None: it has declined none yet."""
+    useful_is_final: bool = False
     """Whether `useful` holds for all plans, because the planner was asked for all workers that are wanted."""
     failures: int = 0
     """Number of failed starts in a row."""
@@ -153,11 +153,11 @@ class WorkerStarts:
         """Note that these workers have been asked for together."""
         self.next_number = max(self.next_number, workers[-1] + 1)
         self.starting.update(workers)
-        self.put_together(workers)
+        self.note_placement_group(workers)
         if on_demand:
             self.on_demand.update(workers)
 
-    def put_together(self, workers: tuple[int, ...]) -> None:
+    def note_placement_group(self, workers: tuple[int, ...]) -> None:
         """Note that these workers share a placement group."""
         if len(workers) > 1:
             self.asked_together.update({worker: set(workers) for worker in workers})
@@ -181,9 +181,9 @@ class PlannedChange:
     asking: bool = False
     """Whether the planner has been asked for a larger plan and has not answered."""
     asked_workers: int = 0
-    """The number of workers for which it was asked last."""
+    """The number of workers that the planner was last asked about."""
     declined_at_s: float | None = None
-    """When it declined spares last, under the present plan; None: it has not."""
+    """When the planner last declined spares under the present plan; None: it has not."""
     ask_at_s: float | None = None
     """Latest time to ask the planner for a plan with seats for the spares; None: all spares have been considered."""
 
@@ -236,7 +236,7 @@ class WorkerHealth:
     unreachable: dict[int, set[frozenset[int]]] = field(default_factory=dict)
     """Generation since the last new step -> pairs of workers that could not reach each other in it."""
     patient_until_s: float = 0.0
-    """Until then silent workers have time to answer: the driver itself was cut off from everybody, and its network is back."""
+    """Until this time silent workers are not given up: the driver's own network was interrupted until recently."""
     disturbed_at_s: float | None = None
     """When the present disturbance began: a recovery after which no step is committed yet; None: there is none."""
     next_step_least_limit_s: float = 0.0

@@ -60,7 +60,7 @@ def note_first_workers(m: RunState, event: FirstWorkersPlaced) -> None:
     hiring.starting.update(event.placed, event.pending)
     hiring.placed.update(event.placed)
     for group in event.groups:
-        hiring.put_together(group)
+        hiring.note_placement_group(group)
     hiring.on_demand.update(event.on_demand)
 
 

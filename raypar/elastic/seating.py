@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlaces:
-    """Where workers are. Each mapping is from a worker to a name; a worker without one may be anywhere."""
+    """The node and zone of each worker, and which workers are on-demand. A worker without a node may be anywhere."""
 
     nodes: Mapping[int, str] = field(default_factory=dict)
     """Worker -> its node."""
@@ -36,7 +36,7 @@ class WorkerPlaces:
 
 
 def spread_replicas_over_nodes(plan: ParallelPlan, places: WorkerPlaces, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """By rank, the worker of a first plan: replicas of a stage go to different nodes and zones, so that none has every copy.
+    """By rank, the worker of a first plan. Replicas of a stage go to different nodes and zones, so that none has all copies.
 
     `groups`: the workers that were placed together, a whole replica each; there may be more than the plan needs. The first
     replica of every stage goes to an on-demand node as long as there are such. Among equal choices the lowest number wins.
@@ -50,7 +50,7 @@ def spread_replicas_over_nodes(plan: ParallelPlan, places: WorkerPlaces, groups:
         replicas.sort(key=lambda each: each[1])  # a copy of every stage before the second copy of any
 
     def cost(position: int, replica: int, group: tuple[int, ...]) -> tuple[bool, int, int, int, tuple[int, ...]]:
-        """What speaks against a group; among nodes with equally few copies the one with the most free workers is best."""
+        """What is minimised; among nodes with equally few copies, the node with the most free workers is best."""
         node, zone = places.nodes.get(group[0], ""), places.zone(group[0])
         unsafe = bool(places.on_demand) and (replica == 0) != (group[0] in places.on_demand)
         return unsafe, zone_copies[position, zone], node_copies[position, node], -left[node], group
@@ -210,7 +210,7 @@ NO_CHANGE = (0, 0, 0, 0, 0)
 
 
 class _Seating:
-    """One seating, and what exchanges in it would cost."""
+    """An assignment of workers to seats, and the cost of exchanges in it."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class _Seating:
         return complete and alone and not self.cost[rank, worker] and (not self.safe or self.guarded[copy, True] > 0)
 
     def cost_of_exchange(self, rank: int, other: int | None, worker: int) -> tuple[int, ...]:
-        """By how much it raises what should be low (see `_improve_seating`) when `worker` gets the seat `rank`.
+        """The change of the cost (see `_improve_seating`) if `worker` gets the seat `rank`.
 
         `other`: the rank that `worker` has now, which the present member of `rank` gets; None: `worker` is idle.
         """

@@ -1,4 +1,4 @@
-"""With how many workers a run begins, and when. Pure: the driver looks at the cluster and asks again and again."""
+"""Decides when a run begins, and with how many workers. Pure: the driver asks each time it polls the cluster."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from raypar.elastic.plural_wording import count_of
 from raypar.plan import ParallelPlan
 
 StartStep = Literal["wait", "ask_planner", "begin", "impossible", "too_late"]
-"""What to do next. `impossible`: the cluster can never place enough workers. `too_late`: it has not in time."""
+"""What to do next. `impossible`: the cluster can never place enough workers. `too_late`: it did not
+place enough in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartLimits:
-    """The job's bounds on the start."""
+    """The job's limits on the start of a run."""
 
     wanted: int
     """Workers of the job's own plan."""
     least: int
-    """The run may begin with so many; `wanted`: it waits for all."""
+    """Least number of workers to begin with; if equal to `wanted`, the run waits for all."""
     grow_after_s: float
-    """With fewer than `wanted` it begins once no further worker has been placed for so long."""
+    """With fewer than `wanted` workers the run begins once no further worker has been placed for this time."""
     wait_s: float
-    """How long it waits at most."""
+    """The longest wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartInputs:
-    """What is known of the workers at one moment."""
+    """The state of the placement at one moment."""
 
     placed: int
-    """Workers with a place, of replicas that are placed whole."""
+    """Workers that are placed, in whole replicas."""
     infeasible: int = 0
-    """Workers without a place that no node has room for, and no node that an autoscaler may add."""
+    """Workers that fit neither a node of the cluster nor one that the autoscaler may add."""
     waited_s: float = 0.0
-    """Seconds since they were asked for."""
+    """Seconds since the workers were asked for."""
     quiet_s: float = 0.0
-    """Seconds since the last of them was placed."""
+    """Seconds since the last worker was placed."""
     on_demand_lacking: int = 0
-    """Workers without a place that have to be on nodes which the cloud does not take back."""
+    """Workers that must be on on-demand nodes and are not placed."""
     on_demand_infeasible: bool = False
-    """Whether there is no such node for some of them."""
+    """Whether some of the on-demand workers are infeasible."""
     fits: bool | None = None
-    """Whether the planner has a plan for the placed workers that fits into their memory; None: it was not asked."""
+    """Whether the planner has a plan for the placed workers that fits into their memory; None: the planner was not asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class _Record:
     """The steps of one worker in this generation."""
 
     place: tuple[int, ...]
-    """Workers that compute the same, this one among them; all of them have this very tuple."""
+    """Workers that compute the same, including this one; their records share this tuple."""
     ratios: deque[float]
     """Time of each of the last steps, divided by the expected time."""
     first: list[float] = field(default_factory=list)
@@ -125,7 +125,7 @@ class StragglerWatch:
 
 
 def median_of_others(ordered: Sequence[float], own: float) -> float | None:
-    """The median of sorted numbers without one that is `own`; None if there is no other."""
+    """The median of `ordered` (sorted) after removing one element equal to `own`; None if nothing is left."""
     count, place = len(ordered) - 1, bisect_left(ordered, own)
     if count < 1:
         return None

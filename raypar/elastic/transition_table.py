@@ -199,7 +199,7 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(WorkerJoined, [*TRAINING, P.VALIDATING, P.SAVING], growth_rules.add_spare_while_running),
     make_transition_row(WorkerJoined, RECOVERING[:-1], growth_rules.add_spare_while_recovering),
     make_transition_row(WorkerJoined, [P.WAITING], growth_rules.add_spare_while_recovering, [P.CLAIMING]),
-    make_transition_row(WorkerJoined, [P.STARTING, P.ENDING], growth_rules.add_spare_quietly),
+    make_transition_row(WorkerJoined, [P.STARTING, P.ENDING], growth_rules.add_spare_only),
     make_transition_row(
         WorkerStartFailed, [P.STARTING, *TRAINING, P.VALIDATING, P.SAVING, *RECOVERING], growth_rules.retry_start_later
     ),

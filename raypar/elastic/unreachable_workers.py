@@ -1,8 +1,8 @@
-"""Workers that cannot reach each other although the driver reaches all of them, and those that the run then goes on without.
+"""Workers that cannot reach each other although the driver reaches all of them, and which of them the run gives up.
 
-A network that is broken between two machines only looks well from a third one: everybody answers pings, and no generation can
-connect. Once that has happened in `GENERATIONS` generations, as few workers as possible are given up, so that those that are
-left reach each other. A worker with the only copy of some state is never one of them.
+If the network is broken only between two machines, all workers answer the driver's pings, but no generation can connect. After
+`FAILED_GENERATIONS` such generations the run gives up as few workers as possible, so that all others can reach each other. It
+never gives up a worker that holds the only copy of some state.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
 from raypar.errors import CommError
 
-GENERATIONS = 2
-"""How many generations in a row must fail to connect: an interruption of a few seconds costs no worker."""
+FAILED_GENERATIONS = 2
+"""Number of generations in a row that must fail to connect, so that an interruption of a few seconds costs no worker."""
 
 
 def note_unreachable_workers(m: RunState, event: CallFailed) -> None:
-    """Note the pairs of workers of which a failed adoption says that one could not reach the other."""
+    """Note the pairs of workers that could not connect, if this failed call says which."""
     order = m.recovery.order
     if m.phase is not Phase.ADOPTING or order is None or event.worker is None or not isinstance(event.error, CommError):
         return
@@ -31,8 +31,8 @@ def note_unreachable_workers(m: RunState, event: CallFailed) -> None:
 
 
 def choose_unreachable_workers(m: RunState) -> tuple[int, ...]:
-    """The workers to go on without; empty if connecting has not failed often enough, or all of them are needed."""
-    if len(m.health.unreachable) < GENERATIONS:
+    """The workers to give up. Empty if too few generations have failed to connect, or if every choice would lose state."""
+    if len(m.health.unreachable) < FAILED_GENERATIONS:
         return ()
     pairs = {pair for found in m.health.unreachable.values() for pair in found if not pair & m.membership.gone}
     chosen: list[int] = []

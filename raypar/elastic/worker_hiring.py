@@ -1,4 +1,4 @@
-"""The number of workers that the run wants now (`desired_capacity`): missing ones are started, declined ones given back."""
+"""Starts the workers that the run lacks and gives back those that it cannot use, as `desired_capacity` decides."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def spares_with_mirror_copies(m: RunState) -> set[int]:
 
 
 def spares_of_complete_replicas(m: RunState) -> set[int]:
-    """Spares that wait for no other worker of their replica. A replica whose other shards have not joined gets no seat."""
+    """Spares whose replica is complete: no other shard of it is still starting. Only a complete replica can get seats."""
     together, starting = m.hiring.asked_together, m.hiring.starting
     return {worker for worker in m.membership.spares if not together.get(worker, set()) & starting}
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from raypar.elastic.worker_placement import WorkerPlacement
+from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.errors import ConfigError
 from raypar.run_folder import RunFolder
 
@@ -53,7 +53,7 @@ class LaunchOptions:
     """How long a worker waits for its driver before it exits."""
     price_per_worker_hour: float | None = None
     """What one worker costs an hour, for the metrics."""
-    placement: WorkerPlacement = field(default_factory=WorkerPlacement)
+    placement: PlacementConstraints = field(default_factory=PlacementConstraints)
     """What the nodes of workers must have."""
     elastic: ElasticConfig | None = None
     """How the run grows, shrinks and recovers; None: it does none of these."""
@@ -90,6 +90,6 @@ def launch_options_from_job(
         local_nodes=local_nodes,
         wait_for_workers_s=job.wait_for_workers_s,
         price_per_worker_hour=job.price_per_worker_hour,
-        placement=job.placement.to_placement(),
+        placement=job.placement.to_constraints(),
         elastic=job.elastic,
     )

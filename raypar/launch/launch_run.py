@@ -117,8 +117,8 @@ def _connect_and_follow(
 ) -> Result:
     """Connect to Ray, make the run folder, and run. If the run ends before its first step the folder is removed."""
     from raypar.actors.cluster_info import cluster_capacity, require_capacity
+    from raypar.actors.killed_process_message import killed_client_text, print_if_killed
     from raypar.actors.ray_connection import connect_ray
-    from raypar.actors.sudden_end_notice import explain_sudden_end, sudden_end_text
     from raypar.worker.backend import make_backend
 
     gpus = make_backend(spec.device).gpus_per_worker
@@ -141,7 +141,7 @@ def _connect_and_follow(
             with contextlib.ExitStack() as stack:
                 queue = None
                 if connection.kind != "own":
-                    stack.enter_context(explain_sudden_end(sudden_end_text(folder.name, connection.address)))
+                    stack.enter_context(print_if_killed(killed_client_text(folder.name, connection.address)))
                     queue = stack.enter_context(_placement_turn(folder.name, chosen.plan.world, options, tell))
 
                 def tell_and_watch(event: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from raypar.errors import ConfigError
 from raypar.launch.chosen_plan import ChosenPlan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.run_folder import RunFolder
-from raypar.storage.filesystems import pickle_given_filesystems
+from raypar.storage.filesystems import pickle_registered_filesystems
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec, contract_of_job
 
@@ -86,10 +86,10 @@ def make_run_request(
 def storage_fields(folder: RunFolder, options: LaunchOptions, spec: JobSpec) -> dict[str, Any]:
     """The fields of a request that say where the run and the checkpoint to load lie, and how other processes reach them."""
     resume = options.resume.absolute_location() if options.resume is not None else None
-    place, weights = folder.remote, spec.init_from.path if spec.init_from is not None else ""
+    place, weights = folder.shared, spec.init_from.path if spec.init_from is not None else ""
     return {
         "resume": resume,
-        "filesystems": pickle_given_filesystems([folder.place, resume or "", weights]),
+        "filesystems": pickle_registered_filesystems([folder.place, resume or "", weights]),
         **({"storage": str(place.uri), "lease_owner": place.owner, "lease_in_ray": place.lease_in_ray} if place else {}),
     }
 

@@ -44,13 +44,13 @@ def unfinished_run(job: Job) -> Iterator[tuple[RunFolder | None, str]]:
     if shared is None:
         yield find_unfinished_run(job)
         return
-    from raypar.storage.folder_download import runs_below
+    from raypar.storage.folder_download import list_runs_below
 
-    there = [uri for uri, _ in runs_below(shared) if is_name_of_run(uri.name, job)]
+    there = [uri for uri, _ in list_runs_below(shared) if is_name_of_run(uri.name, job)]
     if not there:
         yield None, ""
         return
-    with RunFolder.opened(str(there[-1]), with_job=False) as folder:
+    with RunFolder.open_for_reading(str(there[-1]), with_job=False) as folder:
         yield can_be_resumed(job, folder)
 
 

@@ -13,8 +13,8 @@ from raypar.errors import Interrupted, LeaseLostError, RayparError
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.run_folder import ERROR_FILE, parse_storage_location, resume_argument
-from raypar.storage.filesystems import open_filesystem, within
-from raypar.storage.folder_download import has_document, is_run, put_document
+from raypar.storage.filesystems import call_within, open_filesystem
+from raypar.storage.folder_download import has_document, has_run, upload_document
 from raypar.storage.storage_uri import StorageUri
 from raypar.traceback_filter import TRACEBACK_VARIABLE, full_traceback, remove_raypar_frames, shows_raypar_frames
 
@@ -123,9 +123,9 @@ def keep_full_error(result: Result) -> None:
 def put_error_file(place: StorageUri, error: BaseException, text: str) -> str:
     """Write error.txt at a run's place on shared storage; returns where it is. Empty if nothing may be written there, or no run
     is there. Raises `RayparError`."""
-    if isinstance(error, LeaseLostError) or not within(ERROR_FILE_S, lambda: is_run(place), f"{place}"):
+    if isinstance(error, LeaseLostError) or not call_within(ERROR_FILE_S, lambda: has_run(place), f"{place}"):
         return ""
-    within(ERROR_FILE_S, lambda: put_document(place, ERROR_FILE, text), f"{place}")
+    call_within(ERROR_FILE_S, lambda: upload_document(place, ERROR_FILE, text), f"{place}")
     return str(place.child(ERROR_FILE))
 
 
@@ -135,7 +135,7 @@ def has_job_file(path: str) -> bool:
     if place is None:
         return (Path(path) / "job.yaml").is_file()
     with contextlib.suppress(RayparError):
-        return within(ERROR_FILE_S, lambda: has_document(place, "job.yaml"), f"{place}")
+        return call_within(ERROR_FILE_S, lambda: has_document(place, "job.yaml"), f"{place}")
     return True
 
 

@@ -15,13 +15,18 @@ from raypar.atomic_write import explain_write_errors, file_has_content, replace_
 from raypar.errors import CheckpointError, ConfigError
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
+from raypar.launch.client_storage_session import (
+    check_run_dir_on_storage,
+    names_of_checkpoints,
+    refuse_new_checkpoints,
+    resumed_run_on_storage,
+)
 from raypar.launch.launch_options import EventHandler, LaunchOptions, launch_options_from_job
 from raypar.launch.launch_run import launch_run
-from raypar.launch.remote_run import check_run_dir_on_storage, checkpoints_there, refuse_new_checkpoints, resumed_remote_run
 from raypar.launch.result import Result
-from raypar.run_folder import ERROR_FILE, RemotePlace, RunFolder, parse_storage_location
-from raypar.storage.filesystems import given_filesystem_uri
-from raypar.storage.folder_download import is_run
+from raypar.run_folder import ERROR_FILE, RunFolder, SharedStoragePlace, parse_storage_location
+from raypar.storage.filesystems import uri_of_filesystem_object
+from raypar.storage.folder_download import has_run
 from raypar.untrusted_files import explain_read_errors
 from raypar.user_code_errors import make_importable
 from raypar.worker.job_spec import JobSpec
@@ -53,7 +58,7 @@ def resume_job(
 
         refuse_active_run(folder.name)  # its client may be gone, and its driver not
         held = hold()
-        if held.remote is not None:
+        if held.shared is not None:
             refuse_new_checkpoints(held, before)
         kept = [line for line in folder.read_lines(folder.metrics) if line["step"] <= options.steps_done]
         text = "".join(json.dumps(line) + "\n" for line in kept).encode()
@@ -66,7 +71,7 @@ def resume_job(
         return held
 
     with folder.hold_lock(), holding_run(folder, tell) as hold:
-        before = checkpoints_there(folder) if folder.remote is not None else set()
+        before = names_of_checkpoints(folder) if folder.shared is not None else set()
         try:
             checkpoint = find_last_whole_checkpoint(folder, tell)
         except CheckpointError:
@@ -80,11 +85,11 @@ def resume_job(
 
 
 def holding_run(folder: RunFolder, tell: EventHandler) -> AbstractContextManager[Callable[[], RunFolder]]:
-    """Hold the lease of a run on shared storage during the block; see `resumed_remote_run`. A run in a folder needs none."""
-    if folder.remote is None:
+    """Hold the lease of a run on shared storage during the block (`resumed_run_on_storage`). A run in a folder needs none."""
+    if folder.shared is None:
         return contextlib.nullcontext(lambda: folder)
-    check_run_dir_on_storage(folder.remote.uri)
-    return resumed_remote_run(folder, tell)
+    check_run_dir_on_storage(folder.shared.uri)
+    return resumed_run_on_storage(folder, tell)
 
 
 def prepare_resumed_run(
@@ -155,7 +160,7 @@ def find_checkpoint(given: Any, tell: EventHandler) -> CheckpointRef:
     elsewhere = getattr(given, "filesystem", None)
     given = getattr(given, "path", given)
     if elsewhere is not None and elsewhere.type_name != "local":
-        given = str(given_filesystem_uri(elsewhere, given, "resume_from_checkpoint"))
+        given = str(uri_of_filesystem_object(elsewhere, given, "resume_from_checkpoint"))
     if not given or not isinstance(given, (str, os.PathLike)):
         raise ConfigError(
             f"resume_from_checkpoint is {given!r}", cure="give a result's checkpoint, or the path of a checkpoint or of a run"
@@ -163,8 +168,8 @@ def find_checkpoint(given: Any, tell: EventHandler) -> CheckpointRef:
     if (shared := parse_storage_location(given, "resume_from_checkpoint")) is not None:
         given = str(shared)
     checkpoint = open_checkpoint(given, "resume_from_checkpoint")
-    if shared is not None and not checkpoint.has_file(MANIFEST) and is_run(shared):
-        return find_last_whole_checkpoint(RunFolder(Path(shared.name), RemotePlace(shared)), tell)
+    if shared is not None and not checkpoint.has_file(MANIFEST) and has_run(shared):
+        return find_last_whole_checkpoint(RunFolder(Path(shared.name), SharedStoragePlace(shared)), tell)
     path = Path(given)
     with explain_read_errors(path):
         has_checkpoints = shared is None and (path / "checkpoints").is_dir()

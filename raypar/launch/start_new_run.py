@@ -7,9 +7,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from raypar.launch.chosen_plan import ChosenPlan, make_plan_chooser, plan_json
+from raypar.launch.client_storage_session import check_run_dir_on_storage, new_run_on_storage
 from raypar.launch.launch_options import EventHandler, launch_options_from_job
 from raypar.launch.launch_run import launch_run
-from raypar.launch.remote_run import check_run_dir_on_storage, new_remote_run
 from raypar.launch.result import Result
 from raypar.launch.resume import find_checkpoint, prepare_resumed_run
 from raypar.redact_secrets import find_secrets_in_job, secrets_of_environment
@@ -65,7 +65,7 @@ def train_job_in_new_folder(
             if shared is None:
                 made = RunFolder.create(job.run_dir, job.name)
             else:
-                made = stack.enter_context(new_remote_run(shared, job.name, tell))
+                made = stack.enter_context(new_run_on_storage(shared, job.name, tell))
             with made.removed_if_filling_fails():
                 if job_yaml is not None:
                     made.job.write_text(job_yaml)

@@ -1,1 +1,1 @@
-"""Run folders and checkpoints on other storage than folders: S3, GCS, Azure, HDFS, and any file system of pyarrow."""
+"""Run folders and checkpoints on S3, GCS, Azure, HDFS and any other file system of pyarrow."""

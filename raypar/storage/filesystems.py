@@ -1,7 +1,7 @@
-"""Opens the `pyarrow.fs` file system of a URI, keeps those that were given as objects, and words their errors.
+"""Opens the `pyarrow.fs` file system of a URI, registers file systems that were given as objects, and translates their errors.
 
-A file system that was given as an object (`RunConfig(storage_filesystem=...)`) has an id, by which URIs name it: its pickle
-travels to the driver and to workers, which register it under the same id. It may hold credentials, which are in no URI.
+A file system that was given as an object (`RunConfig(storage_filesystem=...)`) gets an id, which stands in URIs for it. The
+driver and the workers receive its pickle and register it under the same id. So its credentials never appear in a URI.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raypar.errors import CheckpointError, ConfigError, RayparError
-from raypar.storage.storage_uri import GIVEN, StorageUri, parse_storage_uri
+from raypar.storage.storage_uri import FILESYSTEM_SCHEME, StorageUri, parse_storage_uri
 from raypar.untrusted_files import shorten
 
 CONNECT_S, REQUEST_S = 5.0, 15.0
-"""How long S3 may take to accept a connection, and for an answer; each request is tried three times."""
-CHECK_S = 60.0
-"""How long a storage may take to write and remove one small object, before a run begins."""
+"""Limits for S3 to accept a connection and to answer a request; each request is tried three times."""
+WRITE_CHECK_S = 60.0
+"""How long the storage may take to write and remove one small object, before a run begins."""
 SECRETS_IN = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_CLIENT_SECRET", "AZURE_STORAGE_KEY")
-"""Environment variables whose values appear in no message."""
+"""Environment variables whose values are removed from messages."""
 STORAGE_CURE = "look at its address, at the network, and at the credentials that this machine has for it"
 
-_given: dict[str, Any] = {}
-"""Id -> file system that was given as an object to a run of this process."""
+_registered: dict[str, Any] = {}
+"""Id -> file system that was given as an object to a run of this process, or to the run that this process works for."""
 
 T = TypeVar("T")
 
 
-def given_filesystem_uri(filesystem: Any, path: str, what: str = "run_config.storage_filesystem") -> StorageUri | Path:
-    """The place of `path` on a file system that was given as an object, which this process keeps from now on.
+def uri_of_filesystem_object(filesystem: Any, path: str, what: str = "run_config.storage_filesystem") -> StorageUri | Path:
+    """The URI of `path` on a file system that was given as an object, which is registered; for a local file system, the path.
 
-    The path itself for one of this machine's folders. `what`: what gave it, for messages. Raises `ConfigError` for an object
-    that is no `pyarrow.fs.FileSystem`, for one that cannot be sent to other processes, and for a path that is a URI.
+    `what`: the argument that gave it, for messages. Raises `ConfigError` for an object
+    that is not a `pyarrow.fs.FileSystem`, for one that cannot be sent to other processes, and for a path that is a URI.
     """
     from pyarrow.fs import FileSystem, LocalFileSystem, SubTreeFileSystem
 
     if not isinstance(filesystem, FileSystem):
         raise ConfigError(
             f"{what} is a {type(filesystem).__name__}, not a pyarrow.fs.FileSystem",
-            cure="give one of pyarrow.fs (one of fsspec: PyFileSystem(FSSpecHandler(it)))",
+            cure="give one of pyarrow.fs (wrap one of fsspec: PyFileSystem(FSSpecHandler(filesystem)))",
         )
     if re.match(r"[A-Za-z][\w+.-]+:/", path):
         raise ConfigError(
@@ -65,13 +65,13 @@ def given_filesystem_uri(filesystem: Any, path: str, what: str = "run_config.sto
             f"{what} is given, and {shorten(path)!r} is no path in it",
             cure="give BUCKET/FOLDER, without '..' in it",
         )
-    if path.startswith("/") and not makes_objects(filesystem):
+    if path.startswith("/") and not is_object_store(filesystem):
         filesystem = SubTreeFileSystem("/", filesystem)  # a URI's path has no slash at its beginning
-    return StorageUri(GIVEN, "/".join([keep_given_filesystem(filesystem, what), *parts]))
+    return StorageUri(FILESYSTEM_SCHEME, "/".join([register_filesystem(filesystem, what), *parts]))
 
 
-def keep_given_filesystem(filesystem: Any, what: str = "the file system") -> str:
-    """Keep a file system for this process; returns its id. Raises `ConfigError`."""
+def register_filesystem(filesystem: Any, what: str = "the file system") -> str:
+    """Register a file system in this process; returns its id. Raises `ConfigError` if it cannot be pickled."""
     try:
         known_as = hashlib.sha256(pickle.dumps(filesystem)).hexdigest()[:12]
     except Exception as error:
@@ -79,27 +79,27 @@ def keep_given_filesystem(filesystem: Any, what: str = "the file system") -> str
             f"{what} cannot be sent to other processes: {type(error).__name__}",
             cure="give a file system of pyarrow.fs that can be pickled, or the URI of the storage",
         ) from None
-    _given[known_as] = filesystem
+    _registered[known_as] = filesystem
     return known_as
 
 
-def pickle_given_filesystems(locations: Iterable[str]) -> dict[str, bytes]:
-    """Id -> pickle, for other processes, of the file systems given as objects on which these locations lie."""
-    places = [parse_storage_uri(text) for text in locations if text.startswith(f"{GIVEN}:/")]
-    return {uri.root: pickle.dumps(_given_filesystem(uri)) for uri in places}
+def pickle_registered_filesystems(locations: Iterable[str]) -> dict[str, bytes]:
+    """Id -> pickle of each registered file system on which one of these locations lies, for other processes."""
+    places = [parse_storage_uri(text) for text in locations if text.startswith(f"{FILESYSTEM_SCHEME}:/")]
+    return {uri.root: pickle.dumps(_registered_filesystem(uri)) for uri in places}
 
 
-def keep_pickled_filesystems(pickled: Mapping[str, bytes]) -> None:
-    """Keep file systems that another process has pickled, under the ids that they have there."""
+def register_pickled_filesystems(pickled: Mapping[str, bytes]) -> None:
+    """Register file systems that another process has pickled, under the same ids."""
     for known_as, content in pickled.items():
-        _given[known_as] = pickle.loads(content)
+        _registered[known_as] = pickle.loads(content)
 
 
 def open_filesystem(uri: StorageUri) -> tuple[Any, str]:
-    """(the `pyarrow.fs.FileSystem` of a place, its path there). Raises `ConfigError` if there can be none."""
+    """(the `pyarrow.fs.FileSystem` of a place, the path in it). Raises `ConfigError` if it cannot be opened."""
     rest = uri.path.partition("/")[2]
-    if uri.scheme == GIVEN:
-        return _given_filesystem(uri), rest
+    if uri.scheme == FILESYSTEM_SCHEME:
+        return _registered_filesystem(uri), rest
     if uri.scheme == "s3":
         return _open_s3(uri.root, uri.query, _environment_of_s3()), uri.path
     filesystem, base = _open_by_uri(uri.scheme, uri.root, uri.query)
@@ -107,13 +107,13 @@ def open_filesystem(uri: StorageUri) -> tuple[Any, str]:
     return filesystem, above + "/".join(part for part in (base.strip("/"), rest) if part)
 
 
-def _given_filesystem(uri: StorageUri) -> Any:
-    if uri.root not in _given:
+def _registered_filesystem(uri: StorageUri) -> Any:
+    if uri.root not in _registered:
         raise ConfigError(
             f"{uri} lies on a file system that was given to Trainer as an object, and this process does not have it",
             cure="open it from Python, with the same RunConfig(storage_filesystem=...), or give the storage's own URI (s3://...)",
         )
-    return _given[uri.root]
+    return _registered[uri.root]
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def _open_by_uri(scheme: str, root: str, query: str) -> tuple[Any, str]:
 
 
 def s3_settings(uri: StorageUri) -> dict[str, str]:
-    """Region, endpoint and scheme of an S3 URI, as far as the URI or the environment says them."""
+    """Region, endpoint and scheme for an S3 URI, from the URI or the environment; what neither gives is left out."""
     return _s3_settings(uri.query, _environment_of_s3())
 
 
@@ -166,15 +166,15 @@ def _open_s3(bucket: str, query: str, environment: tuple[tuple[str, str], ...]) 
 
 @contextlib.contextmanager
 def storage_errors(what: str, kind: type[RayparError] = CheckpointError, cure: str = STORAGE_CURE) -> Iterator[None]:
-    """Turn errors of a file system inside into an error `kind` that begins with `what`."""
+    """Turn errors of a file system in the block into an error of class `kind` whose text begins with `what`."""
     try:
         yield
     except (OSError, ValueError, NotImplementedError, KeyError) as error:  # pyarrow's own classes derive from these
-        raise kind(f"{what}: {storage_error_text(error)}", cure=cure) from None  # its text may be long, and name keys
+        raise kind(f"{what}: {storage_error_text(error)}", cure=cure) from None  # pyarrow's text may be long and contain keys
 
 
 def storage_error_text(error: BaseException) -> str:
-    """The first line of a storage's error, without settings of URLs and without the secrets that this process knows."""
+    """The first line of a storage's error, without queries of URLs and without the secrets of this process's environment."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, OSError) and error.strerror and not text.startswith(("When", "[")):
         text = error.strerror
@@ -186,8 +186,8 @@ def storage_error_text(error: BaseException) -> str:
     return shorten(text, 400)
 
 
-def within(seconds: float, call: Callable[[], T], what: str, kind: type[RayparError] = ConfigError) -> T:
-    """The result of a call to a storage, which may block for long. Raises `kind` after `seconds`; the call's thread goes on."""
+def call_within(seconds: float, call: Callable[[], T], what: str, kind: type[RayparError] = ConfigError) -> T:
+    """The result of `call`, made in a thread. Raises `kind` if there is none after `seconds`; the thread then goes on."""
     box: dict[str, Any] = {}
 
     def run() -> None:
@@ -208,7 +208,7 @@ def within(seconds: float, call: Callable[[], T], what: str, kind: type[RayparEr
 
 
 def check_storage_is_writable(uri: StorageUri) -> None:
-    """Write and remove one small object below a place. Raises `ConfigError` if that cannot be done within `CHECK_S`."""
+    """Write and remove one small object below a place. Raises `ConfigError` if this fails or takes over `WRITE_CHECK_S`."""
 
     def check() -> None:
         filesystem, path = open_filesystem(uri)
@@ -218,17 +218,17 @@ def check_storage_is_writable(uri: StorageUri) -> None:
             ConfigError,
             "make the bucket or container, and give this machine credentials that may list, read, write and delete there",
         ):
-            if not makes_objects(filesystem):
+            if not is_object_store(filesystem):
                 filesystem.create_dir(path, recursive=True)
             with filesystem.open_output_stream(name) as file:
                 file.write(b"raypar may write here\n")
             filesystem.delete_file(name)
 
-    within(CHECK_S, check, f"the storage of {uri}")
+    call_within(WRITE_CHECK_S, check, f"the storage of {uri}")
 
 
-def makes_objects(filesystem: Any) -> bool:
-    """Whether this is an object store: a file appears whole when it is closed, replaces a former one, and needs no folder."""
+def is_object_store(filesystem: Any) -> bool:
+    """Whether a file here appears whole when it is closed, replaces one of the same name, and needs no folder."""
     from pyarrow.fs import SubTreeFileSystem
 
     while isinstance(filesystem, SubTreeFileSystem):
@@ -237,7 +237,7 @@ def makes_objects(filesystem: Any) -> bool:
 
 
 def s3_client_of(uri: StorageUri) -> tuple[Any, str, str] | None:
-    """(boto3 client, bucket, key) of a place on S3; None if it lies elsewhere. Raises `ConfigError` if boto3 is missing."""
+    """(boto3 client, bucket, key) of a place on S3; None for other storage. Raises `ConfigError` if boto3 is missing."""
     if uri.scheme == "s3":
         settings: Mapping[str, str] = s3_settings(uri)
         path, arguments = uri.path, dict[str, Any]()
@@ -263,8 +263,8 @@ def s3_client_of(uri: StorageUri) -> tuple[Any, str, str] | None:
 
 
 def _s3_of_given(uri: StorageUri) -> tuple[Mapping[str, str], str, dict[str, Any]] | None:
-    """(settings, path, boto3's credentials) of a given file system, if it is one of S3 and its credentials are known."""
-    if uri.scheme != GIVEN:
+    """(settings, path, boto3's credentials) of a registered file system; None if not S3, or if they are unknown."""
+    if uri.scheme != FILESYSTEM_SCHEME:
         return None
     from pyarrow.fs import S3FileSystem, SubTreeFileSystem
 

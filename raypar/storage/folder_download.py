@@ -1,7 +1,7 @@
-"""Copies a run's small files from shared storage into a folder of this machine, where they are read as those of any run.
+"""Copies a run's documents and lines from shared storage into a local folder, and lists, checks and removes runs there.
 
-Names and sizes come from a storage that others may write to: only a run's own files are read, each up to its limit. What they
-contain is checked by those who read the folder.
+Others may write to the storage, so only files that a run has are copied, each up to its size limit. Their content is checked by
+the code that reads the folder.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from raypar.errors import ConfigError
 from raypar.read_run_lines import FILE_BYTES
 from raypar.storage.filesystems import open_filesystem, storage_errors
 from raypar.storage.line_chunks import first_line_of_name
-from raypar.storage.pyarrow_store import put_whole
-from raypar.storage.run_files import CHECKPOINTS, DOCUMENT_BYTES, DOCUMENTS, LINE_FILES
+from raypar.storage.pyarrow_store import write_atomically
+from raypar.storage.run_files import CHECKPOINTS, DOCUMENTS, LINE_FILES, SENT_DOCUMENT_BYTES
 from raypar.storage.storage_uri import StorageUri
 
 PIECE_BYTES = 4 << 20
-"""The most that is in memory of a file at once."""
+"""The most that is held in memory of a file at once."""
 MOST_CHUNKS = 4096
-"""Limit of the chunks of one file: more than a run of `FILE_BYTES` makes."""
+"""Limit on the number of chunks of one file: a run of `FILE_BYTES` makes fewer."""
 TRIES = 3
-"""How often a file of lines is read again whose chunks were put together meanwhile."""
+"""How often a file of lines is read if its chunks are merged meanwhile."""
 RUNS_CURE = "give the run's place, such as s3://BUCKET/runs/NAME, or --run-dir s3://BUCKET/runs and its name"
 
 
-def is_run(uri: StorageUri) -> bool:
-    """Whether a run lies at this place. Raises `ConfigError` if the storage cannot be read."""
+def has_run(uri: StorageUri) -> bool:
+    """Whether there is a run at this place. Raises `ConfigError` if the storage cannot be read."""
     from pyarrow.fs import FileType
 
     with storage_errors(f"cannot read {uri}", ConfigError):
@@ -49,8 +49,8 @@ def has_document(uri: StorageUri, name: str) -> bool:
     return found
 
 
-def runs_below(uri: StorageUri) -> list[tuple[StorageUri, float]]:
-    """(place, Unix time of the last start) of the runs below a place, the last one last. Raises `ConfigError`."""
+def list_runs_below(uri: StorageUri) -> list[tuple[StorageUri, float]]:
+    """(place, Unix time of the last start) of all runs below a place, by ascending time. Raises `ConfigError`."""
     from pyarrow.fs import FileSelector, FileType
 
     with storage_errors(f"cannot read {uri}", ConfigError):
@@ -69,7 +69,8 @@ def runs_below(uri: StorageUri) -> list[tuple[StorageUri, float]]:
 
 
 def download_run(uri: StorageUri, folder: Path, *, last_bytes: int | None = None) -> None:
-    """Copy the run's documents and lines into `folder`. `last_bytes`: of lines only the last chunks, of at least so many bytes.
+    """Copy the run's documents and lines into `folder`. `last_bytes`: of lines, only the last chunks with
+    together at least so many bytes.
 
     Raises `ConfigError` if the storage cannot be read.
     """
@@ -80,7 +81,7 @@ def download_run(uri: StorageUri, folder: Path, *, last_bytes: int | None = None
         for info in filesystem.get_file_info([f"{path}/{name}" for name in DOCUMENTS]):
             if info.type is not FileType.File:
                 continue
-            if info.size > DOCUMENT_BYTES:
+            if info.size > SENT_DOCUMENT_BYTES:
                 raise ConfigError(
                     f"{uri.child(info.base_name)} has {info.size:,} bytes, more than a run writes", cure=RUNS_CURE
                 )
@@ -92,22 +93,22 @@ def download_run(uri: StorageUri, folder: Path, *, last_bytes: int | None = None
 
 
 def _download_lines(filesystem: Any, uri: StorageUri, path: str, file: Path, last_bytes: int | None) -> None:
-    """Copy a file of lines, put together from its chunks. Raises what pyarrow raises, and `ConfigError`."""
+    """Copy a file of lines: join its chunks. Raises what pyarrow raises, and `ConfigError`."""
     for attempt in range(TRIES):
         try:
             parts = _chunks(filesystem, uri, path)
             if last_bytes is not None:
                 while len(parts) > 1 and sum(size for _, _, size in parts[1:]) >= last_bytes:
                     del parts[0]
-            _put_together(filesystem, parts, file)
+            _join_chunks(filesystem, parts, file)
             return
-        except FileNotFoundError:  # it was put together with others since the list was made
+        except FileNotFoundError:  # it was merged with others since they were listed
             if attempt == TRIES - 1:
                 raise
 
 
 def _chunks(filesystem: Any, uri: StorageUri, path: str) -> list[tuple[int, str, int]]:
-    """(number of the first line, path, bytes) of the chunks that are there, in order. Raises `ConfigError` for too many."""
+    """(number of the first line, path, bytes) of all stored chunks, in order. Raises `ConfigError` for too many."""
     from pyarrow.fs import FileSelector, FileType
 
     infos = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
@@ -119,8 +120,8 @@ def _chunks(filesystem: Any, uri: StorageUri, path: str) -> list[tuple[int, str,
     return parts
 
 
-def _put_together(filesystem: Any, parts: list[tuple[int, str, int]], file: Path) -> None:
-    """Write the chunks one after the other, without those whose lines an earlier one has."""
+def _join_chunks(filesystem: Any, parts: list[tuple[int, str, int]], file: Path) -> None:
+    """Write the chunks one after the other, except those whose lines an earlier chunk has."""
     aside = file.with_name(f".{file.name}.tmp")
     following = 0
     with open(aside, "wb", opener=regular_file_opener) as out:
@@ -131,7 +132,7 @@ def _put_together(filesystem: Any, parts: list[tuple[int, str, int]], file: Path
 
 
 def _append(filesystem: Any, path: str, out: Any, size: int) -> int:
-    """Write one chunk into `out`; returns the number of its lines."""
+    """Append at most `size` bytes of a file to `out`; returns the number of lines."""
     lines = 0
     with filesystem.open_input_file(path) as source:
         left = size
@@ -143,19 +144,19 @@ def _append(filesystem: Any, path: str, out: Any, size: int) -> int:
 
 
 def _copy_file(filesystem: Any, path: str, file: Path) -> None:
-    """Copy one document into a file of this machine, up to `DOCUMENT_BYTES`."""
+    """Copy one document into a file of this machine, up to `SENT_DOCUMENT_BYTES`."""
     aside = file.with_name(f".{file.name}.tmp")
     with open(aside, "wb", opener=regular_file_opener) as out:
-        _append(filesystem, path, out, DOCUMENT_BYTES)
+        _append(filesystem, path, out, SENT_DOCUMENT_BYTES)
     os.replace(aside, file)
 
 
-def put_document(uri: StorageUri, name: str, text: str) -> None:
+def upload_document(uri: StorageUri, name: str, text: str) -> None:
     """Write one document of a run. Raises `ConfigError`."""
     content = text.encode()
     with storage_errors(f"cannot write {uri.child(name)}", ConfigError):
         filesystem, path = open_filesystem(uri)
-        put_whole(filesystem, f"{path}/{name}", io.BytesIO(content), len(content))
+        write_atomically(filesystem, f"{path}/{name}", io.BytesIO(content), len(content))
 
 
 def remove_run(uri: StorageUri) -> None:

@@ -1,7 +1,7 @@
-"""Keeps a run's place on shared storage like its working folder: files whole, lines in chunks, in a thread of the driver.
+"""Copies a run's working folder to shared storage in a thread of the driver: documents whole, files of lines in chunks.
 
-The working folder is written as any run folder is, whatever the storage does: one that does not answer costs no step. What was
-not sent stays in the folder, and is sent when the storage answers again.
+Training writes only to the working folder, so a storage that does not answer delays no step. Files that could not be sent stay
+in the folder and are sent when the storage answers again.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Any, BinaryIO
 
 from raypar.atomic_write import regular_file_opener
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
-from raypar.storage.filesystems import makes_objects, open_filesystem, storage_errors
+from raypar.storage.filesystems import is_object_store, open_filesystem, storage_errors
 from raypar.storage.line_chunks import Chunk, add_lines, chunks_to_write, first_line_of_name
-from raypar.storage.pyarrow_store import put_whole
-from raypar.storage.run_files import DOCUMENT_BYTES, DOCUMENTS, LINE_FILES, TEMPORARY
+from raypar.storage.pyarrow_store import write_atomically
+from raypar.storage.run_files import DOCUMENTS, LINE_FILES, SENT_DOCUMENT_BYTES, TEMPORARY_SUFFIXES
 from raypar.storage.storage_uri import StorageUri
 from raypar.untrusted_files import read_limited_bytes
 
 UPLOAD_S = 2.0
-"""How often the folder is looked at: a document that changes all the time is sent so often."""
+"""Time between two passes over the folder. A document that changes all the time is sent once in each pass."""
 OTHERS_S, MOST_OTHERS = 30.0, 1000
-"""How often a file is sent, at most, that callbacks and trackers have put into the folder; and how many of these."""
+"""For files of callbacks and trackers: the least time between two uploads of a file, and the most files that are sent."""
 BACKOFF_S = 30.0
-"""The longest pause after failures."""
+"""The longest pause after a failed pass; pauses double up to it."""
 FINISH_S = 120.0
-"""How long the end of a run waits until all is sent."""
+"""How long the end of a run waits until everything is sent."""
 PIECE_BYTES = 4 << 20
 """The most that is in memory of a file at once."""
 
-Signature = tuple[int, int, int] | None
+FileSignature = tuple[int, int, int] | None
 """(inode, bytes, time of change) of a file; None: there is none."""
 
 
-def signature_of(path: Path) -> Signature:
-    """What shows that a file has changed."""
+def file_signature(path: Path) -> FileSignature:
+    """The file's inode, size and time of change: another signature means that the file has changed."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -48,8 +48,8 @@ def signature_of(path: Path) -> Signature:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-class LinesUpload:
-    """One file of lines and its chunks."""
+class LineFileUpload:
+    """Sends one file of lines as chunks."""
 
     def __init__(self, path: Path, filesystem: Any, folder: str, may_write: Callable[[], None]) -> None:
         self.path = path
@@ -57,21 +57,21 @@ class LinesUpload:
         self.filesystem = filesystem
         """The file system of pyarrow."""
         self.folder = folder
-        """The folder of the chunks there."""
+        """The folder of its chunks on the storage."""
         self.may_write = may_write
         """Raises if nothing may be written now."""
         self.chunks: tuple[Chunk, ...] | None = None
-        """The chunks that are there; None: not known, as at the beginning."""
+        """The chunks that are on the storage; None: not known yet."""
         self.inode = 0
-        """The file's inode when it was sent last: another one is a file that was written anew."""
+        """The file's inode when it was last sent; it changes when the file is replaced."""
 
     @property
     def sent(self) -> int:
-        """How many bytes of the file are there."""
+        """How many bytes of the file are on the storage."""
         return self.chunks[-1].start + self.chunks[-1].nbytes if self.chunks else 0
 
     def send(self) -> None:
-        """Send the lines that are not there yet. Raises what pyarrow raises, `OSError` and what `may_write` raises."""
+        """Send the lines that are not on the storage yet. Raises what pyarrow and `may_write` raise, and `OSError`."""
         try:
             file = open(self.path, "rb", opener=regular_file_opener)  # noqa: SIM115  closed below
         except FileNotFoundError:
@@ -95,10 +95,9 @@ class LinesUpload:
             self.chunks, self.inode = after, about.st_ino
 
     def _replace(self, file: BinaryIO, chunks: Sequence[Chunk]) -> None:
-        """Write all chunks in the place of whatever is there, which may be those of a longer file that began alike.
+        """Write all chunks and remove all others, which may be left of a longer file that began with the same lines.
 
-        From the end to the beginning: readers of a file that was shortened have its old lines, or the first of them, until they
-        have the new.
+        From the last chunk to the first: until a reader finds the new lines, it finds the old file, or the beginning of it.
         """
         stale = self._names_there() - {chunk.name for chunk in chunks}
         beyond = {name for name in stale if not chunks or name > chunks[-1].name}
@@ -108,7 +107,7 @@ class LinesUpload:
         self._remove(stale - beyond)
 
     def _names_there(self) -> set[str]:
-        """The names of the chunks that an earlier upload has left."""
+        """The names of all chunks that are on the storage now."""
         from pyarrow.fs import FileSelector
 
         found = self.filesystem.get_file_info(FileSelector(self.folder, allow_not_found=True))
@@ -121,16 +120,16 @@ class LinesUpload:
                 self.filesystem.delete_file(f"{self.folder}/{name}")
 
     def _put(self, file: BinaryIO, chunk: Chunk) -> None:
-        """Write one chunk, in place of what has its name."""
+        """Write one chunk; replaces an object of the same name."""
         self.may_write()
-        if not makes_objects(self.filesystem):
+        if not is_object_store(self.filesystem):
             self.filesystem.create_dir(self.folder, recursive=True)
         file.seek(chunk.start)
-        put_whole(self.filesystem, f"{self.folder}/{chunk.name}", file, chunk.nbytes)
+        write_atomically(self.filesystem, f"{self.folder}/{chunk.name}", file, chunk.nbytes)
 
 
 def _line_sizes(file: BinaryIO, start: int) -> Iterator[int]:
-    """The sizes of the lines from an offset on; a last line without a line break is not there yet."""
+    """The sizes of the complete lines from an offset on; a last line without a line break is left out."""
     file.seek(start)
     size = 0
     while piece := file.read(PIECE_BYTES):
@@ -153,9 +152,9 @@ class FolderUpload:
         """Raises `LeaseLostError` if nothing may be written any more, another `ClusterError` if not now."""
         self.filesystem: Any = None
         """The file system of pyarrow; None before the thread has opened it."""
-        self.files: list[LinesUpload] = []
+        self.files: list[LineFileUpload] = []
         """The files of lines."""
-        self.sent: dict[str, Signature] = {}
+        self.sent: dict[str, FileSignature] = {}
         """File -> its signature when it was sent last."""
         self.sent_s: dict[str, float] = {}
         """File of a callback -> when it was sent last."""
@@ -166,15 +165,15 @@ class FolderUpload:
         self.notes: list[tuple[str, str]] = []
         """(kind, text) of lines for the user, not yet taken."""
         self.lost: LeaseLostError | None = None
-        """Why the thread has ended by itself."""
+        """The error with which the thread has ended: the lease is another process's; None if there was none."""
         self._said: set[str] = set()
-        """Lines that are said once."""
+        """Warnings that were given already; each is given once."""
         self._stopped = threading.Event()
-        """Set when all is to be sent that is left."""
+        """Set by `finish` and `abandon`: no further pass begins after the one that sends what is left."""
         self._given_up = threading.Event()
-        """Set when nothing more is to be sent."""
+        """Set when nothing more may be sent."""
         self._thread = threading.Thread(target=self._run, name="raypar-upload", daemon=True)
-        """Sends."""
+        """The thread that sends."""
 
     def start(self) -> None:
         """Begin to send, in a thread."""
@@ -199,7 +198,7 @@ class FolderUpload:
             )
 
     def abandon(self) -> None:
-        """End the thread without sending more: another driver of this run sends now, or nothing may be written any more."""
+        """End the thread without sending more: another driver sends now, or the lease is lost."""
         self._given_up.set()
         self._stopped.set()
 
@@ -220,7 +219,7 @@ class FolderUpload:
             except RayparError as error:
                 pause_s = min(BACKOFF_S, max(UPLOAD_S, 2 * pause_s))
                 if not self.failing:
-                    text = f"{error.what}; they are kept in {self.folder}, and sent when it does"
+                    text = f"{error.what}; they stay in {self.folder} and are sent when it takes files again"
                     self.notes.append(("warning", f"{text}\n  cure: {error.cure}"))
                 self.failing = True
             else:
@@ -230,14 +229,16 @@ class FolderUpload:
         self.complete = True
 
     def _send(self) -> None:
-        """Send what has changed. Raises what pyarrow raises, `OSError` and `LeaseLostError`."""
+        """Send every file that has changed. Raises what pyarrow raises, `OSError` and `LeaseLostError`."""
         if not self.files:
             filesystem, path = open_filesystem(self.uri)
-            if not makes_objects(filesystem):
+            if not is_object_store(filesystem):
                 self.may_write()
                 filesystem.create_dir(path, recursive=True)
             self.filesystem = filesystem
-            self.files = [LinesUpload(self.folder / name, filesystem, f"{path}/{name}", self.may_write) for name in LINE_FILES]
+            self.files = [
+                LineFileUpload(self.folder / name, filesystem, f"{path}/{name}", self.may_write) for name in LINE_FILES
+            ]
         path = open_filesystem(self.uri)[1]
         for name in DOCUMENTS:
             self._send_document(name, f"{path}/{name}")
@@ -247,11 +248,15 @@ class FolderUpload:
             self._send_other(name, f"{path}/{name}")
 
     def _other_files(self) -> list[str]:
-        """The regular files that callbacks and trackers have put into the folder and the folders in it, as paths in it."""
+        """Relative paths of the regular files that callbacks and trackers have put into the working folder."""
         found: list[str] = []
         for folder, folders, files in os.walk(self.folder):
             folders[:] = [name for name in folders if not name.startswith(".") and name.isprintable()]
-            names = [name for name in files if name.isprintable() and not name.startswith(".") and not name.endswith(TEMPORARY)]
+            names = [
+                name
+                for name in files
+                if name.isprintable() and not name.startswith(".") and not name.endswith(TEMPORARY_SUFFIXES)
+            ]
             paths = [Path(folder, name) for name in names]
             found += [path.relative_to(self.folder).as_posix() for path in paths if path.is_file() and not path.is_symlink()]
         others = sorted(set(found) - {*DOCUMENTS, *LINE_FILES})
@@ -262,41 +267,41 @@ class FolderUpload:
         return others[:MOST_OTHERS]
 
     def _send_other(self, name: str, there: str) -> None:
-        """Send a file of a callback that has changed: not all the time, because it is sent whole."""
-        now, now_s = signature_of(self.folder / name), time.monotonic()
+        """Send a callback's file if it has changed, at most once in `OTHERS_S`, because it is always sent whole."""
+        now, now_s = file_signature(self.folder / name), time.monotonic()
         recent = now_s - self.sent_s.get(name, -OTHERS_S) < OTHERS_S and not self._stopped.is_set()
         if now is None or self.sent.get(name) == now or recent:
             return
         with contextlib.suppress(FileNotFoundError), open(self.folder / name, "rb", opener=regular_file_opener) as file:
             self.may_write()
-            if not makes_objects(self.filesystem):
+            if not is_object_store(self.filesystem):
                 self.filesystem.create_dir(there.rpartition("/")[0], recursive=True)
-            put_whole(self.filesystem, there, file, os.fstat(file.fileno()).st_size)
+            write_atomically(self.filesystem, there, file, os.fstat(file.fileno()).st_size)
         self.sent[name], self.sent_s[name] = now, now_s
 
     def _say_once(self, text: str) -> None:
-        """A line for the user, if it was not said before."""
+        """Warn the user, if this warning was not given before."""
         if text not in self._said:
             self._said.add(text)
             self.notes.append(("warning", text))
 
     def _send_document(self, name: str, there: str) -> None:
-        """Send a document that has changed. At the beginning, remove one that a former start has left."""
-        now = signature_of(self.folder / name)
-        if name in self.sent and now in (None, self.sent[name]):  # one that vanishes was not removed by the run
+        """Send a document if it has changed. In the first pass, remove one that an earlier start has left on the storage."""
+        now = file_signature(self.folder / name)
+        if name in self.sent and now in (None, self.sent[name]):  # a run removes no document: others did
             return
         self.may_write()
         if now is None:
             with contextlib.suppress(FileNotFoundError):
                 self.filesystem.delete_file(there)
         elif (content := self._content(name)) is not None:
-            put_whole(self.filesystem, there, io.BytesIO(content), len(content))
+            write_atomically(self.filesystem, there, io.BytesIO(content), len(content))
         self.sent[name] = now
 
     def _content(self, name: str) -> bytes | None:
-        """The content of a document; None, with a line for the user, if it is none that a run writes."""
+        """The content of a document; None, with a warning, if it is not a regular file or is too large."""
         try:
-            return read_limited_bytes(self.folder / name, follow=False, limit=DOCUMENT_BYTES)
+            return read_limited_bytes(self.folder / name, follow=False, limit=SENT_DOCUMENT_BYTES)
         except ConfigError as error:
             self._say_once(f"{error.what}: it is not sent to {self.uri}")
             return None

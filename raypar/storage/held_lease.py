@@ -1,4 +1,4 @@
-"""Holds the lease of one run: takes it, renews it in a thread, says whether it still holds, gives it back."""
+"""The lease of one run as a process holds it: takes it, renews it in a thread, checks it before each write, releases it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import threading
 import time
 
 from raypar.errors import ClusterError, LeaseHeldError, LeaseLostError
-from raypar.storage.run_lease import LEASE_S, RENEW_S, Lease, LeaseStore, claim, may_write, renewed
+from raypar.storage.run_lease import LEASE_S, RENEW_S, Lease, LeaseStore, claim_lease, may_write, renew_lease
 
-ATTEMPTS = 5
-"""How often a conditional write is tried again after the lease was found: another process of the same run renews it too."""
+WRITE_ATTEMPTS = 5
+"""How often a conditional write is tried: it fails if another process of the same run has renewed the lease meanwhile."""
 STOP_S = 5.0
-"""How long the end of a hold waits for the thread."""
+"""How long `stop_renewing` waits for the thread."""
 
 
-def boot_time_s() -> float:
-    """Seconds since this machine was started, those in which it was suspended too."""
+def seconds_since_boot() -> float:
+    """Seconds since this machine was started, including those in which it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def describe_this_process() -> str:
-    """This process in words, for those who are refused."""
+    """`process 4711 of HOST`, for the error of a process that is refused."""
     return f"process {os.getpid()} of {socket.gethostname()}"
 
 
@@ -32,60 +32,63 @@ class HeldLease:
 
     def __init__(self, store: LeaseStore, owner: str, run: str, place: str) -> None:
         self.store = store
-        """Where the lease is."""
+        """Where the lease is stored."""
         self.mine = Lease(owner, describe_this_process())
-        """What this process writes."""
+        """The lease as this process writes it, but for its renewal number."""
         self.run = run
         """The run's name, for messages."""
         self.place = place
         """The run's location, for messages."""
         self.renewed_s = -LEASE_S
-        """When the last renewal that succeeded was begun (`boot_time_s`)."""
+        """When the last renewal that succeeded was begun (`seconds_since_boot`)."""
         self.lost: LeaseLostError | None = None
-        """Why the lease is held no more."""
+        """The error if another process has the lease now; None while it is held."""
         self.failure = ""
-        """Why the last renewal failed; empty if it did not."""
+        """Why the last renewal failed; empty if it succeeded."""
         self._stopped = threading.Event()
         """Set by `stop_renewing`."""
         self._thread: threading.Thread | None = None
-        """Renews."""
+        """The thread that renews; None before `start_renewing`."""
 
     def take(self) -> None:
         """Take the lease. Raises `LeaseHeldError` if it is another's, `ClusterError` if the store does not answer."""
-        for _ in range(ATTEMPTS):
-            began_s = boot_time_s()
-            lease, version = claim(self.store.read(), self.mine, self.run, self.place)
+        for _ in range(WRITE_ATTEMPTS):
+            began_s = seconds_since_boot()
+            lease, version = claim_lease(self.store.read(), self.mine, self.run, self.place)
             if self.store.put(lease, version) is not None or self._is_there(lease):
                 self.renewed_s = began_s
                 return
         raise LeaseHeldError(
-            f"run {self.run} is wanted by others at the same moment: its lease of {self.place} changed {ATTEMPTS} times",
+            f"run {self.run} is wanted by others at the same moment: its lease of {self.place} changed {WRITE_ATTEMPTS} times",
             cure="run the same command again",
         )
 
     def renew(self) -> None:
         """Write the lease again. Raises `LeaseLostError`, and `ClusterError` if the store does not answer."""
-        for _ in range(ATTEMPTS):
-            began_s = boot_time_s()
-            lease, version = renewed(self.store.read(), self.mine, self.run, self.place)
+        for _ in range(WRITE_ATTEMPTS):
+            began_s = seconds_since_boot()
+            lease, version = renew_lease(self.store.read(), self.mine, self.run, self.place)
             if self.store.put(lease, version) is not None or self._is_there(lease):
                 self.renewed_s = began_s
                 return
-        raise ClusterError(f"the lease of {self.place} changed {ATTEMPTS} times while it was renewed")
+        raise ClusterError(f"the lease of {self.place} changed {WRITE_ATTEMPTS} times while it was renewed")
 
     def _is_there(self, lease: Lease) -> bool:
-        """Whether a write that was refused has been done nevertheless: its answer was lost, and the client wrote again."""
+        """Whether the lease is stored although its write was refused: its client repeated a write whose answer was lost."""
         found = self.store.read()
         return found is not None and found.lease == lease
 
     def check(self) -> None:
-        """Raise unless this process may begin to write below the run's place: `LeaseLostError` if the lease is another's,
-        `ClusterError` if that may be, because the lease could not be renewed."""
+        """Raise unless this process may begin to write at the run's place.
+
+        Raises `LeaseLostError` if another process has the lease, and `ClusterError` if it may have, because the lease could not
+        be renewed in time.
+        """
         if self.lost is not None:
             raise self.lost
-        if not may_write(self.renewed_s, boot_time_s()):
+        if not may_write(self.renewed_s, seconds_since_boot()):
             raise ClusterError(
-                f"the lease of {self.place} could not be renewed for {boot_time_s() - self.renewed_s:.0f} s "
+                f"the lease of {self.place} could not be renewed for {seconds_since_boot() - self.renewed_s:.0f} s "
                 f"({self.failure or 'this process was stopped'}): nothing is written until that succeeds",
                 cure="look at the storage, and at the network to it; the last good checkpoint stays",
             )
@@ -114,7 +117,7 @@ class HeldLease:
                 self.failure = error.what
 
     def release(self) -> None:
-        """Give the lease back, if it is still held; a storage that does not answer keeps it until it ends by itself."""
+        """Give the lease back, if it is still held. If the storage does not answer, the lease expires after `LEASE_S`."""
         with contextlib.suppress(ClusterError):
-            lease, version = renewed(self.store.read(), self.mine, self.run, self.place)
+            lease, version = renew_lease(self.store.read(), self.mine, self.run, self.place)
             self.store.put(Lease(lease.owner, lease.holder, lease.renewal, released=True), version)

@@ -1,11 +1,14 @@
-"""Cuts a growing file of lines into numbered chunks, each an object, whose number stays small. Pure.
+"""Divides a growing file of lines into a few numbered chunks, each stored as one object. Pure.
 
-An object store cannot append. So the last chunk is written again, with the new lines, until it has `CHUNK_BYTES`; the next line
-begins another one. `FAN` full chunks become one of the next level. A chunk has the number of its first line: a chunk that takes
-the place of several is written under the name of the first of them, and readers leave out a chunk whose first line they have.
-A writer that is killed between writing and deleting therefore leaves every line once.
+An object store cannot append. So the last chunk is written again, with the new lines, until it has `FULL_CHUNK_BYTES`; the next
+line begins a new chunk. `MERGED_CHUNKS` full chunks of one level are merged into one chunk of the next level.
 
-Where lines are cut depends on the lines alone, not on when they were written: a writer that begins again finds the same chunks.
+An object is named by the number of its chunk's first line. A merged chunk is written under the name of the first chunk that it
+replaces, and the others are deleted afterwards. Readers skip a chunk whose first line an earlier chunk contains, so a writer
+that is killed before it has deleted them leaves no line twice.
+
+The boundaries of chunks depend only on the lines, not on when they were written: a writer that starts again computes the same
+chunks.
 """
 
 from __future__ import annotations
@@ -14,16 +17,17 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-CHUNK_BYTES = 256 << 10
-"""A chunk of level 0 is full with so many bytes: about 1,000 steps."""
-FAN, LEVELS = 8, 3
-"""So many full chunks of one level become one of the next, and how many levels follow: 256 KiB, 2 MiB, 16 MiB, 128 MiB."""
+FULL_CHUNK_BYTES = 256 << 10
+"""Size at which a chunk of level 0 is full: about 1,000 steps."""
+MERGED_CHUNKS, MERGE_LEVELS = 8, 3
+"""Number of full chunks that are merged into one of the next level, and number of levels after level 0. Chunks are full at
+256 KiB, 2 MiB, 16 MiB and 128 MiB."""
 _NAME = re.compile(r"(?P<first>[0-9]{12})\.jsonl")
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some lines of a file, one after the other."""
+    """Consecutive lines of a file, stored as one object."""
 
     first: int
     """The number of its first line; the file's first line has number 1."""
@@ -32,9 +36,9 @@ class Chunk:
     lines: int
     """How many lines it has."""
     nbytes: int
-    """How many bytes these have."""
+    """Their size in bytes."""
     level: int = 0
-    """How often full chunks were put together for it."""
+    """0 for a chunk that lines are added to; n + 1 for one merged from chunks of level n."""
 
     @property
     def name(self) -> str:
@@ -44,11 +48,11 @@ class Chunk:
     @property
     def full(self) -> bool:
         """Whether the next line begins another chunk."""
-        return self.level > 0 or self.nbytes >= CHUNK_BYTES
+        return self.level > 0 or self.nbytes >= FULL_CHUNK_BYTES
 
 
 def first_line_of_name(name: str) -> int | None:
-    """The number of the first line of the chunk with this name; None if it is no name of a chunk."""
+    """The number of the first line of the chunk whose object has this name; None if it is not the name of a chunk."""
     found = _NAME.fullmatch(name)
     return int(found["first"]) if found and int(found["first"]) else None
 
@@ -68,16 +72,18 @@ def add_lines(chunks: Sequence[Chunk], sizes: Iterable[int]) -> tuple[Chunk, ...
 
 
 def _merge(made: list[Chunk]) -> None:
-    """Put the last full chunks together wherever there are `FAN` of one level."""
-    for level in range(LEVELS):
-        last = made[-FAN:]
-        if len(last) < FAN or any(chunk.level != level or not chunk.full for chunk in last):
+    """Merge the last `MERGED_CHUNKS` chunks into one as long as they are full and of one level."""
+    for level in range(MERGE_LEVELS):
+        last = made[-MERGED_CHUNKS:]
+        if len(last) < MERGED_CHUNKS or any(chunk.level != level or not chunk.full for chunk in last):
             return
-        made[-FAN:] = [Chunk(last[0].first, last[0].start, sum(c.lines for c in last), sum(c.nbytes for c in last), level + 1)]
+        made[-MERGED_CHUNKS:] = [
+            Chunk(last[0].first, last[0].start, sum(c.lines for c in last), sum(c.nbytes for c in last), level + 1)
+        ]
 
 
 def chunks_to_write(before: Sequence[Chunk], after: Sequence[Chunk]) -> tuple[list[Chunk], list[str]]:
-    """(chunks to write, names to remove then), to lead from one state of the objects to another."""
+    """(chunks to write, names of objects to remove after that), so that the objects for `before` become those for `after`."""
     there = {chunk.first: chunk for chunk in before}
     now = {chunk.first for chunk in after}
     return [chunk for chunk in after if there.get(chunk.first) != chunk], [c.name for c in before if c.first not in now]

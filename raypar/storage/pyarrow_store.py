@@ -1,10 +1,10 @@
-"""Checkpoints on any file system of pyarrow: `PyarrowStore`, a `CheckpointStore` that renames nothing.
+"""Checkpoints on any file system of pyarrow: `PyarrowStore`, a `CheckpointStore` that never renames a folder.
 
     checkpoints/step_00000050/  manifest.json  worker_0000.1f0c8a5be2d4.safetensors  worker_0001.1f0c8a5be2d4.safetensors ...
 
-An object store cannot move a folder. So files are written where they stay, each under a name that no other attempt at this
-checkpoint has, and the manifest, which lists those names, is put last. A checkpoint is there once its manifest is; putting the
-manifest is what replaces a checkpoint of the same name.
+An object store cannot move a folder. So each attempt at a checkpoint writes its files in their final folder, under names that
+contain the attempt's id, and writes the manifest, which lists these names, last. A checkpoint exists once its manifest does; a
+new manifest replaces a checkpoint of the same name.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from raypar.errors import CheckpointError
-from raypar.storage.filesystems import makes_objects, open_filesystem, storage_errors
+from raypar.storage.filesystems import is_object_store, open_filesystem, storage_errors
 from raypar.storage.storage_uri import StorageUri
 from raypar.untrusted_files import shorten
 
 PIECE_BYTES = 16 << 20
-"""The most that is handed to pyarrow, or read from it, at once."""
+"""The most that is written or read at once."""
 UNSENT_BYTES = 64 << 20
-"""After so many bytes a writer waits until they are sent: a storage that is slower than memory must not fill it."""
-MANIFEST_BYTES = 64 << 20
-"""The most that is read of a manifest to find what an earlier attempt has left beside it."""
+"""After this many bytes a writer waits until they are sent, so that unsent data does not fill the memory."""
+LISTED_MANIFEST_BYTES = 64 << 20
+"""Size limit of a manifest that is read to find files of earlier attempts; those beside a larger one are kept."""
 WRITE_CURE = "look at the storage; the last good checkpoint stays"
 _ATTEMPT = re.compile(r"(?P<stem>.+)\.(?P<attempt>[0-9a-f]{12})(?P<suffix>\.[^.]+)?")
-"""The name of a file of a checkpoint."""
+"""The name of a checkpoint's file, with the id of the attempt that wrote it."""
 _BEGUN = re.compile(r"(?P<name>.+)@(?P<attempt>[0-9a-f]{12})")
-"""The name of a checkpoint that is being written."""
+"""The name of a checkpoint that is being written, with the id of the attempt."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PyarrowFile:
     nbytes: int
     """See `OpenedFile`."""
     place: tuple[Any, ...]
-    """Path, size and time of change, when it was opened."""
+    """(path, size, time of change) of the file when it was opened."""
 
     def version(self) -> Hashable:
         """See `OpenedFile`."""
@@ -70,7 +70,7 @@ class BoundedWriter:
         self.stream = stream
         """The open stream."""
         self.unsent = 0
-        """Bytes since the last wait."""
+        """Bytes written since the last flush."""
 
     def write(self, content: Any) -> int:
         """Write bytes. Raises what pyarrow raises."""
@@ -87,12 +87,12 @@ class BoundedWriter:
 
 @dataclass(frozen=True)
 class PyarrowStore:
-    """A `CheckpointStore` below a place of a file system of pyarrow. Processes that have an equal one see the same."""
+    """A `CheckpointStore` at a place on a file system of pyarrow. Equal stores see the same checkpoints in every process."""
 
     uri: StorageUri
-    """Where the checkpoints lie."""
+    """The folder of the checkpoints."""
     last_file: str = "manifest.json"
-    """The file that is written last: with it a checkpoint is whole."""
+    """The file that is written last: a checkpoint that has it is whole."""
 
     def location(self, name: str, file: str = "") -> str:
         """See `CheckpointStore`."""
@@ -103,7 +103,7 @@ class PyarrowStore:
         return self.location(name)
 
     def names(self) -> list[str]:
-        """See `CheckpointStore`. Only whole checkpoints are there."""
+        """See `CheckpointStore`. Only whole checkpoints are listed."""
         with storage_errors(f"cannot read {self.uri}"):
             return sorted(name for name, whole in self._folders().items() if whole)
 
@@ -111,13 +111,13 @@ class PyarrowStore:
         """See `CheckpointStore`."""
         begun = f"{name}@{uuid.uuid4().hex[:12]}"
         filesystem, path = self._at(begun)
-        if not makes_objects(filesystem):
+        if not is_object_store(filesystem):
             with storage_errors(f"cannot write {self.location(name)}", cure=WRITE_CURE):
                 filesystem.create_dir(path, recursive=True)
         return begun
 
     def file_name(self, begun: str, file: str) -> str:
-        """See `CheckpointStore`: with the attempt in it."""
+        """See `CheckpointStore`. The name contains the id of the attempt."""
         found = _BEGUN.fullmatch(begun)
         stem, dot, suffix = file.rpartition(".")
         return f"{stem or suffix}.{found['attempt']}{dot}{suffix if stem else ''}" if found else file
@@ -125,7 +125,7 @@ class PyarrowStore:
     @contextlib.contextmanager
     def write(self, name: str, file: str) -> Iterator[Any]:
         """See `CheckpointStore`."""
-        self._at(name, file)  # its names lead nowhere else
+        self._at(name, file)  # checks the names
         begun = _BEGUN.fullmatch(name)
         with open_for_writing(self.uri.child(begun["name"] if begun else name, file)) as writer:
             yield writer
@@ -134,9 +134,9 @@ class PyarrowStore:
         """See `CheckpointStore`."""
         filesystem, path = self._at(name, last_file)
         with storage_errors(f"cannot write {self.location(name, last_file)}", cure=WRITE_CURE):
-            put_whole(filesystem, path, io.BytesIO(content), len(content))
+            write_atomically(filesystem, path, io.BytesIO(content), len(content))
         attempt = _BEGUN.fullmatch(begun)
-        with contextlib.suppress(OSError, ValueError):  # they are in nobody's way
+        with contextlib.suppress(OSError, ValueError):  # leftovers do no harm
             for file, other in self._attempts(name):
                 if attempt is not None and other != attempt["attempt"]:
                     filesystem.delete_file(self._at(name, file)[1])
@@ -179,7 +179,7 @@ class PyarrowStore:
             yield PyarrowFile(stream, nbytes, (path, nbytes, info.mtime_ns))
 
     def remove(self, name: str) -> None:
-        """See `CheckpointStore`. The last file goes first: what is left is no checkpoint."""
+        """See `CheckpointStore`. Deletes the last file first: without it the rest is not a checkpoint."""
         begun = _BEGUN.fullmatch(name)
         with contextlib.suppress(Exception):
             filesystem, path = self._at(name)
@@ -197,7 +197,7 @@ class PyarrowStore:
             filesystem.delete_dir(path)
 
     def leftovers(self) -> list[tuple[str, str]]:
-        """See `CheckpointStore`. Of a whole checkpoint these are files of other attempts, which its last file does not list."""
+        """See `CheckpointStore`. In the folder of a whole checkpoint: the attempts whose files its last file does not list."""
         found = []
         with storage_errors(f"cannot read {self.uri}"):
             for name, whole in self._folders().items():
@@ -212,8 +212,8 @@ class PyarrowStore:
     # -- parts -------------------------------------------------------------------------------------------------------------
 
     def _at(self, name: str, file: str = "") -> tuple[Any, str]:
-        """(the file system, the path of a checkpoint's folder or of a file in it). Raises `CheckpointError` for names that lead
-        elsewhere."""
+        """(the file system, the path of a checkpoint's folder or of a file in it). Raises `CheckpointError` for names that
+        lead out of the folder."""
         for part in (name, *([file] if file else [])):
             if not part or "/" in part or part in (".", "..") or not part.isprintable():
                 raise CheckpointError(f"{part!r} names no file of a checkpoint in {self.uri}", cure="use another checkpoint")
@@ -222,7 +222,7 @@ class PyarrowStore:
         return filesystem, "/".join([path, begun["name"] if begun else name, *([file] if file else [])])
 
     def _folders(self) -> dict[str, bool]:
-        """Name of each folder below this place -> whether the last file is in it. Raises what pyarrow raises."""
+        """Name of each folder at this place -> whether it has the last file. Raises what pyarrow raises."""
         from pyarrow.fs import FileSelector, FileType
 
         filesystem, path = open_filesystem(self.uri)
@@ -233,7 +233,7 @@ class PyarrowStore:
         return {name: info.type is FileType.File for name, info in zip(names, there, strict=True)}
 
     def _attempts(self, name: str) -> list[tuple[str, str]]:
-        """(file, attempt) of the files in a checkpoint's folder that an attempt has written. Raises what pyarrow raises."""
+        """(name, attempt) of each file in a checkpoint's folder whose name has an attempt's id. Raises what pyarrow raises."""
         from pyarrow.fs import FileSelector, FileType
 
         filesystem, path = self._at(name)
@@ -242,9 +242,9 @@ class PyarrowStore:
         return [(file, match["attempt"]) for file, match in found if match]
 
     def _attempts_in_use(self, name: str) -> set[str]:
-        """The attempts whose files a whole checkpoint lists; all that are there if its last file cannot be understood."""
+        """The attempts whose files a whole checkpoint lists; all attempts in its folder if its last file cannot be parsed."""
         try:
-            files = json.loads(self.read(name, self.last_file, limit=MANIFEST_BYTES, cure=""))["files"]
+            files = json.loads(self.read(name, self.last_file, limit=LISTED_MANIFEST_BYTES, cure=""))["files"]
             found = [_ATTEMPT.fullmatch(file) for file in files]
         except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
             return {attempt for _, attempt in self._attempts(name)}
@@ -253,11 +253,11 @@ class PyarrowStore:
 
 @contextlib.contextmanager
 def open_for_writing(uri: StorageUri) -> Iterator[BoundedWriter]:
-    """Write a file at a place in the block; it is there whole or not at all. Raises `CheckpointError`."""
+    """Gives the block a writer of a new file, which appears whole at its end, or not at all. Raises `CheckpointError`."""
     filesystem, path = open_filesystem(uri)
-    aside = path if makes_objects(filesystem) else f"{path}.{uuid.uuid4().hex[:12]}.tmp"
+    aside = path if is_object_store(filesystem) else f"{path}.{uuid.uuid4().hex[:12]}.tmp"
     with storage_errors(f"cannot write {uri}", cure="look at the storage, and at what this machine may write there"):
-        if not makes_objects(filesystem):
+        if not is_object_store(filesystem):
             filesystem.create_dir(path.rpartition("/")[0], recursive=True)
         stream = filesystem.open_output_stream(aside)
         try:
@@ -266,7 +266,7 @@ def open_for_writing(uri: StorageUri) -> Iterator[BoundedWriter]:
             if aside != path:
                 filesystem.move(aside, path)
         except BaseException:
-            # Closing makes the file, cut off as it is.
+            # On an object store, closing creates the truncated file; so it is deleted.
             with contextlib.suppress(Exception):
                 stream.close()
             with contextlib.suppress(Exception):
@@ -274,12 +274,12 @@ def open_for_writing(uri: StorageUri) -> Iterator[BoundedWriter]:
             raise
 
 
-def put_whole(filesystem: Any, path: str, source: BinaryIO, nbytes: int) -> None:
-    """Write `nbytes` from `source` as a file, so that readers see the former content or all of the new one.
+def write_atomically(filesystem: Any, path: str, source: BinaryIO, nbytes: int) -> None:
+    """Write `nbytes` from `source` as a file; readers see either the former content or all of the new one.
 
     Raises what pyarrow raises.
     """
-    if makes_objects(filesystem):
+    if is_object_store(filesystem):
         _copy(source, nbytes, filesystem, path)
         return
     aside = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
@@ -298,7 +298,7 @@ def put_whole(filesystem: Any, path: str, source: BinaryIO, nbytes: int) -> None
 
 def _copy(source: BinaryIO, nbytes: int, filesystem: Any, path: str) -> None:
     """Write `nbytes` from `source` into a file. Raises what pyarrow raises, and `OSError` if `source` has less."""
-    piece, left = source.read(min(PIECE_BYTES, nbytes)), nbytes  # before anything is begun there
+    piece, left = source.read(min(PIECE_BYTES, nbytes)), nbytes  # read first: an error then leaves no file
     with filesystem.open_output_stream(path) as file:
         writer = BoundedWriter(file)
         while left:

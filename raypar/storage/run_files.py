@@ -1,4 +1,4 @@
-"""Which files of a run folder lie on shared storage too, and in which form.
+"""Which files of a run folder are copied to shared storage, and in which form.
 
 s3://bucket/runs/mine/  lease.json  job.yaml  plan.json  members.json  ...      documents, replaced whole
                         metrics.jsonl/000000000001.jsonl  ...                   lines, in numbered chunks
@@ -14,11 +14,11 @@ LINE_FILES = ("metrics.jsonl", "events.jsonl")
 """Files to which lines are added."""
 CHECKPOINTS = "checkpoints"
 """The folder of the checkpoints."""
-DOCUMENT_BYTES = 64 << 20
+SENT_DOCUMENT_BYTES = 64 << 20
 """Size limit of a document."""
-SENT_MARK = ".sent"
-"""A file in a working folder all of which is on the storage: its driver has ended in order."""
-ROOM_PREFIX = "raypar-"
-"""How the name of the temporary folder begins in which a working folder lies."""
-TEMPORARY = (".tmp", ".new")
+ALL_SENT_FILE = ".sent"
+"""An empty file that the driver makes in the working folder once all of the folder is on the storage."""
+TEMPORARY_FOLDER_PREFIX = "raypar-"
+"""Beginning of the name of the temporary folder that contains a working folder."""
+TEMPORARY_SUFFIXES = (".tmp", ".new")
 """Endings of files that are being written."""

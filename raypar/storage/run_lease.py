@@ -1,8 +1,9 @@
-"""The lease of a run on shared storage: who may write there, until when. Pure; times are arguments.
+"""The lease of a run on shared storage: which process may write there, and until when. Pure; times are arguments.
 
-A run folder on one machine has a lock that the kernel drops with its process (`RunFolder.hold_lock`). Storage has no such lock:
-an object says who writes, and its owner writes it again every `RENEW_S`. Whoever finds it `LEASE_S` old may take it. It is
-replaced only by a conditional write (`LeaseStore.put`), so that of two that take it at once one is refused.
+A run folder on one machine has a lock that the kernel releases when its process ends (`RunFolder.hold_lock`). Shared storage
+has no such lock. Instead an object names the owner, who writes it again every `RENEW_S`; a process that finds it `LEASE_S` old
+may take the lease. The object is replaced only by conditional writes (`LeaseStore.put`), so if two processes try to take the
+lease at once, one of them is refused.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from raypar.untrusted_files import parse_untrusted_json, shorten
 LEASE_S = 45.0
 """How long a lease lasts after it was written."""
 RENEW_S = 10.0
-"""How often its owner writes it again."""
+"""Time between two renewals by its owner."""
 MARGIN_S = 10.0
-"""So long before its end the owner begins nothing any more that writes: a write that is under way takes time."""
+"""The owner begins no write in the last seconds of its lease, because a write takes time."""
 LEASE_BYTES = 4096
 """Size limit of a lease."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """What a lease says."""
+    """The content of a lease."""
 
     owner: str
-    """Id of the run's present start: shared by its client and its drivers, and by nobody else."""
+    """Id of one start of the run. The client and the drivers of this start share it; no other process has it."""
     holder: str
     """The owner in words: host and process."""
     renewal: int = 0
-    """How often it was written again."""
+    """How often it has been renewed."""
     released: bool = False
-    """Whether its owner has ended: anybody may take it at once."""
+    """Whether its owner has ended, so that any process may take it at once."""
 
     def to_bytes(self) -> bytes:
         """The lease as JSON."""
@@ -45,12 +46,12 @@ class Lease:
 
 @dataclass(frozen=True)
 class FoundLease:
-    """A lease as it was found in a store."""
+    """A lease as read from a store."""
 
     lease: Lease
-    """What it says."""
+    """Its content."""
     version: str
-    """What a conditional write that replaces it has to name."""
+    """The version that a conditional write must name to replace it."""
     age_s: float
     """How long ago it was written, by the store's own clock where it has one."""
 
@@ -59,15 +60,17 @@ class LeaseStore(Protocol):
     """A place for the lease of one run. Methods raise `ClusterError` if it does not answer."""
 
     def read(self) -> FoundLease | None:
-        """The lease that is there; None if there is none."""
+        """The stored lease; None if there is none."""
 
     def put(self, lease: Lease, version: str | None) -> str | None:
-        """Write the lease if the one with this version is still there (None: if none is). Returns the new version, or None if
-        that was not so."""
+        """Write the lease if the stored one still has this version (None: if no lease is stored).
+
+        Returns the new version; None if the write was refused, because another lease is stored.
+        """
 
 
 def parse_lease(content: bytes) -> Lease:
-    """The lease that JSON says. One that cannot be understood is somebody's all the same."""
+    """The lease in a JSON document. One that cannot be parsed counts as held by an unknown process."""
     try:
         if len(content) > LEASE_BYTES:
             raise ValueError("too long")
@@ -77,13 +80,13 @@ def parse_lease(content: bytes) -> Lease:
             raise ValueError("wrong types")
         return lease
     except (ValueError, KeyError, TypeError):
-        return Lease("", "somebody whose lease raypar cannot read")
+        return Lease("", "a process whose lease raypar cannot read")
 
 
-def claim(found: FoundLease | None, mine: Lease, run: str, place: str) -> tuple[Lease, str | None]:
-    """(the lease to write, the version that it replaces) for one who wants the run.
+def claim_lease(found: FoundLease | None, mine: Lease, run: str, place: str) -> tuple[Lease, str | None]:
+    """(the lease to write, the version to replace) for a process that wants to take the lease `found`.
 
-    Raises `LeaseHeldError` if it is another's.
+    Raises `LeaseHeldError` if another process holds it.
     """
     if found is None:
         return mine, None
@@ -98,10 +101,10 @@ def claim(found: FoundLease | None, mine: Lease, run: str, place: str) -> tuple[
     )
 
 
-def renewed(found: FoundLease | None, mine: Lease, run: str, place: str) -> tuple[Lease, str]:
-    """(the lease to write, the version that it replaces) for its owner. Raises `LeaseLostError` if it is another's by now."""
+def renew_lease(found: FoundLease | None, mine: Lease, run: str, place: str) -> tuple[Lease, str]:
+    """(the lease to write, the version to replace) for the owner. Raises `LeaseLostError` if another process has it by now."""
     if found is None or found.lease.owner != mine.owner or found.lease.released:
-        now = "somebody removed it" if found is None else f"{shorten(found.lease.holder)} has it now"
+        now = "its lease was removed" if found is None else f"{shorten(found.lease.holder)} has it now"
         raise LeaseLostError(
             f"run {run} has lost its lease of {place}: {now}; nothing more is written there",
             cure=f"leave the run to the other one (`raypar status {shlex.quote(place)}`); if there is none, "

@@ -1,4 +1,4 @@
-"""The lease of a run as an object on S3, replaced by conditional writes; its age is by S3's own clock. Needs boto3."""
+"""The lease of a run as an object on S3, replaced only by conditional writes. Needs boto3. The lease's age is by S3's clock."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from raypar.storage.run_lease import LEASE_BYTES, FoundLease, Lease, parse_lease
 from raypar.storage.storage_uri import StorageUri
 
 REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
-"""What S3 answers where the condition of a write does not hold, or where two conditional writes meet."""
+"""S3's error codes if the condition of a write does not hold, or if two conditional writes coincide."""
 MISSING = {"NoSuchKey", "404"}
+"""S3's error codes for an object that does not exist."""
 LEASE_FILE = "lease.json"
 """The object's name in the run's folder."""
 
@@ -51,15 +52,15 @@ class S3LeaseStore:
         return None if refused else str(written["ETag"])
 
     def honours_conditions(self, lease: Lease) -> bool:
-        """Whether this storage refuses a write whose condition does not hold; some that speak S3's language ignore conditions.
+        """Whether this storage refuses a write whose condition does not hold: some S3-compatible storages ignore conditions.
 
-        The lease must be there, and is written again where they are ignored.
+        Call it while the lease is stored; a storage that ignores conditions writes it once more.
         """
         return self.put(lease, None) is None
 
     @contextlib.contextmanager
     def _errors(self, allowed: set[str] = frozenset()) -> Iterator[list[str]]:  # type: ignore[assignment]
-        """Turn boto3's errors into `ClusterError`, but for a missing object and those of `allowed`, which are in the list."""
+        """Turn boto3's errors into `ClusterError`, except the codes of `allowed` and `MISSING`, which are added to the list."""
         from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
         met: list[str] = []

@@ -1,7 +1,7 @@
-"""The URI of a place on other storage than a folder, as data: `s3://bucket/runs/mine?region=eu-west-1`. Pure.
+"""The URI of a place on shared storage, parsed and checked: `s3://bucket/runs/mine?region=eu-west-1`. Pure.
 
-A URI holds no secret, because it is written into job files and messages. Each storage finds its credentials as its own clients
-do: in environment variables, in files of the user, or from the machine.
+A URI may not contain a secret, because it is written into job files and messages. Credentials are found as the storage's own
+clients find them: in environment variables, in files of the user, or from the machine.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from urllib.parse import unquote
 from raypar.errors import ConfigError
 from raypar.untrusted_files import shorten
 
-GIVEN = "filesystem"
+FILESYSTEM_SCHEME = "filesystem"
 """Scheme of a place on a file system that was given as an object: `filesystem://ID/path`, with an id of `filesystems.py`."""
-SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs", GIVEN)
-"""The schemes of storage that raypar reads and writes, beside `file`."""
+SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs", FILESYSTEM_SCHEME)
+"""The schemes that raypar reads and writes, besides `file`."""
 QUERY_KEYS = {
     "s3": ("region", "scheme", "endpoint_override"),
     "gs": ("scheme", "endpoint_override", "retry_limit_seconds", "project_id"),
@@ -26,12 +26,12 @@ QUERY_KEYS = {
     "abfss": ("blob_storage_authority", "dfs_storage_authority", "enable_tls"),
     "hdfs": ("replication", "user", "buffer_size", "default_block_size", "kerb_ticket"),
     "viewfs": ("replication", "user", "buffer_size", "default_block_size", "kerb_ticket"),
-    GIVEN: (),
+    FILESYSTEM_SCHEME: (),
 }
 """Scheme -> the settings that a URI may give. None is a secret."""
 LOCAL_FILE = re.compile(r"file:(?://)?(?P<host>[^/]*)(?P<path>/.*)", re.DOTALL)
 _URI = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?", re.DOTALL)
-"""With one slash it is what `pathlib.Path` makes of a URI."""
+"""One slash is accepted too: `pathlib.Path` turns `s3://` into `s3:/`."""
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials, or the machine's role",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, or the machine's service account",
@@ -41,7 +41,7 @@ _CREDENTIALS = {
 
 @dataclass(frozen=True)
 class StorageUri:
-    """A place on some storage. Its text is the URI."""
+    """A place on shared storage; `str` of it is the URI."""
 
     scheme: str
     """`s3`, `gs`, ...: one of `SCHEMES`."""
@@ -60,7 +60,7 @@ class StorageUri:
 
     @property
     def parent(self) -> StorageUri:
-        """The place that this one lies in."""
+        """The place without the last part of its path."""
         return replace(self, path=self.path.rpartition("/")[0])
 
     @property
@@ -70,13 +70,13 @@ class StorageUri:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of the storage."""
+        """`query` as a mapping."""
         return {
             unquote(key): unquote(value) for key, _, value in (part.partition("=") for part in self.query.split("&")) if key
         }
 
     def child(self, *names: str) -> StorageUri:
-        """The place of these names below this one; empty names are left out."""
+        """The place with these names appended to its path; empty names are left out."""
         return replace(self, path="/".join([self.path, *filter(None, names)]))
 
 
@@ -90,7 +90,7 @@ def parse_storage_uri(text: str, what: str = "the location") -> StorageUri:
     scheme = found["scheme"].lower() if found else ""
     if found is None or scheme not in SCHEMES:
         raise ConfigError(
-            f"{what} is {shorten(_shown(text))}: that is no URI of a storage that raypar reads and writes", cure=_known()
+            f"{what} is {shorten(_shown(text))}: this is not a URI of a storage that raypar supports", cure=_known()
         )
     path, query = found["path"].strip("/"), found["query"] or ""
     if "@" in path.partition("/")[0] and scheme not in ("abfs", "abfss"):  # Azure's is container@account
@@ -129,7 +129,7 @@ def local_path_of_file_uri(text: str, what: str) -> Path | None:
 
 
 def _known() -> str:
-    known = ", ".join(f"{scheme}://" for scheme in SCHEMES if scheme != GIVEN)
+    known = ", ".join(f"{scheme}://" for scheme in SCHEMES if scheme != FILESYSTEM_SCHEME)
     return f"give the path of a folder (on a cluster, of storage that all nodes have mounted), file:///..., or one of {known}"
 
 

@@ -1,1 +1,1 @@
-"""Metrics of a run for Prometheus: what there is, and what its values are. Pure; `actors/` publishes them."""
+"""Metrics of a run for Prometheus: their definitions and their values. Pure; `actors/` publishes them."""

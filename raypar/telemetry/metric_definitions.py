@@ -1,8 +1,8 @@
 """The metrics that a run publishes for Prometheus: name, kind, labels and meaning of each.
 
-Ray publishes them on the metrics page of the node on which the run's driver is, with `ray_` before their names and with labels
-of its own (`WorkerId`, ...). A driver that takes over publishes series of its own, which begin with the run's totals, beside
-those of the former driver, which stay where they ended. So take the largest over all labels but these: `max by (run) (...)`.
+Ray publishes them on the metrics page of the driver's node, with the prefix `ray_` and labels of its own (`WorkerId`, ...).
+A new driver of the same run publishes new series, which start at the run's totals, while the series of the former driver stay
+at their last values. So queries take the maximum over Ray's labels: `max by (run) (...)`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 SCRAPED_PREFIX = "ray_"
-"""What Ray puts before the name of every metric."""
+"""The prefix that Ray gives the name of every metric."""
 
 
 @dataclass(frozen=True)
 class MetricDefinition:
-    """One metric."""
+    """The definition of one metric."""
 
     name: str
-    """Its name, with the unit at its end."""
+    """Its name, which ends with the unit."""
     kind: Literal["gauge", "counter", "histogram"]
-    """What Prometheus takes it for."""
+    """Its type in Prometheus."""
     description: str
-    """What it counts, for the metrics page."""
+    """Its help text on the metrics page."""
     labels: tuple[str, ...] = ()
     """Names of its labels, beside `run`."""
     buckets: tuple[float, ...] = ()
@@ -36,14 +36,14 @@ class MetricDefinition:
         return (f"{name}_bucket", f"{name}_sum", f"{name}_count") if self.kind == "histogram" else (name,)
 
 
-SEAT = ("stage", "replica", "shard")
-"""Labels of a worker's seat. Numbers of workers would be new series after every loss."""
+SEAT_LABELS = ("stage", "replica", "shard")
+"""Labels of a worker's seat. Labels with worker numbers would begin new series after every loss of a worker."""
 
 STEP_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
-"""Bounds of the histogram of step times. Ray hands on how many steps were in each bucket, not their times, so that the sum of
-the histogram is an estimate; `raypar_step_seconds_total` is exact."""
+"""Bounds of the histogram of step times. Ray exports only the count of each bucket, so the histogram's sum is an estimate;
+`raypar_step_seconds_total` is exact."""
 
-METRICS: tuple[MetricDefinition, ...] = (
+METRIC_DEFINITIONS: tuple[MetricDefinition, ...] = (
     MetricDefinition("raypar_committed_steps", "gauge", "Steps of the run that are done, those before a resumption too"),
     MetricDefinition("raypar_job_steps", "gauge", "Steps of the job"),
     MetricDefinition("raypar_generation", "gauge", "Number of the present generation of workers"),
@@ -60,12 +60,12 @@ METRICS: tuple[MetricDefinition, ...] = (
     MetricDefinition(
         "raypar_cost_per_sample", "gauge", "Cost of all worker time over all samples; needs price_per_worker_hour"
     ),
-    MetricDefinition("raypar_worker_busy_ratio", "gauge", "Share of the last steps in which the worker computed", SEAT),
+    MetricDefinition("raypar_worker_busy_ratio", "gauge", "Share of the last steps in which the worker computed", SEAT_LABELS),
     MetricDefinition(
         "raypar_worker_memory_bytes",
         "gauge",
         "Memory of the worker: rss, peak_rss, gpu_allocated, gpu_reserved",
-        (*SEAT, "kind"),
+        (*SEAT_LABELS, "kind"),
     ),
     MetricDefinition("raypar_step_duration_seconds", "histogram", "Times of steps, pauses not counted", (), STEP_BUCKETS_S),
     MetricDefinition("raypar_steps_total", "counter", "Committed steps, each once"),
@@ -87,10 +87,10 @@ METRICS: tuple[MetricDefinition, ...] = (
 )
 """All metrics of a run."""
 
-BY_NAME = {metric.name: metric for metric in METRICS}
+DEFINITION_BY_NAME = {metric.name: metric for metric in METRIC_DEFINITIONS}
 """Name -> metric."""
 
 
 def scraped_names() -> frozenset[str]:
     """The names of all samples that a run's metrics have on a metrics page."""
-    return frozenset(name for metric in METRICS for name in metric.scraped_names)
+    return frozenset(name for metric in METRIC_DEFINITIONS for name in metric.scraped_names)

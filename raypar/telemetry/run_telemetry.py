@@ -1,4 +1,4 @@
-"""The values of a run's metrics: totals, and what was last seen of steps, workers and memory. Time is an argument."""
+"""The values of a run's metrics: its totals, and the latest values of steps, workers and memory. Time is an argument."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from raypar.plan import ParallelPlan
 from raypar.telemetry.run_totals import Facts, RunTotals
 
 RECENT_WEIGHT = 0.1
-"""Weight of the newest step in the means of the last steps (exponentially weighted): they look some twenty steps back."""
+"""Weight of the newest step in the means of the last steps (exponentially weighted): they cover about the last twenty steps."""
 
 Labels = tuple[tuple[str, str], ...]
-"""(name, value) of a metric's labels, `run` left out."""
+"""(name, value) of each label of a metric, except `run`."""
 
 
 class MetricValue(NamedTuple):
@@ -27,18 +27,18 @@ class MetricValue(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerCounts:
-    """How many workers a run has at one moment, by state."""
+    """Numbers of workers of a run at one moment, by state."""
 
     seated: int = 0
     """Workers with a seat in the plan."""
     spare: int = 0
     """Workers that have started and wait for a seat."""
     starting: int = 0
-    """Workers that have room and load."""
+    """Workers that are placed on a node, and load."""
     pending: int = 0
     """Workers for which the cluster has no room yet."""
     pending_replicas: int = 0
-    """The placement groups of those: one for each replica of a stage, or for each worker that is hired alone."""
+    """Placement groups of the pending workers: one for each replica of a stage, or for each worker that is asked for alone."""
     generation: int = 1
     """The present generation."""
 
@@ -52,42 +52,42 @@ class WorkerCounts:
 class RunTelemetry:
     """Gathers the values of a run's metrics from its steps and events.
 
-    A step is taken from the recorder, which sees each committed step once: replayed steps never come here.
+    The recorder adds each committed step once; replayed steps are not added again.
     """
 
     totals: RunTotals = field(default_factory=RunTotals)
     """Totals of the run over all of its drivers."""
     counts: WorkerCounts = WorkerCounts()
-    """The workers at the last `advance`."""
+    """The numbers of workers since the last `advance`."""
     plan: ParallelPlan | None = None
     """The plan of the present generation; None before it is known."""
     last: dict[str, float] = field(default_factory=dict)
-    """Metric -> its last value, of gauges of the whole run."""
+    """Gauge of the whole run -> its last value."""
     seated: ParallelPlan | None = None
-    """The plan of `busy` and `memory`: that of the last step. It stays while a new generation has made no step."""
+    """The plan of the last step, to which `busy` and `memory` belong. A new generation replaces it with its first step."""
     busy: list[float] = field(default_factory=list)
-    """By rank: the share of the last steps of the generation in which the worker computed."""
+    """By rank: mean share of the last steps' time in which the worker computed, since the generation began."""
     memory: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Rank -> kind of memory -> bytes, as reported last in the generation."""
+    """Rank -> kind of memory -> bytes, as last reported in the generation."""
     durations: list[float] = field(default_factory=list)
     """Seconds of the steps since the last `take_durations`."""
     _means: dict[str, float] = field(default_factory=dict)
-    """Key of a line of metrics -> its mean over the last steps of the generation."""
+    """Key of metrics.jsonl -> mean of its values over the last steps of the generation."""
     _first_step_due: bool = True
     """Whether the present generation has made no step yet."""
     _ledgers: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Rank -> operation -> bytes sent, as reported last in this generation."""
+    """Rank -> operation -> bytes sent since the generation began, as last reported."""
     _advanced_s: float | None = None
     """Time of the last `advance`."""
 
     def begin_generation(self, plan: ParallelPlan) -> None:
-        """Note the plan of a new generation, whose workers begin to count their bytes anew."""
+        """Note the plan of a new generation, whose workers count sent bytes from 0."""
         self.plan = plan
         self._first_step_due = True
         self._ledgers.clear()
 
     def advance(self, now_s: float, counts: WorkerCounts | None = None) -> None:
-        """Count the worker time until `now_s` (of any steady clock); `counts`: the workers from now on, None: as before."""
+        """Count the worker time up to `now_s` (of any steady clock). `counts`: the workers from now on; None: unchanged."""
         if self._advanced_s is not None:
             self.totals.worker_s += max(0.0, now_s - self._advanced_s) * self.counts.held
         self._advanced_s = now_s
@@ -117,13 +117,13 @@ class RunTelemetry:
             self.last["raypar_samples_per_second"] = line["samples_per_s"] * line["seconds"] / seconds
 
     def _mean(self, key: str, value: float) -> float:
-        """The mean of a value over the last steps of the generation, of which this is the newest."""
+        """Add the newest value of a key; returns the mean of its values over the last steps of the generation."""
         mean = self._means.get(key, value)
         self._means[key] = mean = mean + RECENT_WEIGHT * (value - mean)
         return mean
 
     def _add_seats(self, line: Facts, reports: Mapping[int, Facts]) -> None:
-        """Note what each worker has computed, holds and has sent."""
+        """Note each worker's computing time, memory and sent bytes."""
         shares = line.get("busy_shares") or []
         if self.plan is not None and len(shares) == self.plan.world:
             self.seated = self.plan
@@ -136,11 +136,11 @@ class RunTelemetry:
             self._add_ledger(rank, report.get("ledger") or {})
 
     def _add_ledger(self, rank: int, ledger: Mapping[str, Mapping[str, int]]) -> None:
-        """Count what a worker has sent since its last ledger, which counts from the beginning of its generation."""
+        """Count the bytes that a worker has sent since its last report. A ledger counts from the start of the generation."""
         sent = {operation: counts["sent"] for operation, counts in ledger.items() if counts.get("sent")}
         before = self._ledgers.get(rank, {})
         if any(sent.get(operation, 0) < count for operation, count in before.items()) and ledger:
-            before = {}  # of a generation whose beginning was not noted
+            before = {}  # its ledger began anew, for a generation that `begin_generation` was not told of
         for operation, count in sent.items():
             fresh = count - before.get(operation, 0)
             self.totals.sent_bytes[operation] = self.totals.sent_bytes.get(operation, 0) + fresh
@@ -152,9 +152,9 @@ class RunTelemetry:
         self.last["raypar_validation_loss"] = loss
 
     def catch_up(self, lines: Iterable[Facts], events: Iterable[Facts], now: float) -> None:
-        """Count what a former driver has written after it had saved these totals, and the time since then (`now`: Unix time).
+        """Count the lines and events that a former driver wrote after it had saved these totals. `now`: Unix time.
 
-        Its workers have been held all the while.
+        The time since then is counted as worker time: the former driver's workers still exist.
         """
         saved = self.totals.time
         if saved:
@@ -211,7 +211,7 @@ class RunTelemetry:
         ]
 
     def _seat_values(self) -> list[MetricValue]:
-        """The values of the workers in their seats, as of the last step."""
+        """The values of the metrics of each seat, at the last step."""
         plan = self.seated
         if plan is None or len(self.busy) != plan.world:
             return []
@@ -225,7 +225,7 @@ class RunTelemetry:
 
 
 def seat_labels(plan: ParallelPlan, rank: int) -> Labels:
-    """The labels of a seat; of a worker with several stages they are joined: `0+4`."""
+    """The labels of a seat. The stages of a worker with several are joined: `0+4`."""
     seat = plan.seats[rank]
     stages = "+".join(map(str, plan.stages_of(rank)))
     return (("stage", stages), ("replica", str(seat.replica)), ("shard", str(seat.shard)))
@@ -242,8 +242,8 @@ def count_workers(
 ) -> WorkerCounts:
     """The workers of a run by state.
 
-    `existing`: workers that have an actor; `groups`: worker -> what identifies the placement group that was asked for it. A
-    worker with a group and without an actor waits for room; at the start of a run all wait until there is room for all.
+    `existing`: workers that have an actor. `groups`: worker -> id of its placement group. A worker with a placement group but
+    no actor is pending. At the start of a run no worker has an actor before there is room for all that the run begins with.
     """
     there = set(existing)
     seated = there & set(members) - set(gone)

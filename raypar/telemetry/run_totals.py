@@ -1,4 +1,4 @@
-"""What a run has done since its first start, in numbers that only grow. They outlive drivers and are kept in the run folder."""
+"""Totals of a run since its first start. They only grow, outlive drivers, and are saved in the run folder (totals.json)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RunTotals:
     time: float = 0.0
     """When these totals were saved (Unix time); 0: never."""
     last_step: int = 0
-    """The newest step that is counted (from 1). Steps up to here that come again are not counted again."""
+    """The last step that is counted (from 1). Steps up to it are not counted again."""
     steps: int = 0
     """Committed steps."""
     skipped_steps: int = 0
@@ -48,8 +48,8 @@ class RunTotals:
     driver_failovers: int = 0
     """Drivers that were lost and replaced."""
     sent_bytes: dict[str, int] = field(default_factory=dict)
-    """Operation -> payload that workers have sent each other. Workers report it every few seconds (`worker_core.SAMPLE_S`):
-    what was sent between the last report of a generation and its end is missing."""
+    """Operation -> payload that workers have sent each other. Workers report it every few seconds (`worker_core.SAMPLE_S`), so
+    bytes sent between a generation's last report and its end are missing."""
 
     @property
     def goodput(self) -> float | None:
@@ -66,7 +66,7 @@ class RunTotals:
         return min(1.0, self.useful_worker_s / held_s) if self.steps and held_s > 0 else None
 
     def cost(self, price_per_worker_hour: float) -> float:
-        """What all worker time has cost."""
+        """The cost of all worker time."""
         return self.worker_s / 3600 * price_per_worker_hour
 
     def add_step(self, line: Facts, workers: int) -> bool:
@@ -104,9 +104,9 @@ class RunTotals:
 
 
 def read_totals(document: Facts | None) -> RunTotals:
-    """The totals of a document that `RunTotals.as_document` has made; zeros for None, or if one of its numbers is none.
+    """The totals of a document made by `RunTotals.as_document`; zeros for None, and if one of its values is not a number.
 
-    The run folder may have been changed by others, and metrics are no reason to refuse a run.
+    Others may have changed the run folder, and wrong totals are no reason to refuse a run.
     """
     found = RunTotals()
     if document is None:

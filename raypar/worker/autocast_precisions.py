@@ -1,6 +1,6 @@
-"""The precisions in which layers and the loss can compute under `torch.autocast`: everything that differs between them.
+"""The precisions in which layers and the loss can compute under `torch.autocast`, with everything that differs between them.
 
-Another precision is one more record here, with its name in `PrecisionName`.
+To add a precision, add a record here and its name to `PrecisionName`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class AutocastPrecision:
     dtype_name: str
     """PyTorch's name of the dtype."""
     kernel_error_words: tuple[str, ...]
-    """Parts of what PyTorch says of an operation that has no kernel for the dtype, or whose operands must have one dtype."""
+    """Parts of PyTorch's error messages if an operation has no kernel for the dtype, or if its operands must have one dtype."""
     comparison_tolerance: float
     """Largest difference between a captured model and the user's module, as a share of the largest number in a tensor."""
     gpu_supports: Callable[[], bool]
     """Whether PyTorch's current GPU computes in the dtype itself, rather than emulating it more slowly than float32."""
     gpu_needed: str
-    """The GPUs that do, for a cure: `use GPUs of ...`."""
+    """The GPUs that support the dtype, for a cure: `use GPUs of ...`."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,7 +60,7 @@ AUTOCAST_PRECISIONS: Mapping[PrecisionName, AutocastPrecision] = {
         gpu_needed="compute capability 8.0 (Ampere) or newer",
     ),
 }
-"""Value of `precision.compute` -> what it means."""
+"""Value of `precision.compute` -> the precision."""
 
 
 def precision_settings_text() -> str:

@@ -13,13 +13,13 @@ from helpers.tiny_job import write_job
 
 from raypar.actors import worker_pool as pool_module
 from raypar.actors.cluster_info import ClusterCapacity
-from raypar.actors.first_placement import reserve_all
+from raypar.actors.first_placement import reserve_all_workers
 from raypar.actors.numerics_fingerprint import describe_fingerprint_differences, fingerprint_worker_numerics
 from raypar.actors.ray_connection import RayConnection, connect_ray
 from raypar.actors.worker_pool import WorkerPool
 from raypar.cli import main
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.elastic.worker_placement import WorkerPlacement
+from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.errors import CheckpointError, ClusterError, ConfigError
 from raypar.plan import ParallelPlan
 from raypar.worker.backend import GpuBackend
@@ -129,9 +129,9 @@ def placed(monkeypatch):
 
 def test_a_worker_on_a_gpu_has_a_bundle_with_one_and_a_process_of_its_own(placed):
     pool = WorkerPool(
-        RunCredential.fresh("run"), WorkerPlacement(gpus=1), {"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        RunCredential.fresh("run"), PlacementConstraints(gpus=1), {"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     )
-    asyncio.run(reserve_all(pool, ParallelPlan.of((1,), shards=(2,), layers=2), 1.0, print))
+    asyncio.run(reserve_all_workers(pool, ParallelPlan.of((1,), shards=(2,), layers=2), 1.0, print))
     assert placed == [[{"CPU": 1, "GPU": 1}] * 2], "the shards of a seat together"
     pool.start_worker(0, b"", None, 60.0)
     options = placed[-1]
@@ -141,7 +141,7 @@ def test_a_worker_on_a_gpu_has_a_bundle_with_one_and_a_process_of_its_own(placed
 
 def test_a_worker_on_a_cpu_asks_for_nothing_more(placed):
     pool = WorkerPool(RunCredential.fresh("run"))
-    asyncio.run(reserve_all(pool, ParallelPlan.mesh(layers=2), 1.0, print))
+    asyncio.run(reserve_all_workers(pool, ParallelPlan.mesh(layers=2), 1.0, print))
     pool.start_worker(0, b"", None, 60.0)
     assert placed[0] == [{"CPU": 1}] and not {"num_gpus", "runtime_env"} & set(placed[1])
 

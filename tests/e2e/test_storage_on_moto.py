@@ -32,7 +32,7 @@ from raypar.cli import main
 from raypar.config import load_job
 from raypar.errors import ConfigError, LeaseLostError
 from raypar.launch import train_job_in_new_folder
-from raypar.launch.remote_run import resumed_remote_run
+from raypar.launch.client_storage_session import resumed_run_on_storage
 from raypar.launch.resume import find_checkpoint
 from raypar.run_folder import RunFolder
 from raypar.storage.run_lease import LEASE_S, Lease
@@ -82,7 +82,7 @@ def hash_in(text: str) -> str:
 
 
 def lines_at(uri: str, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    with RunFolder.opened(uri) as folder:
+    with RunFolder.open_for_reading(uri) as folder:
         return list(folder.read_lines(folder.path / name))
 
 
@@ -374,7 +374,7 @@ def test_a_resumption_that_fails_before_it_begins_changes_nothing_but_its_lease(
     objects = {"job.yaml": b"name: x\nsteps: 9\n", "metrics.jsonl/000000000001.jsonl": b'{"step": 1}\n' * 50}
     for name, content in objects.items():
         s3.client.put_object(Bucket="bucket", Key=f"runs/x/{name}", Body=content)
-    with RunFolder.opened(s3.at("runs/x")) as folder, pytest.raises(KeyError), resumed_remote_run(folder, print):
+    with RunFolder.open_for_reading(s3.at("runs/x")) as folder, pytest.raises(KeyError), resumed_run_on_storage(folder, print):
         folder.metrics.unlink()
         folder.job.write_text("another")
         raise KeyError
@@ -459,7 +459,7 @@ def test_what_cannot_be_written_is_one_error_before_anything_starts(
         assert main(["train", str(job), "--set", f"run_dir={run_dir}"]) == 2
         said = capfd.readouterr()
         assert what in said.err and said.err.count("cure:") == 1 and "Traceback" not in said.err, said.err
-    assert time.monotonic() - began_s < 4 * filesystems.CHECK_S
+    assert time.monotonic() - began_s < 4 * filesystems.WRITE_CHECK_S
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(ConfigError, match="needs boto3, which is not installed") as caught:
         train_job_in_new_folder(load_job(job), lambda event: None)

@@ -32,9 +32,9 @@ from raypar.errors import (
     UserCodeError,
     WorkerLost,
 )
-from raypar.launch.remote_run import new_remote_run, resumed_remote_run
+from raypar.launch.client_storage_session import new_run_on_storage, resumed_run_on_storage
 from raypar.run_folder import RunFolder
-from raypar.storage.filesystems import given_filesystem_uri
+from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.run_lease import Lease
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
@@ -131,12 +131,12 @@ def test_a_run_on_shared_storage_is_read_and_resumed_by_its_uri_with_the_bits_of
     from pyarrow.fs import FSSpecHandler, PyFileSystem
 
     monkeypatch.chdir(Path(__file__).parents[1])
-    place = given_filesystem_uri(PyFileSystem(FSSpecHandler(LocalFileSystem())), str(tmp_path / "there"))
+    place = uri_of_filesystem_object(PyFileSystem(FSSpecHandler(LocalFileSystem())), str(tmp_path / "there"))
     uri, there, said = str(place.child("tiny")), tmp_path / "there/tiny", []
     loaded = load_job(write_job(tmp_path), [f"run_dir={place}", "plan.stages=1", "plan.replicas=1"])
     whole = Undisturbed.of(tmp_path, "steps=12")
     with (
-        new_remote_run(place, "tiny", said.append) as folder,
+        new_run_on_storage(place, "tiny", said.append) as folder,
         OneProcessRun(loaded.to_spec(), loaded.to_plan(4), "1f1b") as local,
     ):
         folder.job.write_text(loaded.to_yaml())
@@ -150,21 +150,21 @@ def test_a_run_on_shared_storage_is_read_and_resumed_by_its_uri_with_the_bits_of
         checkpoint_files.commit_checkpoint(begun, [local.cores[0].save_result()], **facts)
         with (
             pytest.raises(LeaseHeldError, match="run tiny is under way: process"),
-            RunFolder.opened(uri, with_job=False) as other,
-            resumed_remote_run(other, said.append) as held,
+            RunFolder.open_for_reading(uri, with_job=False) as other,
+            resumed_run_on_storage(other, said.append) as held,
         ):
             held()
     assert "only runs of this Ray cluster are kept from training in" in said[0]["text"]
     assert main(["status", uri]) == 0 and "4 of 12" in capfd.readouterr().out
     assert main(["resume", uri]) == 0
     assert hash_in(capfd.readouterr().out) == whole.weights_sha256
-    with RunFolder.opened(uri) as folder:
+    with RunFolder.open_for_reading(uri) as folder:
         assert [(m["step"], m["loss"]) for m in folder.read_lines(folder.metrics) if "loss" in m] == whole.losses
     files = {path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()}
     assert {"job.yaml", "plan.json", "members.json", "metrics.jsonl/000000000001.jsonl", "swimlane.svg"} <= files
     assert not [name for name in files if name.endswith(".tmp")]
     assert sorted(path.name for path in (there / "checkpoints").iterdir()) == ["step_00000008", "step_00000012"]
-    with new_remote_run(place, "tiny", said.append) as second:
+    with new_run_on_storage(place, "tiny", said.append) as second:
         assert second.name == "tiny-2" and second.path.is_dir()
         second.path.rmdir()
     assert nothing_left() and not _internal_kv_list("raypar-lease/") and not (tmp_path / "there/tiny-2").exists()

@@ -18,7 +18,7 @@ from raypar.errors import CheckpointError, ConfigError
 from raypar.launch.resume import find_checkpoint, find_last_whole_checkpoint
 from raypar.plan import ParallelPlan
 from raypar.run_folder import RunFolder
-from raypar.storage.filesystems import given_filesystem_uri
+from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.checkpoint.checkpoint_store import STORES, CheckpointStore, open_checkpoint, open_checkpoint_store
@@ -55,7 +55,7 @@ def on_pyarrow(path: Path) -> str:
     from fsspec.implementations.local import LocalFileSystem
     from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-    return str(given_filesystem_uri(PyFileSystem(FSSpecHandler(LocalFileSystem())), str(path)))
+    return str(uri_of_filesystem_object(PyFileSystem(FSSpecHandler(LocalFileSystem())), str(path)))
 
 
 def save(local: OneProcessRun, at: str, done: int) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from raypar.cli import main
 from raypar.errors import CheckpointError, ConfigError
 from raypar.plan.shard_ranges import merge_ranges
-from raypar.storage.filesystems import given_filesystem_uri
+from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.worker.checkpoint import checkpoint_files as checkpoint_store_files
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TensorSlices
 from raypar.worker.checkpoint.checkpoint_store import open_checkpoint
@@ -297,7 +297,7 @@ def test_remote_places_are_refused(path: str):
 
 
 def test_on_shared_storage_checkpoints_and_runs_are_read_and_other_files_refused(tmp_path: Path):
-    place = given_filesystem_uri(PyFileSystem(FSSpecHandler(LocalFileSystem())), str(tmp_path))
+    place = uri_of_filesystem_object(PyFileSystem(FSSpecHandler(LocalFileSystem())), str(tmp_path))
     with pytest.raises(CheckpointError, match=r"neither a checkpoint nor a run[\s\S]*local files[\s\S]*download it first"):
         open_weights(f"{place}/model.safetensors")
     begun = checkpoint_store_files.create_checkpoint(f"{place}/run/checkpoints", 3)

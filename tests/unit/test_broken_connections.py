@@ -57,7 +57,7 @@ def test_a_call_whose_connection_broke_is_aborted_and_only_the_call_of_a_dead_wo
 
 @pytest.mark.parametrize("left_behind", [False, True])
 def test_where_a_worker_stands_is_asked_again_until_it_answers_or_the_generation_is_over(monkeypatch, left_behind):
-    monkeypatch.setattr(worker_calls, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(worker_calls, "REPEAT_CALL_S", 0.01)
 
     async def run():
         scene = Scene(BROKEN, BROKEN, "its status")

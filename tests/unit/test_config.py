@@ -164,7 +164,7 @@ BAD = {
     "early_stopping={patience: 2}": (ConfigError, "early_stopping needs validation losses"),
     "elastic={min_worker: 2}": (ConfigError, "did you mean elastic.min_workers?"),
     "placement={on_demand: 1, on_demand_label_selector: {}}": (ConfigError, "on_demand_label_selector is empty"),
-    "placement={label_selector: {market: '!!spot'}}": (ConfigError, "market=!!spot is no label selector of Ray's"),
+    "placement={label_selector: {market: '!!spot'}}": (ConfigError, "market=!!spot is not a label selector of Ray"),
     "placement={label_selector: {ray.io/node-id: abc}}": (ConfigError, "ray.io/node-id is set by raypar"),
     "placement={labels: {market: spot}}": (ConfigError, "placement.labels"),
     "elastic={min_workers: 9, max_workers: 2}": (ConfigError, "elastic.min_workers is 9 and elastic.max_workers is 2"),

@@ -9,10 +9,18 @@ import pytest
 
 from raypar.errors import ClusterError, ConfigError, LeaseLostError
 from raypar.storage import folder_upload, line_chunks, pyarrow_store
-from raypar.storage.filesystems import given_filesystem_uri
+from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.folder_download import _download_lines
-from raypar.storage.folder_upload import FolderUpload, LinesUpload
-from raypar.storage.line_chunks import CHUNK_BYTES, FAN, LEVELS, Chunk, add_lines, chunks_to_write, first_line_of_name
+from raypar.storage.folder_upload import FolderUpload, LineFileUpload
+from raypar.storage.line_chunks import (
+    FULL_CHUNK_BYTES,
+    MERGE_LEVELS,
+    MERGED_CHUNKS,
+    Chunk,
+    add_lines,
+    chunks_to_write,
+    first_line_of_name,
+)
 from raypar.storage.storage_uri import StorageUri
 
 PLACE = StorageUri("s3", "bucket/run/metrics.jsonl")
@@ -22,14 +30,14 @@ def test_a_thousand_steps_are_two_objects_and_ten_million_some_tens():
     assert len(add_lines((), [300] * 1000)) == 2
     chunks: tuple[Chunk, ...] = ()
     for _ in range(40):  # 4 GB
-        chunks = add_lines(chunks, [CHUNK_BYTES] * 400)
-    assert len(chunks) <= FAN * LEVELS + 16_000 // FAN**LEVELS + 1
+        chunks = add_lines(chunks, [FULL_CHUNK_BYTES] * 400)
+    assert len(chunks) <= MERGED_CHUNKS * MERGE_LEVELS + 16_000 // MERGED_CHUNKS**MERGE_LEVELS + 1
     assert sum(chunk.lines for chunk in chunks) == 16_000
 
 
 def test_where_lines_are_cut_does_not_depend_on_when_they_were_written():
     chance = random.Random(7)
-    sizes = [chance.randrange(1, CHUNK_BYTES // 3) for _ in range(600)]
+    sizes = [chance.randrange(1, FULL_CHUNK_BYTES // 3) for _ in range(600)]
     at_once, piecewise, at = add_lines((), sizes), (), 0
     while at < len(sizes):
         step = chance.randrange(1, 9)
@@ -39,10 +47,10 @@ def test_where_lines_are_cut_does_not_depend_on_when_they_were_written():
 
 
 def test_only_what_has_changed_is_written_and_what_was_put_together_is_removed():
-    before = add_lines((), [CHUNK_BYTES] * (FAN - 1))
-    after = add_lines(before, [CHUNK_BYTES, 5])
+    before = add_lines((), [FULL_CHUNK_BYTES] * (MERGED_CHUNKS - 1))
+    after = add_lines(before, [FULL_CHUNK_BYTES, 5])
     write, remove = chunks_to_write(before, after)
-    assert [(c.first, c.lines, c.level) for c in write] == [(1, FAN, 1), (FAN + 1, 1, 0)]
+    assert [(c.first, c.lines, c.level) for c in write] == [(1, MERGED_CHUNKS, 1), (MERGED_CHUNKS + 1, 1, 0)]
     assert remove == [chunk.name for chunk in before[1:]]
 
 
@@ -78,13 +86,13 @@ def read(filesystem: Any, folder: str, tmp_path: Path) -> list[bytes]:
 def test_a_writer_killed_anywhere_leaves_every_line_once_and_the_next_one_goes_on(tmp_path: Path, monkeypatch: Any):
     from pyarrow.fs import LocalFileSystem
 
-    monkeypatch.setattr(line_chunks, "CHUNK_BYTES", 40)  # two or three lines
+    monkeypatch.setattr(line_chunks, "FULL_CHUNK_BYTES", 40)  # two or three lines
     filesystem, file = LocalFileSystem(), tmp_path / "metrics.jsonl"
     lines = [b'{"step": %d}\n' % step for step in range(1, 90)]
     for after in range(60):
         folder = str(tmp_path / f"chunks-{after}")
         dying, seen = Dies(filesystem, after), 0
-        upload = LinesUpload(file, dying, folder, lambda: None)
+        upload = LineFileUpload(file, dying, folder, lambda: None)
         file.write_bytes(b"")
         try:
             for step in range(0, len(lines), 4):
@@ -97,31 +105,31 @@ def test_a_writer_killed_anywhere_leaves_every_line_once_and_the_next_one_goes_o
             pass
         there = read(filesystem, folder, tmp_path)
         assert there == lines[: len(there)] and len(there) >= min(seen, len(lines)), f"killed before change {after}"
-        LinesUpload(file, filesystem, folder, lambda: None).send()
+        LineFileUpload(file, filesystem, folder, lambda: None).send()
         assert read(filesystem, folder, tmp_path) == [line for line in file.open("rb") if line.endswith(b"\n")]
-        assert len(list(Path(folder).glob("*.jsonl"))) <= 3 * FAN
+        assert len(list(Path(folder).glob("*.jsonl"))) <= 3 * MERGED_CHUNKS
 
 
 def test_a_file_that_was_written_anew_takes_the_place_of_the_old_one(tmp_path: Path, monkeypatch: Any):
     """A resumed run begins after its checkpoint: lines of steps that are run again must not be seen beside the new ones."""
     from pyarrow.fs import LocalFileSystem
 
-    monkeypatch.setattr(line_chunks, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(line_chunks, "FULL_CHUNK_BYTES", 40)
     filesystem, file = LocalFileSystem(), tmp_path / "metrics.jsonl"
     before = [b"step %d\n" % n for n in range(30)]
     for longer, added, after in itertools.product((5, 60), (0, 1, 12), range(14)):
         folder = str(tmp_path / f"chunks-{longer}-{added}-{after}")
         old, new = [*before, *[b"old %d\n" % n for n in range(longer)]], [*before, *[b"new %d\n" % n for n in range(added)]]
         file.write_bytes(b"".join(old))
-        LinesUpload(file, filesystem, folder, lambda: None).send()
+        LineFileUpload(file, filesystem, folder, lambda: None).send()
         file.write_bytes(b"".join(new))
         try:
-            LinesUpload(file, Dies(filesystem, after), folder, lambda: None).send()
+            LineFileUpload(file, Dies(filesystem, after), folder, lambda: None).send()
         except Killed:
             there = read(filesystem, folder, tmp_path)
             assert there[:30] == before[: len(there)]
             assert added or there in (old[: len(there)], new), f"killed before change {after}"
-        LinesUpload(file, filesystem, folder, lambda: None).send()
+        LineFileUpload(file, filesystem, folder, lambda: None).send()
         assert read(filesystem, folder, tmp_path) == new
 
 
@@ -145,7 +153,7 @@ def test_a_working_folder_is_sent_with_what_callbacks_put_there_and_nothing_else
     from fsspec.implementations.local import LocalFileSystem as Fsspec
     from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-    place = given_filesystem_uri(PyFileSystem(FSSpecHandler(Fsspec())), str(tmp_path / "there"))
+    place = uri_of_filesystem_object(PyFileSystem(FSSpecHandler(Fsspec())), str(tmp_path / "there"))
     folder, there = tmp_path / "work", tmp_path / "there"
     for path, text in {
         "work/job.yaml": "steps: 1\n",
@@ -180,11 +188,11 @@ def test_a_storage_that_does_not_answer_is_told_once_and_gets_everything_later(t
 
     monkeypatch.setattr(folder_upload, "UPLOAD_S", 0.01)
     monkeypatch.setattr(folder_upload, "BACKOFF_S", 0.02)
-    place = given_filesystem_uri(PyFileSystem(FSSpecHandler(Fsspec())), str(tmp_path / "there"))
+    place = uri_of_filesystem_object(PyFileSystem(FSSpecHandler(Fsspec())), str(tmp_path / "there"))
     assert isinstance(place, StorageUri)
     (tmp_path / "work").mkdir()
     (tmp_path / "work/metrics.jsonl").write_text('{"step": 1}\n')
-    before, failures = folder_upload.put_whole, []
+    before, failures = folder_upload.write_atomically, []
 
     def put(*arguments: Any) -> None:
         if len(failures) < 5:
@@ -192,18 +200,18 @@ def test_a_storage_that_does_not_answer_is_told_once_and_gets_everything_later(t
             raise OSError("no answer")
         before(*arguments)
 
-    monkeypatch.setattr(folder_upload, "put_whole", put)
+    monkeypatch.setattr(folder_upload, "write_atomically", put)
     upload = FolderUpload(tmp_path / "work", place, lambda: None)
     upload.start()
     upload.finish(60)
     assert (tmp_path / "there/metrics.jsonl/000000000001.jsonl").read_text() == '{"step": 1}\n'
     (first, text), (second, again) = upload.take_notes()
-    assert (first, second) == ("warning", "note") and "no answer" in text and "they are kept in" in text
+    assert (first, second) == ("warning", "note") and "no answer" in text and "they stay in" in text
     assert again.endswith("takes the run's files again: nothing is lost")
     failures[:] = []
     (tmp_path / "work/metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     late = FolderUpload(tmp_path / "work", place, lambda: None)
-    monkeypatch.setattr(folder_upload, "put_whole", lambda *arguments: put(failures.clear()))
+    monkeypatch.setattr(folder_upload, "write_atomically", lambda *arguments: put(failures.clear()))
     late.start()
     with pytest.raises(ClusterError, match=r"has not taken the run's last files within 0.1 s: they are in .*work"):
         late.finish(0.1)
@@ -216,7 +224,7 @@ def test_an_upload_without_the_lease_writes_nothing_and_ends(tmp_path: Path):
     def lost() -> None:
         raise LeaseLostError("it is another's")
 
-    place = given_filesystem_uri(PyFileSystem(FSSpecHandler(Fsspec())), str(tmp_path / "there"))
+    place = uri_of_filesystem_object(PyFileSystem(FSSpecHandler(Fsspec())), str(tmp_path / "there"))
     assert isinstance(place, StorageUri)
     (tmp_path / "work").mkdir()
     (tmp_path / "work/metrics.jsonl").write_text('{"step": 1}\n')

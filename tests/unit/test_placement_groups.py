@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 
 from raypar.actors import first_placement, worker_pool, worker_registry
-from raypar.actors.autoscaler_state import AutoscalerVerdict, NodeFacts, memory_per_worker, zones_of_nodes
+from raypar.actors.autoscaler_state import AutoscalerAnswer, NodeResources, memory_per_worker, zones_of_nodes
 from raypar.actors.first_placement import FirstPlacement, make_groups
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.worker_pool import FoundGroups, WorkerPool
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import events as on
+from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.start_size import StartLimits
-from raypar.elastic.worker_placement import WorkerPlacement
 from raypar.errors import ClusterError
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, ModelProfile
@@ -83,12 +83,12 @@ def ray(monkeypatch):
     return fake
 
 
-def pool(placement: WorkerPlacement | None = None) -> WorkerPool:
+def pool(placement: PlacementConstraints | None = None) -> WorkerPool:
     return WorkerPool(RunCredential.fresh("run"), placement)
 
 
 def test_a_replica_is_one_group_on_one_node_with_labels_and_accelerator(ray):
-    asked = pool(WorkerPlacement(1, "H100", {"market": "spot"}, on_demand=2))
+    asked = pool(PlacementConstraints(1, "H100", {"market": "spot"}, on_demand=2))
     asked.request_group((4, 5), {"lost"})
     asked.request_group((6,), on_demand=True)
     pair, single = ray.groups
@@ -137,7 +137,7 @@ def test_a_group_that_somebody_else_removes_is_an_error(ray):
 
 def test_slow_nodes_are_taken_after_a_while_with_the_same_labels_and_lost_ones_never(ray):
     async def scene():
-        asked = pool(WorkerPlacement(label_selector={"market": "spot"}, on_demand=1))
+        asked = pool(PlacementConstraints(label_selector={"market": "spot"}, on_demand=1))
         asked.request_group((4,), {"lost", "slow"}, on_demand=True)
         waiting = asyncio.ensure_future(asked.wait_until_placed((4,), {"lost"}, {"slow"}, on_demand=True))
         while len(ray.groups) < 2:
@@ -181,7 +181,9 @@ def test_both_shards_of_a_group_start_and_are_reported_once_it_has_a_place(ray, 
     posted, started = [], []
     asked = pool()
     monkeypatch.setattr(asked, "start_worker", lambda number, *given: started.append(number) or number)
-    monkeypatch.setattr(worker_registry, "list_node_facts", lambda: {"node": NodeFacts({}, {"ray.io/availability-zone": "a"})})
+    monkeypatch.setattr(
+        worker_registry, "list_live_node_resources", lambda: {"node": NodeResources({}, {"ray.io/availability-zone": "a"})}
+    )
     registry = WorkerRegistry(asked, None, posted.append, lambda kind, **facts: None, lambda number: False)
 
     async def hello(number, worker, start_s):
@@ -208,12 +210,12 @@ def test_both_shards_of_a_group_start_and_are_reported_once_it_has_a_place(ray, 
 @pytest.fixture
 def cluster(ray, monkeypatch):
     """What the autoscaler and the nodes say."""
-    said = SimpleNamespace(verdict=AutoscalerVerdict(), nodes={})
-    monkeypatch.setattr(first_placement, "read_autoscaler_verdict", lambda: said.verdict)
-    monkeypatch.setattr(first_placement, "list_node_facts", lambda: said.nodes)
+    said = SimpleNamespace(verdict=AutoscalerAnswer(), nodes={})
+    monkeypatch.setattr(first_placement, "read_autoscaler_answer", lambda: said.verdict)
+    monkeypatch.setattr(first_placement, "list_live_node_resources", lambda: said.nodes)
     capacity = SimpleNamespace(may_add_nodes=True, cpus=0, free_cpus=0, gpus=0)
     monkeypatch.setattr(first_placement, "cluster_capacity", lambda: capacity)
-    monkeypatch.setattr(first_placement, "LOOK_S", 0.02)
+    monkeypatch.setattr(first_placement, "ASK_AUTOSCALER_S", 0.02)
     monkeypatch.setattr(first_placement, "CERTAIN_S", 0.1)
     monkeypatch.setattr(first_placement, "SAY_S", 0.0)
     said.ray = ray
@@ -269,10 +271,10 @@ def test_what_no_node_can_hold_is_an_error_only_where_the_run_cannot_begin(clust
         return lambda: setattr(
             cluster,
             "verdict",
-            AutoscalerVerdict(frozenset(cluster.ray.groups[len(cluster.ray.groups) - 4 + n].id.hex() for n in numbers)),
+            AutoscalerAnswer(frozenset(cluster.ray.groups[len(cluster.ray.groups) - 4 + n].id.hex() for n in numbers)),
         )
 
-    spot, limits = WorkerPlacement(label_selector={"market": "spot"}), StartLimits(4, 2, 0.1, 10.0)
+    spot, limits = PlacementConstraints(label_selector={"market": "spot"}), StartLimits(4, 2, 0.1, 10.0)
     with pytest.raises(ClusterError, match=r"no node for 3 of 4 workers, .* at least 2: .* \{CPU: 1\} with market=spot"):
         begins(cluster, limits, refuse(1, 2, 3), placement=spot)
 
@@ -286,10 +288,10 @@ def test_what_no_node_can_hold_is_an_error_only_where_the_run_cannot_begin(clust
 
 def test_a_cluster_that_is_full_or_still_grows_is_no_error(cluster):
     def refuse_all(**more):
-        cluster.verdict = AutoscalerVerdict(frozenset(group.id.hex() for group in cluster.ray.groups), **more)
+        cluster.verdict = AutoscalerAnswer(frozenset(group.id.hex() for group in cluster.ray.groups), **more)
 
     def busy():
-        cluster.nodes = {"node": NodeFacts({"CPU": 1.0})}
+        cluster.nodes = {"node": NodeResources({"CPU": 1.0})}
         refuse_all()
 
     for then in (busy, lambda: refuse_all(launching=True)):
@@ -341,7 +343,7 @@ def test_a_first_plan_fits_into_the_memory_of_the_nodes_and_keeps_the_jobs_shard
 
 
 def test_each_worker_has_its_share_of_its_nodes_memory():
-    facts = {"a": NodeFacts({"memory": 8.0}), "b": NodeFacts({"memory": 6.0}), "c": NodeFacts()}
+    facts = {"a": NodeResources({"memory": 8.0}), "b": NodeResources({"memory": 6.0}), "c": NodeResources()}
     assert memory_per_worker({0: "a", 1: "a", 2: "b", 3: "c"}, facts) == 4
     assert memory_per_worker({3: "c", 4: "gone"}, facts) is None
-    assert zones_of_nodes({"a": NodeFacts({}, {"ray.io/availability-zone": "z"}), "b": NodeFacts()}) == {"a": "z"}
+    assert zones_of_nodes({"a": NodeResources({}, {"ray.io/availability-zone": "z"}), "b": NodeResources()}) == {"a": "z"}

@@ -24,8 +24,8 @@ from raypar.actors.first_placement import (
 )
 from raypar.actors.ray_connection import join_cluster, without_autoscaler_lines, without_idle_ray_processes
 from raypar.cli import main
+from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.start_size import StartInputs, StartLimits
-from raypar.elastic.worker_placement import WorkerPlacement
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
@@ -130,7 +130,7 @@ def test_the_lines_of_rays_autoscaler_are_left_out_unless_the_user_has_asked_for
 
 def test_what_no_node_can_hold_is_named_with_its_size_and_labels():
     groups = make_groups(ParallelPlan.mesh(dp=2, tp=2, layers=2))
-    spot = WorkerPlacement(label_selector={"market": "spot"})
+    spot = PlacementConstraints(label_selector={"market": "spot"})
     error = impossible_placement_error(groups, spot, StartLimits(4, 2, 5.0, 300.0))
     assert "no node for 4 of 4 workers, and the run needs at least 2" in error.what
     assert error.what.endswith("2 x {CPU: 1} with market=spot on one node") and "max_workers" in error.cure

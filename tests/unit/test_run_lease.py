@@ -8,7 +8,17 @@ import pytest
 from raypar.errors import ClusterError, LeaseHeldError, LeaseLostError
 from raypar.storage import held_lease
 from raypar.storage.held_lease import HeldLease
-from raypar.storage.run_lease import LEASE_S, MARGIN_S, RENEW_S, FoundLease, Lease, claim, may_write, parse_lease, renewed
+from raypar.storage.run_lease import (
+    LEASE_S,
+    MARGIN_S,
+    RENEW_S,
+    FoundLease,
+    Lease,
+    claim_lease,
+    may_write,
+    parse_lease,
+    renew_lease,
+)
 
 PLACE = "s3://bucket/runs/mine"
 
@@ -45,7 +55,7 @@ class LeasesInMemory:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(held_lease, "boot_time_s", lambda: clock.now_s)
+    monkeypatch.setattr(held_lease, "seconds_since_boot", lambda: clock.now_s)
     return clock
 
 
@@ -135,8 +145,8 @@ def test_a_lease_that_was_given_back_is_free_at_once_and_not_renewed_any_more(cl
 
 
 def test_one_that_was_removed_is_lost():
-    with pytest.raises(LeaseLostError, match="somebody removed it"):
-        renewed(None, Lease("one", "me"), "mine", PLACE)
+    with pytest.raises(LeaseLostError, match="its lease was removed"):
+        renew_lease(None, Lease("one", "me"), "mine", PLACE)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +154,9 @@ def test_one_that_was_removed_is_lost():
 )
 def test_what_is_no_lease_is_somebodys_until_it_is_old(content: bytes):
     found = FoundLease(parse_lease(content), "7", LEASE_S - 1)
-    with pytest.raises(LeaseHeldError, match="somebody whose lease raypar cannot read"):
-        claim(found, Lease("one", "me"), "mine", PLACE)
-    assert claim(FoundLease(parse_lease(content), "7", LEASE_S), Lease("one", "me"), "mine", PLACE)[1] == "7"
+    with pytest.raises(LeaseHeldError, match="a process whose lease raypar cannot read"):
+        claim_lease(found, Lease("one", "me"), "mine", PLACE)
+    assert claim_lease(FoundLease(parse_lease(content), "7", LEASE_S), Lease("one", "me"), "mine", PLACE)[1] == "7"
 
 
 def test_no_two_owners_may_write_at_once_under_any_order_of_renewals_stops_and_takeovers(clock: Clock):

@@ -16,7 +16,7 @@ from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches
 from raypar.run_folder import RunFolder
-from raypar.telemetry.metric_definitions import BY_NAME, METRICS, scraped_names
+from raypar.telemetry.metric_definitions import DEFINITION_BY_NAME, METRIC_DEFINITIONS, scraped_names
 from raypar.telemetry.run_telemetry import RunTelemetry, WorkerCounts, count_workers, seat_labels
 from raypar.telemetry.run_totals import RunTotals, read_totals
 
@@ -248,7 +248,7 @@ class Shown:
 
 @pytest.fixture
 def published(monkeypatch):
-    made = {metric.name: Shown(("run", *metric.labels)) for metric in METRICS}
+    made = {metric.name: Shown(("run", *metric.labels)) for metric in METRIC_DEFINITIONS}
     monkeypatch.setattr(metrics_publisher, "make_ray_metrics", lambda: made)
     return made
 
@@ -310,10 +310,10 @@ def test_every_value_has_a_definition_with_its_labels():
     telemetry.add_step(line(1), 4.0, {0: {"ledger": {"send": {"sent": 3}}, "memory": {"rss": 3}}})
     telemetry.add_validation(1.0)
     found = telemetry.values(100, 1.0)
-    assert {name for name, _, _ in found} == {one.name for one in METRICS if one.kind != "histogram"}
+    assert {name for name, _, _ in found} == {one.name for one in METRIC_DEFINITIONS if one.kind != "histogram"}
     for name, labels, _ in found:
-        assert tuple(key for key, _ in labels) == BY_NAME[name].labels
-        assert (BY_NAME[name].kind == "counter") == name.endswith("_total")
+        assert tuple(key for key, _ in labels) == DEFINITION_BY_NAME[name].labels
+        assert (DEFINITION_BY_NAME[name].kind == "counter") == name.endswith("_total")
 
 
 # -- the dashboard ---------------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are_by_labels_that_they_have(
     for query in queries:
         assert metrics_in(query) and metrics_in(query) <= scraped_names(), query
         for name in metrics_in(query):
-            metric = next(one for one in METRICS if name in one.scraped_names)
+            metric = next(one for one in METRIC_DEFINITIONS if name in one.scraped_names)
             asked = {label for by in re.findall(r"by \(([^)]*)\)", query) for label in by.split(", ")}
             assert asked <= {"run", "le", *metric.labels}, query
             assert f'{name}{{run=~"$run"' in query, "of one run only"
@@ -345,7 +345,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are_by_labels_that_they_have(
 
 def test_the_dashboard_shows_every_metric():
     shown = {name for query in dashboard_queries() for name in metrics_in(query)}
-    assert {one.name for one in METRICS if not shown & set(one.scraped_names)} == set()
+    assert {one.name for one in METRIC_DEFINITIONS if not shown & set(one.scraped_names)} == set()
 
 
 def test_the_guide_says_what_every_metric_means():

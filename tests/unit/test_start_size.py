@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from raypar.elastic.placement_constraints import PlacementConstraints, is_label_selector, match_labels
 from raypar.elastic.seating import WorkerPlaces, spread_replicas_over_nodes
 from raypar.elastic.start_size import StartInputs, StartLimits, decide_start, least_workers_at_start
-from raypar.elastic.worker_placement import WorkerPlacement, is_label_selector, match_labels
 from raypar.plan import ParallelPlan
 
 LIMITS = StartLimits(wanted=4, least=1, grow_after_s=5.0, wait_s=300.0)
@@ -105,7 +105,9 @@ def test_on_demand_nodes_get_one_copy_of_every_stage():
 
 
 def test_a_bundle_and_its_labels():
-    spot = WorkerPlacement(gpus=1, accelerator_type="H100", label_selector={"market": "spot", "zone": "!in(c,d)"}, on_demand=1)
+    spot = PlacementConstraints(
+        gpus=1, accelerator_type="H100", label_selector={"market": "spot", "zone": "!in(c,d)"}, on_demand=1
+    )
     assert spot.bundle == {"CPU": 1, "GPU": 1, "accelerator_type:H100": 0.001}
     assert spot.selector() == {"market": "spot", "zone": "!in(c,d)"}
     assert spot.selector(True, {"b", "a"}) == {
@@ -114,8 +116,8 @@ def test_a_bundle_and_its_labels():
         "ray.io/market-type": "on-demand",
         "ray.io/node-id": "!in(a,b)",
     }
-    assert WorkerPlacement().selector() == {} and WorkerPlacement().bundle == {"CPU": 1}
-    assert WorkerPlacement(label_selector={"market": "spot"}).describe(2) == "2 x {CPU: 1} with market=spot on one node"
+    assert PlacementConstraints().selector() == {} and PlacementConstraints().bundle == {"CPU": 1}
+    assert PlacementConstraints(label_selector={"market": "spot"}).describe(2) == "2 x {CPU: 1} with market=spot on one node"
 
 
 def test_labels_are_compared_as_ray_does():
@@ -126,7 +128,7 @@ def test_labels_are_compared_as_ray_does():
 
 
 def test_a_node_that_is_busy_could_hold_a_worker_and_one_that_is_too_small_could_not():
-    pair, room = WorkerPlacement(label_selector={"market": "spot"}), {"CPU": 2.0}
+    pair, room = PlacementConstraints(label_selector={"market": "spot"}), {"CPU": 2.0}
     assert pair.fits_node(room, {"market": "spot"}, 2, False) and not pair.fits_node(room, {"market": "spot"}, 3, False)
     assert not pair.fits_node(room, {}, 1, False)
     assert pair.fits_node(room, {"market": "spot"}, 1, False, already=1), "the rest belongs to others"

@@ -7,7 +7,12 @@ import pytest
 from raypar.errors import ConfigError
 from raypar.run_folder import parse_storage_location
 from raypar.storage import filesystems
-from raypar.storage.filesystems import given_filesystem_uri, open_filesystem, pickle_given_filesystems, storage_error_text
+from raypar.storage.filesystems import (
+    open_filesystem,
+    pickle_registered_filesystems,
+    storage_error_text,
+    uri_of_filesystem_object,
+)
 from raypar.storage.storage_uri import StorageUri, local_path_of_file_uri, parse_storage_uri
 from raypar.worker.checkpoint.checkpoint_store import LocalCheckpointStore, open_checkpoint, open_checkpoint_store
 
@@ -63,19 +68,19 @@ def test_a_file_system_that_was_given_is_known_by_its_id_here_and_in_other_proce
     from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem, SubTreeFileSystem
 
     given = PyFileSystem(FSSpecHandler(Fsspec()))
-    uri = given_filesystem_uri(given, "some/where")
+    uri = uri_of_filesystem_object(given, "some/where")
     assert isinstance(uri, StorageUri) and open_filesystem(uri)[0].equals(given)
-    pickled = pickle_given_filesystems([str(uri), "s3://bucket/x", "runs/mine"])
+    pickled = pickle_registered_filesystems([str(uri), "s3://bucket/x", "runs/mine"])
     assert list(pickled) == [uri.root]
-    filesystems._given.clear()
+    filesystems._registered.clear()
     with pytest.raises(ConfigError, match="was given to Trainer as an object"):
         open_filesystem(uri)
-    filesystems.keep_pickled_filesystems(pickled)
+    filesystems.register_pickled_filesystems(pickled)
     assert open_filesystem(uri)[0].equals(given)
-    assert given_filesystem_uri(SubTreeFileSystem(str(tmp_path), LocalFileSystem()), "runs") == tmp_path / "runs"
+    assert uri_of_filesystem_object(SubTreeFileSystem(str(tmp_path), LocalFileSystem()), "runs") == tmp_path / "runs"
     for wrong, path in ((object(), "a"), (given, "s3://a/b"), (given, "a/../b")):
         with pytest.raises(ConfigError):
-            given_filesystem_uri(wrong, path)
+            uri_of_filesystem_object(wrong, path)
 
 
 def test_an_error_of_a_storage_is_one_line_without_secrets(monkeypatch: pytest.MonkeyPatch):

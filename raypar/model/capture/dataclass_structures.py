@@ -1,4 +1,4 @@
-"""Lets PyTorch look into dataclasses as it looks into tuples, lists and dicts: models return them, and units hand them on."""
+"""Flattens values that contain dataclasses, which PyTorch's pytree does not: models return them and pass them on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves and the structure of a value, as `tree_flatten` gives them; its dataclasses are containers too."""
+    """The leaves and the structure of a value, as `tree_flatten` returns them, but with dataclasses as containers."""
     while True:
         leaves, structure = tree_flatten(value)
         unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, (type, Tensor, nn.Module))}
@@ -22,13 +22,13 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def _parts(value: Any) -> tuple[list[Any], Any]:
-    """(what its attributes hold, (its class, their names)) of a dataclass."""
+    """(values of the attributes, (class, names of the attributes)) of a dataclass."""
     names = tuple(vars(value)) if hasattr(value, "__dict__") else tuple(each.name for each in fields(value))
     return [getattr(value, name) for name in names], (type(value), names)
 
 
 def _rebuild(parts: Iterable[Any], context: Any) -> Any:
-    """A dataclass with these attributes. Its constructor is not called: a structure is also filled with other things."""
+    """A dataclass with these attributes. Its constructor is not called: it might refuse values that stand for tensors."""
     kind, names = context
     made = object.__new__(kind)
     for name, part in zip(names, parts, strict=True):

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from raypar.errors import with_article
 from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, memory_of
 from raypar.model.capture.dataclass_structures import flatten
+from raypar.model.capture.dtype_and_device_calls import without_dtype_and_device_tensor
 from raypar.model.capture.may_hide_tensors import may_hide_tensors
 from raypar.model.capture.operation_watch import OperationWatch
 from raypar.model.capture.refusal import InnerModuleUsed, Refused, user_location
@@ -40,7 +41,6 @@ from raypar.model.capture.trace import (
     form_of,
 )
 from raypar.model.capture.unit_attributes import UnitAttributes
-from raypar.model.capture.unread_values import without_unread_values
 
 MOST_UNIT_SECONDS = 60.0
 """How long a unit may run while it is recorded: without values, or on small random numbers."""
@@ -227,7 +227,7 @@ class Recorder(TorchFunctionMode):
         if self._inside_event:
             self._unit_has_asked |= getattr(func, "__name__", "") in _GIVE_ANSWERS
             return func(*args, **kwargs)
-        func, args, kwargs = without_unread_values(func, args, kwargs)
+        func, args, kwargs = without_dtype_and_device_tensor(func, args, kwargs)
         if func is Tensor.__iter__:
             return iter(self.record(Tensor.unbind, (args[0], 0), {}, lambda: Tensor.unbind(args[0], 0)))
         if func in (Tensor.__getitem__, Tensor.__setitem__):

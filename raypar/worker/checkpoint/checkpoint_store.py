@@ -20,7 +20,7 @@ from typing import BinaryIO, Protocol
 
 from raypar.errors import CheckpointError, ConfigError
 from raypar.storage.pyarrow_store import PyarrowStore
-from raypar.storage.storage_uri import GIVEN, SCHEMES, local_path_of_file_uri, parse_storage_uri
+from raypar.storage.storage_uri import FILESYSTEM_SCHEME, SCHEMES, local_path_of_file_uri, parse_storage_uri
 from raypar.untrusted_files import READABLE, open_regular_file, read_limited_bytes
 
 
@@ -286,7 +286,7 @@ def storage_scheme(location: Location) -> str:
 def unknown_storage_error(location: Location, what: str) -> ConfigError:
     """The error for a URL of a storage that raypar does not know. `what`: the argument or key that gave it."""
     shown = os.fspath(location).partition("?")[0]
-    known = ", ".join(f"{scheme}://" for scheme in STORES if scheme not in ("", GIVEN))
+    known = ", ".join(f"{scheme}://" for scheme in STORES if scheme not in ("", FILESYSTEM_SCHEME))
     return ConfigError(
         f"{what} is {shown!r}: raypar does not read or write {storage_scheme(location)} storage",
         cure=f"give the path of a folder (on a cluster, of storage that all nodes have mounted), or a URI: {known}",

@@ -8,6 +8,7 @@ import os
 import torch
 
 STATM = "/proc/self/statm"
+"""Its second number is the resident memory, in pages."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -1,4 +1,4 @@
-"""Has a run's metrics published again and again, with the number of its workers by state."""
+"""The loop in which the driver publishes a run's metrics every few seconds, with the numbers of workers by state."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from raypar.telemetry.run_telemetry import WorkerCounts, count_workers
 
 
 @dataclass
-class MetricsTask:
-    """Publishes the metrics of a run beside the driver's loop, in the thread of its side effects."""
+class MetricsPublishingLoop:
+    """Publishes the metrics of a run every `PUBLISH_S`, in the driver's thread for side effects."""
 
     parts: DriverParts
     """The objects of the driver."""
 
     async def watch(self) -> None:
-        """Publish until the run is over. While a side effect takes long, one publication waits for it, not many.
+        """Publish until the run is over. Publications do not pile up behind a slow side effect: each waits for the one before.
 
-        Whatever goes wrong is told in one line and ends the publication, not the run.
+        An error is told in one line; it ends the publication, not the run.
         """
         parts = self.parts
         try:

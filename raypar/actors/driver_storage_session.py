@@ -1,4 +1,4 @@
-"""A run on shared storage, from the side of its driver: renews the lease, sends the working folder, guards writes."""
+"""The driver's part for a run on shared storage: renews the lease, checks it before writes, and sends the working folder."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from raypar.actors.ray_lease_store import RayLeaseStore
 from raypar.actors.run_request import RunRequest
 from raypar.elastic import events as on
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
-from raypar.run_folder import RemotePlace
+from raypar.run_folder import SharedStoragePlace
 from raypar.storage.folder_upload import FINISH_S, FolderUpload
 from raypar.storage.held_lease import HeldLease
-from raypar.storage.run_files import ROOM_PREFIX, SENT_MARK
+from raypar.storage.run_files import ALL_SENT_FILE, TEMPORARY_FOLDER_PREFIX
 from raypar.storage.run_lease import LeaseStore
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri, parse_storage_uri
 
-SAY_S = 2.0
-"""After so long the end of a run says that it waits for the storage."""
-LOOK_S = 0.25
-"""How often the loop looks whether there is something to tell of the upload or of the lease."""
+SAY_WAITING_S = 2.0
+"""Time after which the end of a run says that it waits for the storage."""
+TELL_S = 0.25
+"""Time between two checks for notes of the upload and for a lost lease."""
 
 
-class RemoteRun:
-    """The lease and the upload of one run's driver."""
+class DriverStorageSession:
+    """Holds the lease of a run on shared storage and uploads its working folder, for the driver."""
 
     def __init__(self, request: RunRequest) -> None:
         self.request = request
-        """The run's request, whose `storage` says where the run lies."""
-        self.place = RemotePlace(parse_storage_uri(request.storage), request.lease_owner, request.lease_in_ray)
-        """The run's place, and who holds its lease."""
+        """The run's request; its `storage` is the URI of the run."""
+        self.place = SharedStoragePlace(parse_storage_uri(request.storage), request.lease_owner, request.lease_in_ray)
+        """The run's place, and the owner of its lease."""
         self.lease: HeldLease | None = None
         """The lease; None before `begin`."""
         self.upload = FolderUpload(Path(request.folder), self.place.uri, self.check)
@@ -47,7 +47,7 @@ class RemoteRun:
         return self.place.uri
 
     def begin(self) -> None:
-        """Renew the lease that the client has taken, and begin to send. Blocks for some requests to the storage.
+        """Renew the lease that the client has taken, and begin to send. Blocks for a few requests to the storage.
 
         If the storage does not answer, nothing is written until the lease is renewed. Raises `LeaseLostError`.
         """
@@ -72,7 +72,7 @@ class RemoteRun:
         self.lease.check()
 
     async def watch(self, over: Callable[[], bool], note: Callable[..., None], post: Callable[[on.RunEvent], None]) -> None:
-        """Note what the upload has to tell, until the run is over; post a failure if the lease is lost."""
+        """Pass on notes of the upload until the run is over; post a failure of the run if the lease is lost."""
         while not over():
             for kind, text in self.upload.take_notes():
                 note(kind, text=text)
@@ -81,20 +81,20 @@ class RemoteRun:
                 self.told = True
                 self.upload.abandon()
                 post(on.CallFailed("error", lost))
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(TELL_S)
 
     async def finish(self, tell: Callable[..., None]) -> None:
-        """Send what is left, and end the threads. A failure is told, not raised: the client tries once more."""
+        """Send what is left, and end the threads. A failure is only told, because the client then tries to send the rest."""
         try:
             if self.told:
                 self.upload.abandon()
                 return
             sending = asyncio.ensure_future(asyncio.to_thread(self.upload.finish))
-            if not (await asyncio.wait({sending}, timeout=SAY_S))[0]:
+            if not (await asyncio.wait({sending}, timeout=SAY_WAITING_S))[0]:
                 tell("waiting", text=f"{self.uri} has not taken the run's last files yet: waiting up to {FINISH_S:.0f} s")
             await sending
             with contextlib.suppress(OSError):
-                (Path(self.request.folder) / SENT_MARK).touch()
+                (Path(self.request.folder) / ALL_SENT_FILE).touch()
         except RayparError as error:
             tell("warning", text=str(error))
         finally:
@@ -102,11 +102,11 @@ class RemoteRun:
                 tell(kind, text=text)
             if self.lease is not None:
                 await asyncio.to_thread(self.lease.stop_renewing)
-                if self.place.lease_in_ray and not self.told:  # the client may have left Ray when it gives the lease back
+                if self.place.lease_in_ray and not self.told:  # the client may have left the Ray cluster by then
                     await asyncio.to_thread(self.lease.release)
 
     def remove_folder(self) -> None:
-        """Remove the working folder of a run whose client is gone, if all of it was sent."""
+        """Remove the working folder of a run whose client is gone, if everything in it was sent."""
         folder = Path(self.request.folder)
-        if folder.parent.name.startswith(ROOM_PREFIX) and (folder / SENT_MARK).exists():
+        if folder.parent.name.startswith(TEMPORARY_FOLDER_PREFIX) and (folder / ALL_SENT_FILE).exists():
             shutil.rmtree(folder.parent, ignore_errors=True)

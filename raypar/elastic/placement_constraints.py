@@ -1,4 +1,4 @@
-"""What a run asks of the nodes that its workers are placed on: resources, labels, and how many must be on-demand. Pure."""
+"""What the nodes of a run's workers must have: resources, labels, and how many must be on-demand. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ON_DEMAND = {MARKET_LABEL: "on-demand"}
 
 
 @dataclass(frozen=True)
-class WorkerPlacement:
-    """The demands of one run on the nodes of its workers."""
+class PlacementConstraints:
+    """The constraints of one run on the nodes of its workers."""
 
     gpus: int = 0
     """GPUs of each worker."""
@@ -27,9 +27,9 @@ class WorkerPlacement:
     label_selector: Mapping[str, str] = field(default_factory=dict)
     """Label -> the value that nodes must have, in Ray's syntax: `spot`, `!spot`, `in(a,b)`, `!in(a,b)`."""
     on_demand: int = 0
-    """So many workers at least are on nodes of `on_demand_label_selector`."""
+    """Least number of workers on nodes that match `on_demand_label_selector`."""
     on_demand_label_selector: Mapping[str, str] = field(default_factory=lambda: dict(ON_DEMAND))
-    """The labels of nodes that the cloud does not take back."""
+    """The labels of on-demand nodes, which the cloud does not take back."""
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -42,14 +42,14 @@ class WorkerPlacement:
         return found
 
     def selector(self, on_demand: bool = False, avoid: Collection[str] = ()) -> dict[str, str]:
-        """The label selector of one worker's bundle; not on the nodes `avoid`."""
+        """The label selector of one worker's bundle, which excludes the nodes `avoid`."""
         found = {**self.label_selector, **(self.on_demand_label_selector if on_demand else {})}
         if avoid:
             found[NODE_LABEL] = f"!in({','.join(sorted(avoid))})"
         return found
 
     def describe(self, workers: int = 1, on_demand: bool = False) -> str:
-        """The demand of workers that are placed together, for messages: `2 x {CPU: 1, GPU: 1} with market=spot`."""
+        """What workers that are placed together need, for messages: `2 x {CPU: 1, GPU: 1} with market=spot on one node`."""
         bundle = ", ".join(f"{kind}: {amount:g}" for kind, amount in self.bundle.items())
         labels = ", ".join(f"{label}={value}" for label, value in self.selector(on_demand).items())
         together = f"{workers} x " if workers > 1 else ""
@@ -58,16 +58,16 @@ class WorkerPlacement:
     def fits_node(
         self, resources: Mapping[str, float], labels: Mapping[str, str], workers: int, on_demand: bool, already: int = 0
     ) -> bool:
-        """Whether a node with these resources and labels has room for so many workers, if nothing but our own were on it.
+        """Whether `workers` more workers fit on a node with these resources and labels, if nothing but this run used it.
 
-        `already`: workers of ours that are there.
+        `already`: workers of this run on the node.
         """
         room = all(resources.get(kind, 0.0) >= (already + workers) * amount for kind, amount in self.bundle.items())
         return room and match_labels(labels, self.selector(on_demand))
 
 
 def match_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node's labels fulfil a label selector of Ray's."""
+    """Whether a node's labels match a label selector in Ray's syntax."""
     return all(_match_value(labels.get(label), wanted) for label, wanted in selector.items())
 
 
@@ -79,7 +79,7 @@ def _match_value(value: str | None, wanted: str) -> bool:
 
 
 def is_label_selector(label: str, value: str) -> bool:
-    """Whether Ray takes this as a label and the value that nodes must have."""
+    """Whether Ray accepts this label and this value in a label selector."""
     word = r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?"
     is_label = re.fullmatch(rf"(?:{word}(?:\.{word})*/)?{word}", label, re.ASCII)
     return bool(is_label and re.fullmatch(rf"!?(?:{word}|in\({word}(?:, ?{word})*\))", value, re.ASCII))

@@ -1,5 +1,8 @@
-"""Calls that read of a tensor its dtype and device alone: `mask.type_as(x)`, `x.new_zeros(3)`. Recorded without the tensor they
-do not depend on it, so that masks and tables made like an activation are recomputed where they are needed, as others are."""
+"""Calls that read only the dtype and device of a tensor: `mask.type_as(x)`, `x.new_zeros(3)`.
+
+They are recorded with the dtype and device in place of the tensor. So a mask that is made in an activation's dtype does not
+depend on the activation, and each stage that needs the mask can compute it.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ _MAKERS: dict[Any, Callable[..., Tensor]] = {
     Tensor.new_full: torch.full,
     Tensor.new_empty: torch.empty,
 }
-"""Method that makes a tensor like another one -> function that makes it of a dtype and a device."""
+"""Method that makes a tensor with the dtype and device of another -> function that makes it from a dtype and a device."""
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """(function, arguments, keyword arguments)"""
 
 
-def without_unread_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """The same call without a tensor of which it reads dtype and device alone; other calls as they are."""
+def without_dtype_and_device_tensor(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """The call with dtype and device in place of a tensor of which it reads only these; other calls unchanged."""
     if func in (Tensor.type_as, Tensor.to) and len(args) > 1 and isinstance(args[1], Tensor):
         return Tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:]), dict(kwargs)
     if func in _MAKERS and args and args[0].layout is torch.strided:

@@ -1,7 +1,7 @@
-"""A run on shared storage, from the side of the process that starts it: its name, its lease, its working folder.
+"""What the process that starts a run does for a run on shared storage: chooses its name, takes its lease, makes its folder.
 
-The lease is taken before anything of a former run is read or written, given back at the end, and renewed in between: by this
-process for as long as it lives, and by the driver.
+The lease is taken before the run's files are read or written, and given back at the end. In between both this process and the
+driver renew it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from raypar.errors import ActiveError, LeaseHeldError, RayparError
 from raypar.launch.launch_options import EventHandler
-from raypar.run_folder import RemotePlace, RunFolder
+from raypar.run_folder import RunFolder, SharedStoragePlace
 from raypar.storage.filesystems import check_storage_is_writable, open_filesystem, storage_errors
 from raypar.storage.folder_download import download_run, remove_run
 from raypar.storage.folder_upload import FolderUpload
 from raypar.storage.held_lease import HeldLease
-from raypar.storage.run_files import CHECKPOINTS, LINE_FILES, ROOM_PREFIX, SENT_MARK
+from raypar.storage.run_files import ALL_SENT_FILE, CHECKPOINTS, LINE_FILES, TEMPORARY_FOLDER_PREFIX
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri
 
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     from raypar.storage.run_lease import LeaseStore
 
 NO_GUARD = (
-    "only runs of this Ray cluster are kept from training in {place} at the same time: the storage has no conditional writes "
-    "that raypar knows (S3 has), so leave it to one cluster at a time"
+    "only runs of this Ray cluster are kept from training in {place} at the same time, because raypar knows no conditional "
+    "writes of this storage (S3 has them): use it from one cluster at a time"
 )
 LAST_TRY_S = 20.0
-"""How long this process tries to send what a driver has not sent."""
+"""How long this process tries to send files that the driver has not sent."""
 
 
-class RunHold:
-    """The lease of one run in the process that starts it."""
+class ClientStorageSession:
+    """Holds the lease of a run on shared storage for the process that starts the run, and sends what the driver could not."""
 
     def __init__(self, folder: RunFolder, tell: EventHandler, *, new: bool) -> None:
-        assert folder.remote is not None
-        self.folder = replace(folder, remote=replace(folder.remote, owner=uuid.uuid4().hex))
+        assert folder.shared is not None
+        self.folder = replace(folder, shared=replace(folder.shared, owner=uuid.uuid4().hex))
         """The run's working folder, with the id of the lease's owner."""
         self.tell = tell
-        """Gets lines for the user."""
+        """Receives lines for the user."""
         self.new = new
-        """Whether nothing lay at the run's place before."""
+        """Whether the run is new: its place was empty before."""
         self.lease: HeldLease | None = None
         """The lease; None before it is taken."""
         self.filled = new
@@ -56,11 +56,11 @@ class RunHold:
     @property
     def uri(self) -> StorageUri:
         """The run's place."""
-        assert self.folder.remote is not None
-        return self.folder.remote.uri
+        assert self.folder.shared is not None
+        return self.folder.shared.uri
 
     def take_on_storage(self) -> bool:
-        """Take the lease if the storage itself can keep one; False if it cannot. Raises `LeaseHeldError` if it is another's."""
+        """Take the lease on the storage itself. False if the storage has no conditional writes. Raises `LeaseHeldError`."""
         store = s3_lease_store(self.uri)
         if store is None:
             return False
@@ -74,7 +74,7 @@ class RunHold:
     def take_in_ray(self) -> None:
         """Take the lease in the key-value store of the Ray cluster that this process has joined, unless it is taken already.
 
-        Raises `LeaseHeldError` if it is another's.
+        Raises `LeaseHeldError` if another process holds it.
         """
         if self.lease is not None:
             return
@@ -83,50 +83,50 @@ class RunHold:
         self.tell({"kind": "warning", "text": NO_GUARD.format(place=self.uri)})
         lease = self._held(RayLeaseStore(str(self.uri)))
         lease.take()
-        assert self.folder.remote is not None
-        self.folder = replace(self.folder, remote=replace(self.folder.remote, lease_in_ray=True))
+        assert self.folder.shared is not None
+        self.folder = replace(self.folder, shared=replace(self.folder.shared, lease_in_ray=True))
         self._keep(lease)
 
     def _held(self, store: LeaseStore) -> HeldLease:
-        assert self.folder.remote is not None
-        return HeldLease(store, self.folder.remote.owner, self.folder.name, str(self.uri))
+        assert self.folder.shared is not None
+        return HeldLease(store, self.folder.shared.owner, self.folder.name, str(self.uri))
 
     def _keep(self, lease: HeldLease) -> None:
         self.lease = lease
         lease.start_renewing()
 
     def end(self) -> None:
-        """Send what the driver has not sent, and give the lease back. A new run that ended before it began is removed."""
+        """Send what the driver has not sent, and give the lease back. Removes a new run that ended before it wrote anything."""
         lease = self.lease
         if lease is None:
             return
         try:
-            given_back = self.folder.remote is not None and self.folder.remote.lease_in_ray  # by the driver
+            given_back = self.folder.shared is not None and self.folder.shared.lease_in_ray  # the driver gives it back
             if lease.lost is None or given_back:
-                self._leave(lease)
+                self._send_rest_and_release(lease)
         finally:
             lease.stop_renewing()
 
-    def _leave(self, lease: HeldLease) -> None:
-        """See `end`; the lease is held."""
+    def _send_rest_and_release(self, lease: HeldLease) -> None:
+        """See `end`. The lease is held, or the driver has given it back."""
         there = self.folder.path.exists()
         if not there and self.new and not self._has_begun():
             with contextlib.suppress(RayparError):
-                remove_run(self.uri)  # with its lease, if that is there
-        elif there and self.filled and not (self.folder.path / SENT_MARK).exists():
+                remove_run(self.uri)  # with the lease, if it lies there
+        elif there and self.filled and not (self.folder.path / ALL_SENT_FILE).exists():
             upload = FolderUpload(self.folder.path, self.uri, lease.check)
             upload.start()
             try:
                 upload.finish(LAST_TRY_S)
             except RayparError as error:
-                kept = Path(tempfile.mkdtemp(prefix=f"{ROOM_PREFIX}not-sent-"))
+                kept = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_FOLDER_PREFIX}not-sent-"))
                 with contextlib.suppress(OSError):
                     shutil.copytree(self.folder.path, kept / self.folder.name)
-                self.tell({"kind": "warning", "text": f"{error.what}\n  cure: they are in {kept}: copy them from there"})
+                self.tell({"kind": "warning", "text": f"{error.what}\n  cure: copy them from {kept}"})
         lease.release()
 
     def _has_begun(self) -> bool:
-        """Whether the run's place has checkpoints or metrics. True if the storage does not say."""
+        """Whether the run's place has checkpoints or metrics. True if the storage does not answer."""
         from pyarrow.fs import FileType
 
         with contextlib.suppress(RayparError), storage_errors(f"cannot read {self.uri}"):
@@ -137,19 +137,19 @@ class RunHold:
 
 
 @contextlib.contextmanager
-def new_remote_run(run_dir: StorageUri, name: str, tell: EventHandler) -> Iterator[RunFolder]:
-    """A working folder for a new run below `run_dir`, under `name` or `name-2`, ..., whose lease is held during the block.
+def new_run_on_storage(run_dir: StorageUri, name: str, tell: EventHandler) -> Iterator[RunFolder]:
+    """Gives the block a working folder for a new run `name`, or `name-2`, ..., below `run_dir`, and holds its lease meanwhile.
 
-    Call it when this process has joined Ray. Raises `ClusterError` if the storage does not answer.
+    This process must have joined Ray. Raises `ClusterError` if the storage does not answer.
     """
-    with tempfile.TemporaryDirectory(prefix=ROOM_PREFIX, ignore_cleanup_errors=True) as room:
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY_FOLDER_PREFIX, ignore_cleanup_errors=True) as room:
         number = 1
         while True:
             uri = run_dir.child(name if number == 1 else f"{name}-{number}")
             number += 1
             if _is_taken(uri):
                 continue
-            hold = RunHold(RunFolder(Path(room) / uri.name, RemotePlace(uri)), tell, new=True)
+            hold = ClientStorageSession(RunFolder(Path(room) / uri.name, SharedStoragePlace(uri)), tell, new=True)
             try:
                 if not hold.take_on_storage():
                     hold.take_in_ray()
@@ -164,30 +164,31 @@ def new_remote_run(run_dir: StorageUri, name: str, tell: EventHandler) -> Iterat
 
 
 @contextlib.contextmanager
-def resumed_remote_run(folder: RunFolder, tell: EventHandler) -> Iterator[Callable[[], RunFolder]]:
-    """Hold the lease of a run on shared storage during the block; `folder` has a copy of its small files.
+def resumed_run_on_storage(folder: RunFolder, tell: EventHandler) -> Iterator[Callable[[], RunFolder]]:
+    """Hold the lease of a run on shared storage during the block. `folder`: a copy of the run's small files.
 
-    Gives a function that returns the folder with the lease's owner; call it when this process has joined Ray, where the lease
-    may be. The copy is made again under the lease. Raises `LeaseHeldError` if another process trains the run.
+    Gives the block a function that returns the folder with the lease's owner. Call it once this process has joined Ray: without
+    conditional writes the lease is taken there. The files are copied again once the lease is held. Raises `LeaseHeldError` if
+    another process trains the run.
     """
-    hold = RunHold(folder, tell, new=False)
+    hold = ClientStorageSession(folder, tell, new=False)
     try:
         if hold.take_on_storage():
             download_run(hold.uri, folder.path)
 
-        def held() -> RunFolder:
+        def folder_with_lease() -> RunFolder:
             if hold.lease is None:
                 hold.take_in_ray()
                 download_run(hold.uri, folder.path)
             hold.filled = True
             return hold.folder
 
-        yield held
+        yield folder_with_lease
     finally:
         hold.end()
 
 
-def checkpoints_there(folder: RunFolder) -> set[str]:
+def names_of_checkpoints(folder: RunFolder) -> set[str]:
     """The names of the run's checkpoints. Raises `CheckpointError`."""
     from raypar.worker.checkpoint.checkpoint_store import open_checkpoint_store
 
@@ -195,8 +196,8 @@ def checkpoints_there(folder: RunFolder) -> set[str]:
 
 
 def refuse_new_checkpoints(folder: RunFolder, before: set[str]) -> None:
-    """Raise `ActiveError` if the run has checkpoints that were not there `before`: another process has trained it meanwhile."""
-    new = sorted(checkpoints_there(folder) - before)
+    """Raise `ActiveError` if the run has a checkpoint that is not in `before`: another process has trained it meanwhile."""
+    new = sorted(names_of_checkpoints(folder) - before)
     if new:
         raise ActiveError(
             f"run {folder.name} has got the checkpoint {new[-1]} meanwhile: another process trains it",
@@ -205,13 +206,13 @@ def refuse_new_checkpoints(folder: RunFolder, before: set[str]) -> None:
 
 
 def check_run_dir_on_storage(run_dir: StorageUri) -> None:
-    """Raise `ConfigError` unless runs can be kept below this place: for S3 boto3 is there, and the storage takes files."""
+    """Raise `ConfigError` unless files can be written below this place and, for S3, boto3 is installed."""
     s3_lease_store(run_dir)
     check_storage_is_writable(run_dir)
 
 
 def _is_taken(uri: StorageUri) -> bool:
-    """Whether anything lies at a place. Raises `ClusterError`."""
+    """Whether there is anything at a place. Raises `ClusterError`."""
     from pyarrow.fs import FileType
 
     from raypar.errors import ClusterError

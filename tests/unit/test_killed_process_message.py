@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from raypar.actors.sudden_end_notice import sudden_end_text
+from raypar.actors.killed_process_message import killed_client_text
 
 PROGRAM = """
 import os, sys
-from raypar.actors.sudden_end_notice import explain_sudden_end
-with explain_sudden_end("error: it is over"):
+from raypar.actors.killed_process_message import print_if_killed
+with print_if_killed("error: it is over"):
     {end}
 """
 
@@ -32,6 +32,6 @@ def test_only_a_process_that_could_not_speak_is_spoken_for(end, code, said):
 
 
 def test_the_text_names_the_run_the_control_store_and_the_cure():
-    text = sudden_end_text("tiny", "10.0.0.7:6379")
+    text = killed_client_text("tiny", "10.0.0.7:6379")
     assert text.startswith("error: ") and "  cure: " in text
     assert all(word in text for word in ("'tiny'", "10.0.0.7:6379", "raypar resume tiny"))
