@@ -45,7 +45,7 @@ STORE_BYTES = 100 * 2**20
 """Size of each node's object store."""
 PREFIX = "raypar-local-"
 """Beginning of the name of a cluster's folder in /tmp."""
-MACHINE_S, JOIN_S, END_S, ANSWER_S = 30.0, 120.0, 20.0, 30.0
+MACHINE_S, JOIN_S, END_S, ANSWER_S = 60.0, 300.0, 20.0, 30.0
 """Limits for a machine to be up, a raylet to join, everything to end, the console to answer."""
 COMMANDS = ("unshare", "nsenter", "mount")
 """Commands of util-linux that must be installed."""

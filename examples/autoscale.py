@@ -19,7 +19,7 @@ from raypar.callbacks import Callback, StepInfo
 
 ROOT = Path(__file__).parents[1]
 RAYPAR = [sys.executable, "-m", "raypar"]
-STEPS, PACE_S, CHAPTER_S = 200, 1.0, 180.0
+STEPS, PACE_S, CHAPTER_S = 300, 1.0, 300.0
 SMALL = [
     f"steps={STEPS}",
     "model.args.width=64",

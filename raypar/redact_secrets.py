@@ -43,6 +43,8 @@ KNOWN_SHAPES = re.compile(
 PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 USER_OF_URL = re.compile(r"(?<=://)[^\s/@'\"<>]*(?:@[^\s/@'\"<>]*)*@")
 """`user:password@` in a URL; a password may have an @ of its own."""
+PASSWORD_OF_URL = re.compile(r"(?<=://)[^\s/@:'\"<>]*:[^\s/@'\"<>]+(?:@[^\s/@'\"<>]*)*@")
+"""The same with a password: without one it may be a container, as in `abfs://container@account/path`."""
 QUERY_OF_URL = re.compile(
     r"(?i)([?&;](?:[\w.-]{0,60}(?:token|secret|password|passwd|key|signature|credential|auth)[\w.-]{0,60}|sig|pwd)=)[^\s&#'\"<>]+"
 )
@@ -72,6 +74,7 @@ def redact_text(text: str, known: Collection[str] = ()) -> str:
     """The text without anything that may be a secret, for a page that is sent to others. `known`: texts that are secret
     wherever they stand."""
     text = redact_certain_secrets(text, known)
+    text = USER_OF_URL.sub(f"{REMOVED}@", text)
     text = QUERY_OF_URL.sub(rf"\1{REMOVED}", text)
     text = SCHEME.sub(rf"\1 {REMOVED}", text)
     return ASSIGNMENT.sub(lambda found: found[1] + REMOVED, text)
@@ -86,12 +89,12 @@ def redact_certain_secrets(text: str, known: Collection[str] = ()) -> str:
     for secret in sorted(known, key=len, reverse=True):
         text = text.replace(secret, REMOVED)
     text = PRIVATE_KEY.sub(REMOVED, text)
-    text = USER_OF_URL.sub(f"{REMOVED}@", text)
+    text = PASSWORD_OF_URL.sub(f"{REMOVED}@", text)
     return KNOWN_SHAPES.sub(REMOVED, text)
 
 
 def without_certain_secrets(facts: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The facts of an event without certain secrets in their texts, whatever the key. Lists and dicts stay as they are."""
+    """The facts of an event without certain secrets in their texts. Lists and dicts stay as they are."""
     return {key: redact_certain_secrets(value, known) if isinstance(value, str) else value for key, value in facts.items()}
 
 

@@ -68,6 +68,8 @@ def make_page(outcomes: Sequence[Outcome]) -> str:
     """The results page."""
     kept = sum(not outcome.wrong for outcome in outcomes)
     same = sum(outcome.end == "same weights" for outcome in outcomes)
+    run = {outcome.name for outcome in outcomes}
+    left_out = "; ".join(scenario.name for scenario in SCENARIOS if scenario.name not in run) or "none"
     body = f"""{kept} of {len(outcomes)} scenarios ended as they must: {same} with the weights and losses of one undisturbed
 process and every step told once, the others with an error that says why and what to do. Nothing of a run was left.
 
@@ -79,7 +81,9 @@ namespaces of one machine, whose packets a user-space forwarder drops, delays an
 - *steps again*: executed a second time, after a recovery from the mirror's snapshot.
 - *new generations*: changes of the group of workers.
 
-{table(HEADER, [outcome.cells() for outcome in outcomes])}"""
+{table(HEADER, [outcome.cells() for outcome in outcomes])}
+
+Scenarios of the table that were not run for this page: {left_out}."""
     return page("A real network under test", "python jobs/bench/namespaces.py --page FILE", body)
 
 

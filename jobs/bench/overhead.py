@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import concurrent.futures
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -101,7 +102,7 @@ class Watch:
 
 
 def train(spec: JobSpec, plan: ParallelPlan, watch: Callable[[Path], Callable[[Any], None]], driver: Any = DriverActor) -> Path:
-    """Train on a Ray of its own; returns the run folder, in a new folder that the caller may remove."""
+    """Train on a Ray of its own; returns the run folder, in a new folder that the caller removes (`removed`)."""
     driver_client.DriverActor = driver
     place = RunFolder.create(tempfile.mkdtemp(prefix="rp-"), "overhead")
     options = LaunchOptions(make_folder=lambda chosen: place, save_at_end=False)
@@ -110,6 +111,11 @@ def train(spec: JobSpec, plan: ParallelPlan, watch: Callable[[Path], Callable[[A
     if result.error is not None:
         raise result.error
     return place.path
+
+
+def removed(folder: Path) -> None:
+    """Remove a run folder and the new folder that it is in."""
+    shutil.rmtree(folder.parent, ignore_errors=True)
 
 
 def chosen_of(spec: JobSpec, checked: Any, plan: ParallelPlan) -> Any:
@@ -132,6 +138,7 @@ def paired() -> dict[str, Any]:
     spec = replace(sleeping_job([1.0, 1.0], [1.0, 1.0], [1.0, 1.0], 8, 8), steps=steps)
     folder = train(spec, ParallelPlan.mesh(dp=2, pp=2, layers=2), lambda path: lambda event: None, BlockDriver)
     seconds = [json.loads(line)["seconds"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    removed(folder)
     # The fastest fifth of a block: what else runs on the machine makes steps slower, never faster. Without the warm-up.
     blocks = [statistics.quantiles(seconds[at + 4 : at + BLOCK], n=5)[0] for at in range(0, steps, BLOCK)][2:]
     found = ratio(blocks[1::2], blocks[::2])
@@ -161,6 +168,7 @@ def memory() -> dict[str, Any]:
     grown = {name: slope([p for p in points if p[0] >= WARM_STEPS]) for name, points in watches[0].memory.items()}
     last = {name: points[-1][1] for name, points in watches[0].memory.items()}
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    removed(folder)
     return {"steps": LONG_STEPS, "seconds": seconds, "bytes_a_step": grown, "rss": last, "files": files,
             "good": max(grown.values()) <= BYTES_LIMIT}  # fmt: skip
 
@@ -175,7 +183,7 @@ def driver() -> dict[str, Any]:
         watches.append(Watch(path, RATE))
         return watches[0]
 
-    train(spec, ParallelPlan.mesh(dp=8, layers=1), watch)
+    removed(train(spec, ParallelPlan.mesh(dp=8, layers=1), watch))
     (first, from_s, before), (last, to_s, after) = watches[0].driver[4], watches[0].driver[-1]
     share = (after - before) / (to_s - from_s)
     rate = (last - first) / (to_s - from_s)

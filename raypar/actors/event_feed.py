@@ -41,7 +41,10 @@ class EventFeed:
         self._add("waiting_for", {"text": text})
 
     def _add(self, kind: str, facts: Mapping[str, Any]) -> None:
-        self._kept.append({"kind": kind, "time": time.time(), **without_certain_secrets(facts, self._known_secrets)})
+        clean = without_certain_secrets(facts, self._known_secrets)
+        if "path" in facts:  # the client opens it
+            clean["path"] = facts["path"]
+        self._kept.append({"kind": kind, "time": time.time(), **clean})
         asyncio.ensure_future(self._wake())  # noqa: RUF006 (ends at once)
 
     def pass_on(self, lines: Iterable[Mapping[str, Any]]) -> None:

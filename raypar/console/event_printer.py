@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -11,6 +12,7 @@ from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.console.event_lines import EventNarrator, count_noun, replay_line
 from raypar.console.fault_summary import COUNTED, summarize_faults
 from raypar.console.json_stdout import json_text
+from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
 
 if TYPE_CHECKING:
     from raypar.launch.result import Result
@@ -55,6 +57,8 @@ class EventPrinter:
         """The last steps, for their mean speed."""
         self.seconds = self.samples = self.counted = 0.0
         """Sums over all steps shown: seconds, samples, and units that the loss is averaged over (tokens)."""
+        self.known_secrets = secrets_of_environment(os.environ)
+        """Values of this process's environment that are not printed: others read the log of a submitted job."""
 
     def __call__(self, event: dict[str, Any]) -> None:
         """Show an event."""
@@ -65,7 +69,7 @@ class EventPrinter:
         if event["kind"] == "stage":
             event = {**event, "seconds": round(time.monotonic() - self.start_s, 3)}
         if self.as_json:
-            self.line(json_text({"time": time.time(), **event}))
+            self.put(json_text({"time": time.time(), **tree_without_certain_secrets(event, self.known_secrets)}) + "\n")
             return
         kind = event["kind"]
         if kind in COUNTED:
@@ -141,7 +145,7 @@ class EventPrinter:
     def line(self, text: str) -> None:
         """Print a complete line, below the progress line if there is one."""
         ended, self.width = "\n" * (self.width > 0), 0
-        self.put(ended + text + "\n")
+        self.put(ended + redact_certain_secrets(text, self.known_secrets) + "\n")
 
     def put(self, text: str) -> None:
         """Print and flush, with escapes for what the output's encoding does not have. If the output is a file on a full disk,

@@ -67,7 +67,7 @@ def test_a_fine_tuning_begins_with_the_weights_of_the_file_and_leaves_a_frozen_l
 @pytest.mark.parametrize("version", [2, 1])
 def test_a_run_on_an_autoscaled_cluster_grows_and_ends_with_the_weights_of_one_process(version, tmp_path):
     command = [sys.executable, str(EXAMPLES / "autoscale.py"), str(tmp_path), "--autoscaler", str(version)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "equal"
     assert len(re.findall(r"from \d to \d workers: a pause of", done.stdout)) >= 2, done.stdout

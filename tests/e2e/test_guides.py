@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -175,3 +176,8 @@ def test_the_readmes_first_script_trains(tmp_path: Path):
     command = [sys.executable, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, timeout=240, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Checkpoint(" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_drawings_of_the_guides_load_nothing():
+    for drawing in PICTURES.glob("*.svg"):
+        assert set(re.findall(r"[a-z]+://[^\s\"'<)]+", drawing.read_text())) <= {"http://www.w3.org/2000/svg"}, drawing.name

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,7 +117,13 @@ class Command:
 
     def __init__(self, tmp_path: Path, *words: str) -> None:
         self.log = tmp_path / f"log-{time.monotonic_ns()}"
-        environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}", "RAY_USAGE_STATS_ENABLED": "0"}
+        self.room = tempfile.mkdtemp(prefix="raypar-t-", dir="/tmp")  # short: Ray's sockets lie in it
+        environment = {
+            **os.environ,
+            "TMPDIR": self.room,
+            "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "raypar", *words],
             cwd=TESTS,
@@ -126,6 +133,12 @@ class Command:
             start_new_session=True,
         )
 
+    def wait(self, seconds: float) -> int:
+        """Its exit code. What it has left in its folder for temporary files is removed."""
+        self.process.wait(seconds)
+        shutil.rmtree(self.room, ignore_errors=True)
+        return int(self.process.returncode)
+
     def kill_all(self) -> None:
         """SIGKILL to the process and all that it has started, as when its machine is lost."""
         found = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
@@ -133,7 +146,7 @@ class Command:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         psutil.wait_procs(found, timeout=30)
-        self.process.wait(30)
+        self.wait(30)
 
     def text(self) -> str:
         return self.log.read_text()
@@ -230,12 +243,12 @@ def test_an_uploader_killed_in_the_middle_of_a_checkpoint_leaves_the_step_before
     found, skipped = checkpoint_files.latest_usable_checkpoint(s3.at("runs/tiny/checkpoints"))
     assert found is not None and (found.name, skipped) == ("step_00000004", [])
     refused = Command(tmp_path, "resume", uri)
-    refused.process.wait(120)
+    refused.wait(240)
     assert "run tiny is under way: process" in refused.text() or refused.process.returncode == 0, refused.text()
     if refused.process.returncode:
         time.sleep(LEASE_S)
         again = Command(tmp_path, "resume", uri)
-        again.process.wait(240)
+        again.wait(240)
         assert again.process.returncode == 0, again.text()
         refused = again
     assert "from step_00000004: 4 steps are done" in refused.text()
@@ -286,7 +299,7 @@ def test_a_second_owner_is_refused_while_the_first_trains_and_a_new_run_gets_ano
         assert main(["train", str(job), *(word for text in [*ONE, "steps=2"] for word in ("--set", text))]) == 0
         assert s3.all_keys("runs/tiny-2/checkpoints/step_00000002/")
         os.kill(first.process.pid, signal.SIGINT)
-        first.process.wait(120)
+        first.wait(120)
         assert first.process.returncode == 130, first.text()
     finally:
         if first.process.poll() is None:

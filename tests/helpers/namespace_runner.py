@@ -244,7 +244,7 @@ class ScenarioRun:
             return there[:1]
         if who == "other":
             return [name for name in there if name != there[0]][:1]
-        return [name for name in WORKERS if name in nodes and name not in there][:1]
+        raise ScenarioError(f"{self.scenario.name}: there is no machine {who}")
 
     def partition(self, who: str, other: str, direction: str = "both") -> None:
         """See `LocalCluster.partition`."""

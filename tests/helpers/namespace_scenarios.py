@@ -22,7 +22,7 @@ class Act:
     """One thing that is done: a method of `namespace_runner.ScenarioRun`, with its arguments.
 
     Machines are named, or by what they hold when it is done: `rank0` (the machine of the first worker), `other` (a machine with
-    workers that is not that one), `idle` (one without), `workers` (all of `WORKERS`).
+    workers that is not that one), `workers` (all of `WORKERS`).
     """
 
     do: str
@@ -159,7 +159,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         (at_step(8, "drain", "rank0"), after(0.3, "partition", "last", "all"), after(10, "heal")),
     ),
     Scenario("a machine flaps every 2 s for a minute", (at_step(8, "flap", "rank0", 2.0, 60.0),), stall_s=60),
-    Scenario("an idle machine flaps every 2 s for a minute", (at_step(8, "flap", "idle", 2.0, 60.0),)),
+    Scenario("an idle machine flaps every 2 s for a minute", (at_step(4, "add", "w4"), after(1, "flap", "w4", 2.0, 60.0))),
     Scenario("machines join and are lost every 2 s for a minute", (at_step(8, "churn", 2.0, 60.0),), stall_s=60),
     Scenario("a machine dies while another joins", (at_step(8, "add", "w4"), after(0.5, "kill", "rank0"))),
     Scenario(

@@ -139,7 +139,7 @@ def leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
     for key, value in tree.items():
         here = ".".join((*path, str(key)))
         yield here
-        if isinstance(value, dict) and not here.endswith((".args", ".styles", ".rename")):
+        if isinstance(value, dict) and not here.endswith((".args", ".styles", ".rename", "label_selector")):
             yield from leaves(value, (*path, str(key)))
 
 

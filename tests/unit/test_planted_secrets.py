@@ -1,6 +1,7 @@
 """No secret in what raypar writes and prints: run folder, logs, status, top, report, errors, metrics. Each test plants some."""
 
 import asyncio
+import io
 import json
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from raypar.actors.event_feed import EventFeed
 from raypar.actors.members_file import MembersFileText
 from raypar.actors.run_recorder import RunRecorder
 from raypar.cli import main
+from raypar.console.event_printer import EventPrinter
 from raypar.console.json_stdout import json_text
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
@@ -126,6 +128,25 @@ def test_no_event_for_the_client_has_a_secret():
 
     shown = asyncio.run(told())
     assert found_in(shown) == set() and shown.count(REMOVED) > 10
+
+
+def test_the_path_of_a_checkpoint_comes_to_the_client_as_it_is_and_is_printed_without_its_password():
+    """The client opens it. A container before an @ is no password."""
+    secret = f"s3://key:{IN_TEXTS['password of a URL']}@bucket/runs/tiny/step_4"
+
+    async def told(path: str) -> dict:
+        feed = EventFeed()
+        feed.tell("checkpoint", step=4, path=path)
+        events, _, _ = await feed.after(feed.epoch, 0, 0.01)
+        return events[0]
+
+    for as_json in (False, True):
+        for path, shown in ((secret, "s3://[removed]@bucket/runs"), ("abfs://box@account/runs", "abfs://box@account/runs")):
+            event = asyncio.run(told(path))
+            assert event["path"] == path
+            out = io.StringIO()
+            EventPrinter(steps=4, as_json=as_json, out=out)(event)
+            assert shown in out.getvalue() and found_in(out.getvalue()) == set()
 
 
 def test_no_error_that_a_command_prints_has_a_secret(tmp_path, capsys):

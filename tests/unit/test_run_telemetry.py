@@ -348,6 +348,11 @@ def test_the_dashboard_shows_every_metric():
     assert {one.name for one in METRIC_DEFINITIONS if not shown & set(one.scraped_names)} == set()
 
 
+def test_the_guide_says_what_every_metric_means():
+    guide = (DASHBOARD.parents[2] / "examples/guides/watch_a_run.md").read_text()
+    assert {one.name for one in METRIC_DEFINITIONS if f"`{one.name}`" not in guide} == set()
+
+
 def test_the_dashboards_panels_have_numbers_of_their_own_and_do_not_overlap():
     document = json.loads(DASHBOARD.read_text())
     panels = document["panels"]
