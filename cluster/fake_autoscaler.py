@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine whose autoscaler adds and removes nodes, by Ray's fake provider: raylets stand for machines.
+"""A Ray cluster on this machine with an autoscaler, by Ray's fake provider: it adds and removes raylets in place of machines.
 
 Ray's own `AutoscalingCluster` needs a file that its wheel lacks, and ends every Ray on the machine when it stops.
 """
@@ -24,7 +24,7 @@ from raypar.actors.local_nodes import parse_raylet_command
 HEAD = "f" * 51 + "00000"
 """The node id of the head, as Ray's fake provider wants it."""
 HEAD_TYPE = "ray.head.default"
-"""The head's node type; version 2 of the autoscaler takes it to have this name."""
+"""The head's node type; version 2 of the autoscaler expects this name."""
 START_S = 240.0
 """How long the head may take to start."""
 PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
@@ -91,7 +91,7 @@ class FakeAutoscaledCluster:
         return (self.temp / "out").read_text()
 
     def wait(self, true: Callable[[], bool], seconds: float, what: str) -> float:
-        """Wait until something is true; how many seconds that took. Raises `TimeoutError`."""
+        """Wait until `true()` holds; returns how many seconds that took. Raises `TimeoutError`."""
         began_s = time.monotonic()
         while not true():
             if time.monotonic() - began_s > seconds or self.process.poll() is not None:
@@ -110,7 +110,7 @@ class FakeAutoscaledCluster:
         return found
 
     def kill_node(self, node: str) -> None:
-        """The machine loses its power: `kill -9` of the raylet and of all that it has started."""
+        """Simulate a loss of power: `kill -9` of the raylet and of all processes that it has started."""
         raylet = self.nodes()[node]
         for pid in (raylet, *_children(raylet)):
             with contextlib.suppress(ProcessLookupError):
@@ -160,7 +160,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _head_environment(version: int) -> dict[str, str]:
-    """What makes Ray's head and its autoscaler use the fake provider."""
+    """The environment with which Ray's head and its autoscaler use the fake provider."""
     env = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD}
     env |= {"AUTOSCALER_METRIC_PORT": str(_free_port()), "RAY_raylet_start_wait_time_s": "180"}
     if version == 2:

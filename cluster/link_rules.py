@@ -1,4 +1,4 @@
-"""When a packet between two addresses of a simulated network arrives, or that it is lost. Pure: the time is an argument.
+"""Computes when a packet in a simulated network arrives, or that it is lost. Pure: the time is an argument.
 
 Every address has one link, as a virtual machine has one network card. Packets in each direction of a link share its bandwidth,
 wait in a queue of limited length, and may be delayed or lost. A partition drops the packets of a pair of addresses silently, in
@@ -23,7 +23,7 @@ class LinkShape:
     bandwidth_mbit_s: float = math.inf
     """Megabits per second."""
     delay_s: float = 0.0
-    """Time that each packet takes in addition."""
+    """Time added to each packet."""
     loss: float = 0.0
     """Share of packets that are lost, from 0 to 1."""
 
@@ -37,7 +37,7 @@ class LinkRules:
     """The state of a network: shapes of links, and which packets are dropped."""
 
     seed: int = 7
-    """Of the random losses."""
+    """Seed of the random losses."""
     blocked: set[tuple[str, str]] = field(default_factory=set)
     """(source, destination) pairs of addresses whose packets are dropped."""
     shapes: dict[str, LinkShape] = field(default_factory=dict)

@@ -1,16 +1,16 @@
-"""A Ray cluster on this machine whose nodes are machines of their own, with a network between them that can be broken.
+"""A Ray cluster of simulated machines on this machine, with a network between them that tests can break, delay and slow down.
 
 Each machine is a set of Linux namespaces: network, processes, mounts, IPC and host name. It has an address of its own
 (10.77.0.N), its own `/dev/shm`, `/etc/hosts` and Ray folder, and a first process (`machine_init.py`), at whose death the
 kernel kills all others, as when a machine loses its power. Its only network device is a TUN device, and the other end of that
 is held by `packet_forwarder.py`, which drops, delays and slows packets as it is told. There is no way out of this network.
 
-What was found: a kernel may have veth and bridges and still neither netem, nor tc's `drop` action, nor an `iptables` command,
-and only a forwarder can delay packets anyway. So this needs Linux, root, `/dev/net/tun`, and the commands `unshare`, `nsenter`
-and `mount` of util-linux, which every Debian has; no iproute2 and no iptables.
+The forwarder replaces veth, netem and iptables, because some kernels have neither netem nor tc's `drop` action. This module
+needs Linux, root, `/dev/net/tun`, and the commands `unshare`, `nsenter` and `mount` of util-linux, which every Debian has.
 
-No namespace or device has a name that could stay behind: they end with their processes, and those end when the sockets to this
-process are closed, however it ends. Only the folder `raypar-local-PID-*` may stay after a crash; the next cluster removes it.
+Namespaces and devices have no names, so none can stay behind: they end with their processes, and those end when their sockets
+to this process are closed, however it ends. Only the folder `raypar-local-PID-*` may stay after a crash; the next cluster
+removes it.
 """
 
 from __future__ import annotations
@@ -40,18 +40,22 @@ ROOT = HERE.parent
 NETWORK = "10.77"
 """Addresses are NETWORK.0.N; they exist inside the machines only."""
 MTU = 1500
+"""Largest packet of the machines' network devices, in bytes."""
 STORE_BYTES = 100 * 2**20
+"""Size of each node's object store."""
 PREFIX = "raypar-local-"
+"""Beginning of the name of a cluster's folder in /tmp."""
 MACHINE_S, JOIN_S, END_S, ANSWER_S = 60.0, 300.0, 20.0, 30.0
 """Limits for a machine to be up, a raylet to join, everything to end, the console to answer."""
 COMMANDS = ("unshare", "nsenter", "mount")
+"""Commands of util-linux that must be installed."""
 
 Direction = Literal["both", "out", "in"]
 """Which packets are dropped: all, those that the first side sends, or those that it should receive."""
 
 
 class LocalClusterError(RuntimeError):
-    """The simulated machines cannot be made, or do not do what they were asked."""
+    """The simulated machines cannot be made, or do not answer as expected."""
 
 
 def why_impossible() -> str | None:
@@ -91,21 +95,22 @@ class Program:
     """A program that was started on a machine."""
 
     machine: Machine
+    """The machine."""
     pid: int
-    """Inside the machine."""
+    """Its pid inside the machine."""
     log: Path
     """What it has printed."""
 
     @property
     def exit_code(self) -> int | None:
         """How it ended, negative for a signal; None while it runs. -9 if its machine was killed."""
-        self.machine.hear()
+        self.machine.read_messages()
         if self.pid not in self.machine.ended and not self.machine.alive:
             return -signal.SIGKILL
         return self.machine.ended.get(self.pid)
 
     def signal(self, number: int) -> None:
-        """Send a signal to it alone, if it still runs."""
+        """Send a signal to the program, if it still runs. Its children get none."""
         self.machine.signal(number, [self.pid])
 
     def text(self) -> str:
@@ -119,6 +124,7 @@ class Machine:
     def __init__(self, name: str, address: str, folder: Path, shared: Path) -> None:
         """`folder` is the machine's own, outside of it; its part `ray` is seen inside as `shared`."""
         self.name, self.address, self.folder = name, address, folder
+        """Host name, IP address inside the network, and folder outside of the machine."""
         self.ended: dict[int, int] = {}
         """Pid inside -> exit code, of programs that have ended."""
         self._answers: deque[dict[str, Any]] = deque()
@@ -182,12 +188,12 @@ class Machine:
         self._control.send(json.dumps(request).encode())
         deadline = time.monotonic() + MACHINE_S
         while not self._answers:
-            if not self.hear(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+            if not self.read_messages(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                 raise LocalClusterError(f"machine {self.name} started nothing within {MACHINE_S:.0f} s")
         return Program(self, self._answers.popleft()["pid"], log)
 
-    def hear(self, wait_s: float = 0.0) -> bool:
-        """Read what the machine has to say; whether it said anything."""
+    def read_messages(self, wait_s: float = 0.0) -> bool:
+        """Read messages of the machine's first process; returns whether there were any. Waits up to `wait_s` for the first."""
         heard = False
         with contextlib.suppress(BlockingIOError, TimeoutError, ConnectionError):
             while self._control.fileno() >= 0:
@@ -219,20 +225,20 @@ class Machine:
                     os.kill(there[pid], number)
 
     def stop(self) -> None:
-        """All its processes hang; its kernel still acknowledges packets."""
+        """Stop all its processes (SIGSTOP). Its kernel still acknowledges packets."""
         self.signal(signal.SIGSTOP, self.pids())
 
     def go_on(self) -> None:
-        """The end of `stop`."""
+        """Let the processes that `stop` has stopped continue."""
         self.signal(signal.SIGCONT, self.pids())
 
     def kill(self) -> None:
-        """Every process is gone at once. Idempotent. See `LocalCluster.kill`."""
+        """Kill every process of the machine at once. Idempotent. See `LocalCluster.kill`."""
         if self.alive:  # else its pid may be another process's by now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.init_pid, signal.SIGKILL)
         self._unshare.wait(END_S)
-        self.hear()
+        self.read_messages()
         self._control.close()
 
 
@@ -241,10 +247,13 @@ class Node:
     """A machine with a raylet."""
 
     machine: Machine
+    """The machine."""
     cpus: int
+    """Number of its CPUs for Ray."""
     raylet: Program
     """`ray start --block`."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    """Ray's labels of the node."""
 
     @property
     def name(self) -> str:
@@ -321,7 +330,7 @@ class LocalCluster:
     # -- machines and nodes ------------------------------------------------------------------------------------------------
 
     def add_machine(self, name: str) -> Machine:
-        """A machine without Ray, with the next free address."""
+        """Add a machine without Ray, with the next free address."""
         self._numbers += 1
         address = f"{NETWORK}.{self._numbers // 250}.{self._numbers % 250 + 1}"
         machine = Machine(name, address, self.folder / f"{self._numbers}-{name}", self.ray_folder)
@@ -336,7 +345,7 @@ class LocalCluster:
         return machine
 
     def add_node(self, name: str, cpus: int = 0, labels: Mapping[str, str] | None = None, wait: bool = True) -> Node:
-        """A machine with a raylet of so many CPUs, the first one with the control store; `wait` until Ray counts on it."""
+        """Add a machine with a raylet of so many CPUs; the first one is the head. `wait`: until it has joined the cluster."""
         machine = self.add_machine(name)
         words = ["start", "--block", "--node-ip-address", machine.address, "--num-cpus", str(cpus), "--num-gpus", "0"]
         words += ["--object-store-memory", str(STORE_BYTES), "--disable-usage-stats", "--include-log-monitor", "true"]
@@ -355,7 +364,7 @@ class LocalCluster:
         return node
 
     def wait_for_nodes(self, names: Iterable[str]) -> None:
-        """Wait until Ray counts on these nodes. Raises `LocalClusterError` after `JOIN_S`."""
+        """Wait until these nodes have joined the cluster. Raises `LocalClusterError` after `JOIN_S`."""
         wanted = {self.nodes[name].address: name for name in names}
         deadline = time.monotonic() + JOIN_S
         while missing := set(wanted) - set(self.live_addresses()):
@@ -369,24 +378,24 @@ class LocalCluster:
             time.sleep(0.2)
 
     def live_addresses(self) -> dict[str, str]:
-        """Address -> Ray's id, of the nodes that Ray counts on; none while the control store is not up."""
+        """Address -> node id, of the nodes that Ray lists as alive; empty while the control store is not up."""
         try:
             return dict(self.ask("nodes"))
         except LocalClusterError:
             return {}
 
     def kill(self, name: str) -> None:
-        """The machine loses its power; its network first, so that no kernel says goodbye for its processes."""
+        """Simulate a loss of power. The network is cut first, so that no other machine sees connections closed."""
         self._tell({"detach": self.addresses.pop(name)})
         self.nodes.pop(name, None)
         self.machines[name].kill()
 
     def stop(self, name: str) -> None:
-        """All processes of the machine hang."""
+        """Stop all processes of the machine (SIGSTOP)."""
         self.nodes[name].machine.stop()
 
     def go_on(self, name: str) -> None:
-        """The end of `stop`."""
+        """Let the processes that `stop` has stopped continue."""
         self.nodes[name].machine.go_on()
 
     def drain(self, name: str, notice_s: float = 60.0) -> None:
@@ -412,16 +421,16 @@ class LocalCluster:
                 self._tell({"block": pair})
 
     def heal(self) -> None:
-        """The end of all partitions."""
+        """End all partitions."""
         self._tell({"heal": True})
 
     def shape(self, name: str, bandwidth_mbit_s: float = math.inf, delay_s: float = 0.0, loss: float = 0.0) -> None:
-        """The bandwidth, delay and loss of a machine's link, in each direction."""
+        """Set the bandwidth, delay and loss of a machine's link, in each direction."""
         limit = None if math.isinf(bandwidth_mbit_s) else bandwidth_mbit_s
         self._tell({"shape": [self.addresses[name], limit, delay_s, loss]})
 
     def packets(self) -> dict[str, int]:
-        """How many packets were forwarded and dropped."""
+        """Numbers of packets that were forwarded and dropped so far."""
         return self._tell({"count": True})
 
     def _tell(self, command: dict[str, Any]) -> dict[str, Any]:
@@ -500,7 +509,7 @@ class LocalCluster:
 
 
 def remove_orphaned_folders(base: Path = Path("/tmp")) -> list[Path]:
-    """Remove the folders of clusters whose process has ended, as their locks say; which these were."""
+    """Remove the folders of clusters whose process has ended, which their locks show; returns the removed folders."""
     removed = []
     for folder in base.glob(f"{PREFIX}*"):
         try:

@@ -50,7 +50,7 @@ def mount(*words: str) -> None:
 
 
 def set_up(settings: dict[str, Any]) -> int:
-    """Give the machine its name, files and network; the descriptor of its TUN device."""
+    """Give the machine its name, files and network; returns the descriptor of its TUN device."""
     socket.sethostname(settings["name"])
     for place, folder in settings["folders"]:
         mount("--bind", folder, place)
@@ -63,7 +63,7 @@ class Init:
 
     def __init__(self, control: socket.socket) -> None:
         self.control = control
-        """The owner's requests come from here."""
+        """The socket on which the owner's requests come."""
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
@@ -87,7 +87,7 @@ class Init:
             self.reap()
 
     def start(self, request: dict[str, Any]) -> int:
-        """Start a program in a session of its own; its pid."""
+        """Start a program in a session of its own; returns its pid."""
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             child = subprocess.Popen(
@@ -105,7 +105,7 @@ class Init:
         return child.pid
 
     def reap(self) -> None:
-        """Wait for all that has ended. An unreaped raylet's workers would take it for alive."""
+        """Reap all processes that have ended. Workers of a raylet that is not reaped would think that it is alive."""
         with contextlib.suppress(ChildProcessError, BrokenPipeError, ConnectionError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)

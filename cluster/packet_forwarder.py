@@ -29,23 +29,23 @@ MAX_PACKET_BYTES = 65536
 
 
 class Forwarder:
-    """The switch of the network."""
+    """Forwards packets between the devices, as a network switch does."""
 
     def __init__(self, control: socket.socket, seed: int) -> None:
         self.control = control
-        """Where commands come from."""
+        """The socket on which commands come."""
         self.rules = LinkRules(seed)
-        """What happens to packets."""
+        """Decides which packets are dropped or delayed."""
         self.devices: dict[bytes, int] = {}
         """Address (4 bytes) -> descriptor of its TUN device."""
         self.names: dict[bytes, str] = {}
-        """Address (4 bytes) -> the same in words."""
+        """Address (4 bytes) -> the address as text."""
         self.delayed: list[tuple[float, int, bytes, bytes]] = []
         """Heap of (time of arrival, number, destination, packet)."""
         self.counts = {"forwarded": 0, "dropped": 0}
-        """Packets so far."""
+        """Numbers of packets so far."""
         self.numbers = itertools.count()
-        """Keeps packets of one time in order."""
+        """Numbers for delayed packets, which keep those of equal arrival time in order."""
         self.selector = selectors.DefaultSelector()
         """Waits for commands and packets."""
         self.selector.register(control, selectors.EVENT_READ)

@@ -14,23 +14,23 @@ from raypar.actors.cluster_info import drain_node, find_node, list_live_nodes
 
 
 class Console:
-    """The questions."""
+    """Answers the questions; each method is one."""
 
     def __init__(self, address: str) -> None:
         import ray
         from ray._raylet import GcsClient, GcsClientOptions, GlobalStateAccessor
 
         self.address = address
-        """Of the control store."""
+        """Address of the control store."""
         self.client = GcsClient(address=address)
-        """For keys and nodes."""
+        """Ray's client for the key-value store."""
         options = GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True)
         self.accessor = GlobalStateAccessor(options)
-        """For tables."""
+        """Ray's client for the tables of actors and placement groups."""
         if not self.accessor.connect():
             raise ConnectionError(f"no control store answers at {address}")
         self.tables = ray.core.generated.gcs_pb2
-        """Ray's messages."""
+        """The protobuf classes of Ray's tables."""
 
     def nodes(self) -> dict[str, str]:
         """Address -> id of the nodes that are alive."""
@@ -54,7 +54,7 @@ class Console:
         return sorted(f"{g.name} {states.Name(g.state)}" for g in found if states.Name(g.state) != "REMOVED")
 
     def keys(self, prefix: str) -> list[str]:
-        """Keys of the key-value store that begin so."""
+        """Keys of the key-value store with this prefix."""
         return sorted(key.decode() for key in self.client.internal_kv_keys(prefix.encode(), None, timeout=10))
 
 

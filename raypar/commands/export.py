@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raypar.commands.run_folder_arguments import add_run_dir_argument
 from raypar.errors import CheckpointError, ConfigError
 from raypar.run_folder import RunFolder, check_local_path, parse_storage_location
 
@@ -30,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", required=True, metavar="FILE", help="what to write, a path or a URI: .safetensors, or .pt for torch.load"
     )
     parser.add_argument("--step", type=int, help="the checkpoint after so many steps (default: the last that is whole)")
-    parser.add_argument(
-        "--run-dir", default="runs/", help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
-    )
+    add_run_dir_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

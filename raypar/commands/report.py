@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from raypar.commands.run_folder_arguments import add_run_folder_arguments
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -19,14 +21,7 @@ JOB_CHARACTERS = 60_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar report`."""
-    parser.add_argument(
-        "run",
-        nargs="?",
-        help="name of a run under --run-dir, or the path or URI of its folder (default: the one started last there)",
-    )
-    parser.add_argument(
-        "--run-dir", default="runs/", help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
-    )
+    add_run_folder_arguments(parser)
     parser.add_argument("--out", metavar="FILE", help="the file to write (default: NAME.html in this folder)")
 
 

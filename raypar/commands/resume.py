@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 
+from raypar.commands.run_folder_arguments import add_run_dir_argument
 from raypar.commands.train import add_run_arguments
 
 
@@ -19,9 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="a.b=c",
         help="override a job key (not one on which results depend)",
     )
-    parser.add_argument(
-        "--run-dir", default="runs/", help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
-    )
+    add_run_dir_argument(parser)
     add_run_arguments(parser)
 
 

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from raypar.commands.run_folder_arguments import add_run_folder_arguments
+
 if TYPE_CHECKING:
     from raypar.console.run_status import RunStatus
     from raypar.run_folder import RunFolder
@@ -14,14 +16,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar status`."""
-    parser.add_argument(
-        "run",
-        nargs="?",
-        help="name of a run under --run-dir, or the path or URI of its folder (default: the one started last there)",
-    )
-    parser.add_argument(
-        "--run-dir", default="runs/", help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
-    )
+    add_run_folder_arguments(parser)
     parser.add_argument("--svg", metavar="FILE", help="draw samples/s, loss and workers over time, with the faults")
     parser.add_argument(
         "--trace", metavar="FILE", help="the same as a trace that opens in Perfetto: steps, and the gaps between"

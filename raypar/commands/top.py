@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from raypar.commands.run_folder_arguments import add_run_folder_arguments
+
 if TYPE_CHECKING:
     from raypar.console.live_run import LiveView
     from raypar.run_folder import RunFolder
@@ -26,14 +28,7 @@ QUIT_KEYS = ("q", "Q", "")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar top`."""
-    parser.add_argument(
-        "run",
-        nargs="?",
-        help="name of a run under --run-dir, or the path or URI of its folder (default: the one started last there)",
-    )
-    parser.add_argument(
-        "--run-dir", default="runs/", help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
-    )
+    add_run_folder_arguments(parser)
     parser.add_argument("--once", action="store_true", help="print the screen once, also where there is no terminal")
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from raypar.console.run_status import RECENT, UNDER_WAY, RunStatus
-from raypar.console.throughput_chart_data import build_run_history, goodput_of_history, is_finite_number
+from raypar.console.throughput_chart_data import Line, build_run_history, goodput_of_history, is_finite_number
 from raypar.telemetry.run_totals import read_totals
-
-Line = Mapping[str, Any]
-"""A line of metrics.jsonl or events.jsonl, or another record of a run's files."""
 
 KEPT_LINES = 2000
 """Number of the last lines of metrics, and of events, that are kept."""

@@ -16,13 +16,11 @@ from raypar.console.event_lines import EventNarrator, count_noun, short_node_id
 from raypar.console.event_printer import format_duration
 from raypar.console.fault_summary import summarize_faults
 from raypar.console.run_status import RunStatus, format_loss
-from raypar.console.throughput_chart_data import build_run_history, goodput_of_history
+from raypar.console.throughput_chart_data import Line, build_run_history, goodput_of_history
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan, StagePlan
 from raypar.schedule.line_chart import ChartSeries, line_chart_svg
 from raypar.schedule.throughput_chart import RunHistory, throughput_svg
-
-Line = Mapping[str, Any]
 
 LOSS_COLOUR, VALIDATION_COLOUR, LARGEST_COLOUR, SMALLEST_COLOUR = "#2B7BBA", "#D9861A", "#7A4FA3", "#2FA584"
 FIRST_LINES, LAST_LINES = 60, 240

@@ -10,6 +10,7 @@ from raypar.console.event_lines import short_node_id
 from raypar.schedule.throughput_chart import MARK_KINDS, ChartMark, RunHistory
 
 Line = Mapping[str, Any]
+"""A line of metrics.jsonl or events.jsonl, or another record of a run's files."""
 
 MANY = 10
 """More marks than this get short labels."""

@@ -186,8 +186,8 @@ def storage_error_text(error: BaseException) -> str:
     return shorten(text, 400)
 
 
-def call_within(seconds: float, call: Callable[[], T], what: str, kind: type[RayparError] = ConfigError) -> T:
-    """The result of `call`, made in a thread. Raises `kind` if there is none after `seconds`; the thread then goes on."""
+def call_within(seconds: float, call: Callable[[], T], what: str) -> T:
+    """The result of `call`, made in a thread. Raises `ConfigError` if there is none after `seconds`; the thread goes on."""
     box: dict[str, Any] = {}
 
     def run() -> None:
@@ -200,7 +200,7 @@ def call_within(seconds: float, call: Callable[[], T], what: str, kind: type[Ray
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        raise kind(f"{what} did not answer within {seconds:g} s", cure=STORAGE_CURE)
+        raise ConfigError(f"{what} did not answer within {seconds:g} s", cure=STORAGE_CURE)
     if "error" in box:
         raise box["error"]
     found: T = box["result"]

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from raypar.atomic_write import regular_file_opener
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
 from raypar.storage.filesystems import is_object_store, open_filesystem, storage_errors
+from raypar.storage.folder_download import PIECE_BYTES
 from raypar.storage.line_chunks import Chunk, add_lines, chunks_to_write, first_line_of_name
 from raypar.storage.pyarrow_store import write_atomically
 from raypar.storage.run_files import DOCUMENTS, LINE_FILES, SENT_DOCUMENT_BYTES, TEMPORARY_SUFFIXES
@@ -32,8 +33,6 @@ BACKOFF_S = 30.0
 """The longest pause after a failed pass; pauses double up to it."""
 FINISH_S = 120.0
 """How long the end of a run waits until everything is sent."""
-PIECE_BYTES = 4 << 20
-"""The most that is in memory of a file at once."""
 
 FileSignature = tuple[int, int, int] | None
 """(inode, bytes, time of change) of a file; None: there is none."""
