@@ -25,7 +25,7 @@ HEAD = "f" * 51 + "00000"
 """The node id of the head, as Ray's fake provider wants it."""
 HEAD_TYPE = "ray.head.default"
 """The head's node type; version 2 of the autoscaler expects this name."""
-START_S = 120.0
+START_S = 240.0
 """How long the head may take to start."""
 PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
 

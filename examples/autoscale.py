@@ -9,6 +9,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -112,6 +113,7 @@ def main() -> None:
     words.add_argument("folder", nargs="?", default=f"runs/autoscale-{time.strftime('%Y%m%d-%H%M%S')}")
     words.add_argument("--autoscaler", type=int, choices=(1, 2), default=2)
     given = words.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the cluster would stay
     folder = Path(given.folder).resolve()
 
     alone = ended(train(folder / "alone", "plan.stages=1", "plan.replicas=1", "elastic=false"), folder / "alone")

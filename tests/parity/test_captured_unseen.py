@@ -318,21 +318,3 @@ class ChoosesRowsOfPadding(Packed):
 def test_rows_that_values_choose_are_refused_after_packing():
     with pytest.raises(ModelError, match="depends on the values of an activation"):
         capture(ChoosesRowsOfPadding(True), {"tokens": ids(3, 5), "lengths": torch.tensor([5, 2, 4])})
-
-
-class PaddedEncoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
-
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        return self.encoder(self.first(x), src_key_padding_mask=padding)
-
-
-def test_a_padded_encoder_is_refused_in_evaluation_with_its_switch():
-    batch = {"x": noise(1, 2, 3, 8), "padding": torch.tensor([[False, False, True], [False, False, False]])}
-    captured = capture(PaddedEncoder(), batch)
-    with pytest.raises(ModelError, match="_nested_tensor_from_mask_left_aligned") as found:
-        captured.cache.trace_of(batch, training=False)
-    assert "enable_nested_tensor=False" in found.value.cure

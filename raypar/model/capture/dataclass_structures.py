@@ -9,12 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten
 
+_NOT_ONLY_ATTRIBUTES = (type, Tensor, nn.Module, dict, list, tuple)
+"""Classes whose objects hold more than their attributes say, dataclasses or not."""
+
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves and the structure of a value, as `tree_flatten` returns them, but with dataclasses as containers."""
     while True:
         leaves, structure = tree_flatten(value)
-        unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, (type, Tensor, nn.Module))}
+        unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, _NOT_ONLY_ATTRIBUTES)}
         if not unknown:
             return leaves, structure
         for kind in unknown:

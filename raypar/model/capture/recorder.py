@@ -250,7 +250,6 @@ class Recorder(TorchFunctionMode):
     def _read_sizes(self, func: Any, args: tuple[Any, ...]) -> None:
         """Read the values by which the batch decides the shape of a result, as Python code might: the lengths of sequences that
         are packed, the number of elements that a mask leaves."""
-        self._sizes_are_read = False
         if getattr(func, "__name__", "") == "_pack_padded_sequence":
             self.record(Tensor.tolist, (args[1],), {}, args[1].tolist)
             self._sizes_are_read = True
@@ -319,6 +318,7 @@ class Recorder(TorchFunctionMode):
         out = self._separate_results(name, unwritten, out)
         if self.watch.gave_dynamic_shape and not isinstance(call, str):
             self._refuse_unread_sizes(tensors)
+        self._sizes_are_read = False
         results = [out] if isinstance(out, Tensor) else flatten(out)[0]
         written = [
             tensor
