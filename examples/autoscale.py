@@ -144,8 +144,11 @@ def main() -> None:
     picture = folder / "throughput.svg"
     subprocess.run([*RAYPAR, "status", str(run), "--svg", str(picture)], check=True, cwd=ROOT)
     times = [line["time"] for line in lines(run / "metrics.jsonl") if "loss" in line]
-    usual_s = statistics.median(after - before for before, after in itertools.pairwise(times[-50:]))
-    print(f"\na step takes {usual_s:.2f} s at the end")
+    paced = [at for at in times if at < flag.stat().st_mtime]
+    print()
+    for when, some in (("in the story", paced), ("after it", times[len(paced) :])):
+        usual_s = statistics.median(after - before for before, after in itertools.pairwise(some))
+        print(f"a step takes {usual_s:.2f} s {when}")
     for before, after, pause_s in growths(run):
         print(f"from {before} to {after} workers: a pause of {pause_s:.2f} s")
     print(f"\none process  {alone}\nautoscaled   {autoscaled}")
