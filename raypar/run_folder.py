@@ -72,6 +72,25 @@ def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
         raise ConfigError(f"{what} is {shorten(given)}: {error}", cure="give the whole path of the folder") from None
 
 
+def unwritable_run_dir_error(folder: Path, error: OSError) -> ConfigError:
+    """The error for a run folder that cannot be made."""
+    cure = "free disk space, or set run_dir to" if error.errno in DISK_FULL_ERRNOS else "set run_dir to"
+    return ConfigError(f"cannot make a run folder {folder}: {error.strerror or error}", cure=f"{cure} a folder you may write")
+
+
+def check_run_dir_is_writable(run_dir: str | os.PathLike[str], name: str) -> None:
+    """Make and remove an empty folder where the folder of a run `name` would be made. Raises `ConfigError` if that fails.
+
+    Before a run, because its folder is made only once its model is checked and a cluster is there.
+    """
+    root = check_local_path(run_dir, "run_dir").absolute()
+    nearest = next(folder for folder in (root, *root.parents) if os.path.lexists(folder))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=TEMPORARY_FOLDER_PREFIX, dir=nearest))
+    except OSError as error:
+        raise unwritable_run_dir_error(root / name, error) from error
+
+
 def parse_storage_location(given: str | os.PathLike[str], what: str) -> StorageUri | None:
     """The place on shared storage that `given` names. None for a path, a `file://` URI, and storage for checkpoints only.
 
@@ -220,10 +239,7 @@ class RunFolder:
                     raise
                 return RunFolder(path)
         except OSError as error:
-            cure = "free disk space, or set run_dir to" if error.errno in DISK_FULL_ERRNOS else "set run_dir to"
-            raise ConfigError(
-                f"cannot make a run folder {root / name}: {error.strerror or error}", cure=f"{cure} a folder you may write"
-            ) from error
+            raise unwritable_run_dir_error(root / name, error) from error
 
     @contextlib.contextmanager
     def removed_if_filling_fails(self) -> Iterator[None]:

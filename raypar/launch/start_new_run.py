@@ -13,7 +13,7 @@ from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.resume import find_checkpoint, prepare_resumed_run
 from raypar.redact_secrets import find_secrets_in_job, secrets_of_environment
-from raypar.run_folder import RunFolder, parse_storage_location
+from raypar.run_folder import RunFolder, check_run_dir_is_writable, parse_storage_location
 from raypar.safe_yaml import parse_yaml
 from raypar.user_code_errors import make_importable
 
@@ -53,6 +53,8 @@ def train_job_in_new_folder(
     shared = parse_storage_location(job.run_dir, "run_dir")
     if shared is not None:
         check_run_dir_on_storage(shared)
+    else:
+        check_run_dir_is_writable(job.run_dir, job.name)
     job_yaml = job.to_yaml() if job.is_writable else None
     if "plan" not in job.model_fields_set and job.usable_processors > 1:
         text = f"no plan is given: one worker; plan auto uses as many of the {job.usable_processors} processors as help"

@@ -139,6 +139,11 @@ class ParallelPlan:
         bounds = [0, *(cuts if cuts is not None else even_split_points(total, count)), total]
         if len(bounds) != count + 1:
             raise PlanError(f"{len(bounds) - 2} cuts for {count} stages", cure=f"give {count - 1} cuts")
+        if any(first >= last for first, last in itertools.pairwise(bounds)):
+            raise PlanError(
+                f"the cuts {', '.join(map(str, bounds[1:-1]))} leave a stage without a layer: the model has {total} layers",
+                cure=f"give {count - 1} ascending cuts between 1 and {total - 1}: the first layer of stages 1, 2, ...",
+            )
         at = [position_of_stage(s, pp, placement) for s in range(count)]
         return ParallelPlan(
             tuple(StagePlan(bounds[s], bounds[s + 1], at[s], replicas[at[s]], shards[at[s]]) for s in range(count)),

@@ -14,7 +14,7 @@ from raypar.config import Job, load_job, parse_job, parse_plan_section
 from raypar.config.validation_errors import dotted_keys
 from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
 from raypar.keys_of_other_frameworks import ADVICE
-from raypar.run_folder import RunFolder
+from raypar.run_folder import RunFolder, check_run_dir_is_writable
 from raypar.worker.job_spec import Precision, Ref, contract_of_job
 
 ROOT = Path(__file__).parents[2]
@@ -307,6 +307,19 @@ def test_a_run_dir_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot make a run folder"):
         RunFolder.create(tmp_path / "file", "run")
+
+
+@pytest.mark.parametrize("run_dir", ["file", "file/runs", "dangling", "/proc/runs"])
+def test_a_run_dir_that_cannot_be_made_is_found_before_the_run_begins(tmp_path: Path, run_dir: str):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=f"cannot make a run folder {tmp_path / run_dir / 'tiny'}: .*"):
+        check_run_dir_is_writable(tmp_path / run_dir, "tiny")
+
+
+def test_a_run_dir_that_can_be_made_is_not_made_by_the_check(tmp_path: Path):
+    check_run_dir_is_writable(tmp_path / "some/runs", "tiny")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

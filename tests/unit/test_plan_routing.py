@@ -211,3 +211,12 @@ def test_too_many_stages_or_microbatches_are_named():
         check_message_limits(StageConnections(()), MAX_STAGES + 1, 8)
     with pytest.raises(PlanError, match=f"{MAX_MICROBATCHES + 1} microbatches"):
         check_message_limits(StageConnections(()), 1, MAX_MICROBATCHES + 1)
+
+
+@pytest.mark.parametrize("cuts", [(99,), (7,), (0,)])
+def test_cuts_that_leave_a_stage_empty_are_named_with_the_number_of_layers(cuts):
+    with pytest.raises(
+        PlanError, match=rf"the cuts {cuts[0]} leave a stage without a layer: the model has 7 layers"
+    ) as refused:
+        ParallelPlan.mesh(pp=2, layers=7, cuts=cuts)
+    assert "between 1 and 6" in refused.value.cure
