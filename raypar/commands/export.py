@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypar.commands.run_folder_arguments import add_run_dir_argument
+from raypar.console.run_folder_arguments import add_run_dir_argument
 from raypar.errors import CheckpointError, ConfigError
 from raypar.run_folder import RunFolder, check_local_path, parse_storage_location
 

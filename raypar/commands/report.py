@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from raypar.commands.run_folder_arguments import add_run_folder_arguments
+from raypar.console.run_folder_arguments import add_run_folder_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable

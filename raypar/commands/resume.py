@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 
-from raypar.commands.run_folder_arguments import add_run_dir_argument
 from raypar.commands.train import add_run_arguments
+from raypar.console.run_folder_arguments import add_run_dir_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raypar.commands.run_folder_arguments import add_run_folder_arguments
+from raypar.console.run_folder_arguments import add_run_folder_arguments
 
 if TYPE_CHECKING:
     from raypar.console.run_status import RunStatus

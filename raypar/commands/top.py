@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from raypar.commands.run_folder_arguments import add_run_folder_arguments
+from raypar.console.run_folder_arguments import add_run_folder_arguments
 
 if TYPE_CHECKING:
     from raypar.console.live_run import LiveView

@@ -707,3 +707,6 @@ class Job(Section):
                 cure="have the functions read long lists and large values from a file that args names",
             ) from None
         return text
+
+
+Section.root = Job

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -18,15 +18,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    root: ClassVar[type[BaseModel]]
+    """`Job`, in which all sections are; `job.py` sets it."""
+
     @without_raypar_frames
     def __init__(self, **given: Any) -> None:
         """A section made from Python: `PlanConfig(stages=2)`. Raises `ConfigError`."""
         try:
             super().__init__(**given)
         except ValidationError as error:
-            from raypar.config.job import Job
-
-            inside = next((path for path, section in walk_sections(Job) if section is type(self)), ())
-            raise config_error(error.errors(), inside, Job, of_trainer=True) from None
+            inside = next((path for path, section in walk_sections(Section.root) if section is type(self)), ())
+            raise config_error(error.errors(), inside, Section.root, of_trainer=True) from None
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # sections in a tree are validated without it

@@ -71,9 +71,9 @@ def test_a_driver_whose_client_is_gone_leaves_when_the_run_has_ended(monkeypatch
     async def scene():
         news = EventFeed()
         with contextlib.suppress(asyncio.CancelledError):
-            await driver_shutdown.DriverShutdown(SimpleNamespace(journal=journal, feed=news, remote=None), None)._leave(
-                {"end": "done"}
-            )
+            await driver_shutdown.DriverShutdown(
+                SimpleNamespace(journal=journal, feed=news, storage_session=None), None
+            )._leave({"end": "done"})
         return [event["kind"] for event in news._kept]
 
     assert asyncio.run(scene()) == ["end"]

@@ -122,9 +122,9 @@ def test_a_run_that_loses_one_of_two_shards_goes_on_with_one_and_says_so(tmp_pat
 def test_a_run_may_fall_to_fewer_shards_on_any_cluster(kind, monkeypatch, tmp_path):
     """On a cluster that was joined the planner knew only the plan's own number of shards, and found no plan for fewer."""
     requests: list[RunRequest] = []
-    connection = SimpleNamespace(kind=kind, host=None, facts={}, text="")
+    connection = SimpleNamespace(kind=kind, host=None, facts={}, text="", address="127.0.0.1:1")
     monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", lambda *given: nullcontext(connection))
-    monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: None)
+    monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: SimpleNamespace(may_add_nodes=False))
     monkeypatch.setattr("raypar.actors.cluster_info.require_capacity", lambda *given: None)
 
     def follow(request: RunRequest, folder: RunFolder, tell, heard) -> Result:

@@ -221,7 +221,7 @@ def test_a_picture_that_does_not_fit_is_a_warning_and_the_run_ends_well(tmp_path
         recorder.record_end(Teardown("done", "all steps are done", 3, None), None)
     told = [event for event in recorder.new_events() if "picture" in event.get("text", "")]
     assert [event["kind"] for event in told] == ["warning"] and "cure: free disk space" in told[0]["text"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "swimlane.svg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "swimlane.svg", "totals.json"]
     assert (tmp_path / "swimlane.svg").read_text() == "of an earlier part of the run"
 
 

@@ -89,5 +89,5 @@ def test_who_has_started_is_kept_alive_while_another_loads_its_code():
         machine=None,
     )
     startup = DriverStartup(parts)
-    assert len(asyncio.run(startup._everybody(lambda number, worker: worker.hello(), "start"))) == 2
+    assert len(asyncio.run(startup._everybody((0, 1), lambda number, worker: worker.hello(), "start"))) == 2
     assert pinged.count(0) >= 2

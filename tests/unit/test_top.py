@@ -238,8 +238,10 @@ def test_on_a_terminal_it_draws_until_q_or_ctrl_c_and_leaves_the_terminal_as_it_
 
 
 def _own() -> None:
-    """Make the terminal on stdin this process's own, so that Ctrl-C on it reaches the process."""
+    """Make the terminal on stdin this process's own, so that Ctrl-C on it reaches the process, also where pytest ignores it."""
     import fcntl
+    import signal
     import termios
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
