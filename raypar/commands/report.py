@@ -57,6 +57,7 @@ def report_page(folder: RunFolder, now: float, clean: Callable[[str], str], know
         members=folder.read_document(folder.members, damaged=True),
         job=read_job_without_secrets(folder, known),
         swimlane=read_swimlane(folder, clean),
+        totals=folder.read_document(folder.totals, damaged=True),
     )
     status = status_of_lines(folder, files.metrics, files.events, now)
     return run_report_html(build_run_report(status, files, now, clean))

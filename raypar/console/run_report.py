@@ -21,6 +21,7 @@ from raypar.errors import PlanError
 from raypar.plan import ParallelPlan, StagePlan
 from raypar.schedule.line_chart import ChartSeries, line_chart_svg
 from raypar.schedule.throughput_chart import RunHistory, throughput_svg
+from raypar.telemetry.run_totals import read_totals
 
 LOSS_COLOUR, VALIDATION_COLOUR, LARGEST_COLOUR, SMALLEST_COLOUR = "#2B7BBA", "#D9861A", "#7A4FA3", "#2FA584"
 FIRST_LINES, LAST_LINES = 60, 240
@@ -49,6 +50,8 @@ class RunFiles:
     """The text of job.yaml, without secrets."""
     swimlane: str | None
     """The drawing of a step as an element for a page; None: there is none, or none of raypar's."""
+    totals: Line | None = None
+    """totals.json."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,10 @@ def summary_facts(
     if history.end_s and seconds:
         tokens = f"{counted / history.end_s:,.0f} tokens/s" if counted > 1.5 * samples else "all pauses included"
         facts.append(Fact("samples per second", format_rate(samples / history.end_s), tokens))
-        facts.append(Fact("goodput", f"{100 * (goodput_of_history(history) or 0.0):.1f} %", "of the time in steps that count"))
+        goodput = read_totals(files.totals).goodput
+        if goodput is None:
+            goodput = goodput_of_history(history) or 0.0
+        facts.append(Fact("goodput", f"{100 * goodput:.1f} %", "of the time in steps that count"))
     bubbles = [(bubble, line["seconds"]) for line in done if (bubble := _number(line.get("bubble"))) is not None]
     if bubbles and sum(s for _, s in bubbles):
         mean = sum(bubble * s for bubble, s in bubbles) / sum(s for _, s in bubbles)

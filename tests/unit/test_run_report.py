@@ -18,6 +18,7 @@ from raypar.redact_secrets import REMOVED, is_secret_name, redact_text, redact_v
 from raypar.schedule.line_chart import ChartSeries, bucket_means, downsample_min_max, line_chart_svg
 from raypar.schedule.swimlane_svg import swimlanes_svg
 from raypar.schedule.throughput_chart import RunHistory, throughput_svg
+from raypar.telemetry.run_totals import RunTotals
 
 BEGAN = 1_795_475_862.0
 TAGS = {
@@ -377,3 +378,14 @@ def test_a_report_needs_no_torch(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
     assert found.stdout.splitlines()[-1] == "[]", found.stdout
+
+
+def test_the_goodput_is_that_of_the_runs_totals_as_in_raypar_top():
+    metrics = [{"step": i, "loss": 1.0, "seconds": 0.5, "samples_per_s": 8.0, "time": BEGAN + i} for i in (1, 2, 3)]
+    status = build_run_status(
+        "run", "runs/run", steps=3, plan=PLAN, members=None, metrics=metrics, events=[], cluster=None, now=BEGAN + 9
+    )
+    totals = RunTotals(steps=3, useful_worker_s=3.0, worker_s=6.0, startup_worker_s=1.0)
+    files = RunFiles(metrics, [], PLAN, None, None, None, totals.as_document())
+    facts = {fact.name: fact.value for fact in build_run_report(status, files, BEGAN + 9).facts}
+    assert facts["goodput"] == f"{100 * totals.goodput:.1f} %" == "60.0 %"
