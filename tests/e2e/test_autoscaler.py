@@ -49,7 +49,8 @@ def test_workers_that_an_autoscaler_may_bring_are_waited_for_and_at_the_end_it_i
     assert too_many.returncode == 1, too_many.stderr
     assert re.search(r"only [0-2] of 4 workers could be placed within 20 s; .* autoscaler has added no more", too_many.stderr)
     assert "max_workers" in too_many.stderr and "Traceback" not in too_many.stderr
-    assert "waiting for 4 more workers: the cluster has a place for 0 of 4, an autoscaler is running" in too_many.stdout
+    line = r"waiting for [234] more workers: the cluster has a place for [012] of 4, an autoscaler is running"
+    assert re.search(line, too_many.stdout), "nodes may have come before the first line"
 
 
 @pytest.mark.chaos
@@ -78,7 +79,10 @@ IMPOSSIBLE = {
         ["plan.stages=2", "placement.label_selector={market: spot}"],
         r"2 of 2 workers, .* \{CPU: 1\} with market=spot",
     ),
-    "a size": (["plan.stages=1", "plan.shards=2"], r"2 of 2 workers, .* 2 x \{CPU: 1\} on one node"),
+    "a size": (
+        ["plan.stages=1", "plan.shards=2", "plan.styles={'layer*.linear': gathered}"],
+        r"2 of 2 workers, .* 2 x \{CPU: 1\} on one node",
+    ),
     "too few for a plan": (["plan.stages=4", "plan.replicas=1"], r"2 of 4 workers, and the run needs all 4: .* \{CPU: 1\}"),
 }
 
