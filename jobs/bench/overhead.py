@@ -32,7 +32,7 @@ import torch
 from harness import BenchError, environment, page, ratio, table
 from ours import sleeping_job
 
-from raypar.actors import driver_actor, driver_client, metrics_publishing_loop, run_state_in_ray_kv
+from raypar.actors import driver_actor, driver_client, metrics_publishing_loop, run_state_in_ray_kv, worker_calls
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.hello_and_failure_messages import WorkerHello
 from raypar.comm.tcp.handshake import RunCredential
@@ -208,6 +208,16 @@ class Answered:
         yield from asyncio.sleep(0).__await__()
         return self.answer
 
+    @staticmethod
+    def wait(refs: Sequence[Any], num_returns: int, timeout: float) -> tuple[Sequence[Any], Sequence[Any]]:
+        """As `ray.wait`."""
+        return refs, ()
+
+    @staticmethod
+    def get(refs: Sequence[Any]) -> list[Any]:
+        """As `ray.get`."""
+        return [ref.answer for ref in refs]
+
     def future(self) -> concurrent.futures.Future[Any]:
         done: concurrent.futures.Future[Any] = concurrent.futures.Future()
         done.set_result(self.answer)
@@ -221,6 +231,7 @@ class FakeWorker:
         self.rank = rank
         self.step = SimpleNamespace(remote=self._step)
         self.ping = SimpleNamespace(remote=lambda: Answered((0, "", False, 0.0)))
+        self.activity = SimpleNamespace(remote=lambda: Answered("nothing"))
 
     def _step(self, generation: int, step: int, trace: bool, into_mirror: bool) -> Answered:
         sampled = step % 400 == 0
@@ -270,6 +281,7 @@ def fake_driver(workers: int, steps: int, folder: Path) -> DriverActor:
 
     metrics_publisher.make_ray_metrics = lambda: {metric.name: FakeMetric() for metric in METRIC_DEFINITIONS}
     store_in_memory()
+    worker_calls.ray = Answered
     driver_actor.ray.get_runtime_context = lambda: SimpleNamespace(was_current_actor_reconstructed=False, current_actor=None)
     spec = replace(sleeping_job([0.0], [0.0], [0.0], workers, workers), steps=steps)
     plan = ParallelPlan.mesh(dp=workers, layers=1)

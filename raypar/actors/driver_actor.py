@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 import traceback
@@ -103,6 +104,7 @@ class DriverActor:
         """Saves checkpoints while training continues."""
         self.shutdown: DriverShutdown
         """Ends the run and this actor."""
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # threads of this actor block (`worker_calls`), its loop never
         context = ray.get_runtime_context()
         with warnings.catch_warnings():  # Ray's own code uses a name that it has deprecated
             warnings.simplefilter("ignore", DeprecationWarning)

@@ -6,10 +6,15 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from raypar.redact_secrets import secrets_of_environment, without_certain_secrets
+
+ANSWERS_WITHIN_S = (20, 2.0)
+"""So many polls are answered within so many seconds while there is nothing but steps to tell: each costs as much as a call of a
+worker."""
 
 
 class EventFeed:
@@ -28,6 +33,8 @@ class EventFeed:
         """Number of events before `_kept`: the client has received them."""
         self._known_secrets = secrets_of_environment(os.environ)
         """Secrets of this process's environment, which no text may contain."""
+        self._answered_s: deque[float] = deque(maxlen=ANSWERS_WITHIN_S[0])
+        """When the last polls were answered."""
         self._more = asyncio.Condition()
         """Notified when an event is added."""
 
@@ -65,7 +72,21 @@ class EventFeed:
             if not self._kept:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._more.wait(), wait_s)
+            await self._hold_back_steps()
+            self._answered_s.append(time.monotonic())
             return list(self._kept), self.epoch, self._heard + len(self._kept)
+
+    async def _hold_back_steps(self) -> None:
+        """Wait as long as `ANSWERS_WITHIN_S` asks for, or until there is something else to tell than steps. Holds `_more`."""
+        if len(self._answered_s) < ANSWERS_WITHIN_S[0]:
+            return
+        until_s = self._answered_s[0] + ANSWERS_WITHIN_S[1]
+        while self._kept and all(event["kind"] == "step" for event in self._kept):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._more.wait(), left_s)
 
     async def _wake(self) -> None:
         async with self._more:

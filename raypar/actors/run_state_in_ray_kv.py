@@ -21,7 +21,10 @@ from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
 KEPT_STEPS = 1000
-"""How many of the last steps keep their reports here, for a new driver that does not find them in the run folder."""
+"""How many of the last steps keep their reports here at least, for a new driver that does not find them in the run folder."""
+
+STEPS_IN_BLOCK = 100
+"""How many steps have keys with the same prefix, by which they are removed with one call."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +82,22 @@ class Journal:
                 f"step {step + 1}: another driver of this run has claimed generation {self.generation + 1}",
                 cure="that one goes on with the run; nothing is to be done",
             )
-        _internal_kv_put(f"{self.prefix}step/{step}", pickle.dumps((self.generation, facts)), overwrite=False)
-        if step >= KEPT_STEPS:
-            _internal_kv_del(f"{self.prefix}step/{step - KEPT_STEPS}")
+        _internal_kv_put(self._step_key(step), pickle.dumps((self.generation, facts)), overwrite=False)
+        block = (step - KEPT_STEPS) // STEPS_IN_BLOCK - 1
+        if step % STEPS_IN_BLOCK == 0 and block >= 0:
+            _internal_kv_del(f"{self.prefix}step/{block}/", del_by_prefix=True)
 
     def committed_steps(self) -> list[int]:
         """The last committed steps, ascending; older ones were deleted."""
         return sorted(self._numbers("step"))
 
+    def _step_key(self, step: int) -> str:
+        """The key of a step's report."""
+        return f"{self.prefix}step/{step // STEPS_IN_BLOCK}/{step}"
+
     def step_report(self, step: int) -> Any:
         """The report of a committed step; None if the journal does not have it, or no longer."""
-        value = _internal_kv_get(f"{self.prefix}step/{step}")
+        value = _internal_kv_get(self._step_key(step))
         return None if value is None else pickle.loads(value)[1]
 
     def store_validation(self, done: int, line: dict[str, Any]) -> None:
@@ -214,5 +222,5 @@ class Journal:
         _internal_kv_del(self.prefix, del_by_prefix=True)
 
     def _numbers(self, kind: str) -> list[int]:
-        prefix = f"{self.prefix}{kind}/"
-        return [int(key.decode().removeprefix(prefix)) for key in _internal_kv_list(prefix)]
+        """The numbers at the ends of the keys that begin with `kind`."""
+        return [int(key.decode().rpartition("/")[2]) for key in _internal_kv_list(f"{self.prefix}{kind}/")]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Container, Coroutine
+from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
 from raypar.actors.background_tasks import BackgroundTasks
@@ -16,11 +20,15 @@ from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import gather_answers_within, killed_for_memory_error
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import ClusterError, CommError, OutOfMemory, WorkerLost, error_first_line
+from raypar.plan import ParallelPlan
 
 STACKS_S = 5.0
 REPEAT_CALL_S = 0.5
 """Pause before a call is repeated whose connection broke before its answer came."""
+TOGETHER_S = 0.2
+"""How long the answers of all members to one call are awaited together. Later ones are awaited one by one."""
 
 
 class AnswerLost(CommError):
@@ -28,6 +36,44 @@ class AnswerLost(CommError):
 
     Ray reports this after a network break of a few seconds, for an actor that it does not know to be dead.
     """
+
+
+Seats = tuple[ParallelPlan | None, Sequence[int]]
+"""A plan, and by rank the worker in each seat."""
+
+
+def describe_seat(seats: Seats, number: int) -> str:
+    """The worker's seat in words, or its number if it has none."""
+    plan, members = seats
+    return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
+
+
+NOT_THERE = object()
+"""In place of an answer that has not come."""
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """The exception that a call has raised, as an answer."""
+
+    error: Exception
+
+
+def answers_within(refs: Sequence[Any], timeout_s: float) -> list[Any]:
+    """The answers, as far as they come in time: by ref the value, `_Raised` or `NOT_THERE`. Blocks."""
+    there, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+    if len(there) == len(refs):
+        with contextlib.suppress(Exception):  # one of them has failed: they are read one by one below
+            return ray.get(list(refs))
+    known = set(there)
+    return [_value_or_raised(ref) if ref in known else NOT_THERE for ref in refs]
+
+
+def _value_or_raised(ref: Any) -> Any:
+    try:
+        return ray.get(ref)
+    except Exception as error:
+        return _Raised(error)
 
 
 class WorkerCalls:
@@ -50,12 +96,34 @@ class WorkerCalls:
         """Worker -> number of its calls that are not answered yet."""
         self._answered: set[asyncio.Task[None]] = set()
         """Calls whose answer is awaited."""
+        self._together = ThreadPoolExecutor(MAX_OPEN_STEPS, "raypar-answers")
+        """Threads in which the answers of all members to one call are awaited."""
 
     def call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.RunEvent]) -> None:
         """Call every member; each answer becomes an event."""
-        for number in self.machine.membership.members:
-            if number in self.pool.workers:  # else the machine has been told that it is lost
-                self.call(number, self.machine.membership.generation, call(self.pool.workers[number]), event)
+        there = [number for number in self.machine.membership.members if number in self.pool.workers]  # others are lost
+        refs = {number: call(self.pool.workers[number]) for number in there}
+        self._await_in_background(self._answers(self.machine.membership.generation, refs, event))
+
+    async def _answers(self, generation: int, refs: Mapping[int, Any], event: Callable[[int, Any], on.RunEvent]) -> None:
+        """Post the events of all these answers at once, or after `TOGETHER_S` those that are there.
+
+        A third less processor time than a task for each answer, which would wake this process as often as there are workers.
+        """
+        seats = self._seats()
+        self._asked.update(list(refs))
+        try:
+            answers = await asyncio.get_running_loop().run_in_executor(
+                self._together, answers_within, list(refs.values()), TOGETHER_S
+            )
+        finally:
+            self._asked.subtract(list(refs))
+        for number, ref, answer in zip(refs, refs.values(), answers, strict=True):
+            if answer is NOT_THERE:
+                self.call(number, generation, ref, event)
+            else:
+                kept = answer if not isinstance(answer, _Raised) else self._failure(describe_seat(seats, number), answer.error)
+                self._post(number, generation, kept, event)
 
     def call(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.RunEvent]) -> None:
         """Post `event(number, answer)` when the call is answered, or `CallFailed` of that generation when it fails."""
@@ -85,6 +153,10 @@ class WorkerCalls:
         ):
             await asyncio.sleep(REPEAT_CALL_S)
             answer = await self.ask(number, ask())
+        self._post(number, generation, answer, event)
+
+    def _post(self, number: int, generation: int, answer: Any, event: Callable[[int, Any], on.RunEvent]) -> None:
+        """Post the event of an answer or `CallFailure`."""
         if not isinstance(answer, CallFailure):
             self.tasks.post(event(number, answer))
         else:
@@ -98,32 +170,39 @@ class WorkerCalls:
 
     async def ask(self, number: int, ref: Any) -> Any:
         """The answer of a call to one worker, or a `CallFailure` that names the worker."""
-        who = self.coordinate(number)
+        seats = self._seats()
         self._asked[number] += 1
         try:
             return await ref
-        except ActorUnavailableError as error:
+        except Exception as error:
+            return self._failure(describe_seat(seats, number), error)
+        finally:
+            self._asked[number] -= 1
+
+    def _failure(self, who: str, error: Exception) -> CallFailure:
+        """What a call to the worker `who` has failed with."""
+        if isinstance(error, ActorUnavailableError):
             what = f"{who}: the connection broke before its answer came: {error_first_line(error)}"
             return CallFailure("aborted", AnswerLost(what, cure="look at the network between its node and the driver's"))
-        except RayActorError as error:
+        if isinstance(error, RayActorError):
             what = f"{who} was lost: {error_first_line(error)}"
             cure = "`raypar resume` goes on from the last checkpoint, if there is one"
             if not self.machine.policy.elastic:
                 cure = f"with `elastic: true` lost workers are replaced; {cure}"
             return CallFailure("lost", WorkerLost(what, cure=cure))
-        except OutOfMemoryError as error:
+        if isinstance(error, OutOfMemoryError):
             return CallFailure("lost", killed_for_memory_error(who, error))
-        except RayError as error:
+        if isinstance(error, RayError):
             return CallFailure("error", ClusterError(f"{who}: {error}", cure="look at Ray's logs"))
-        except Exception as error:
-            return CallFailure("error", error)
-        finally:
-            self._asked[number] -= 1
+        return CallFailure("error", error)
+
+    def _seats(self) -> Seats:
+        """The present plan and members."""
+        return self.machine.membership.plan, self.machine.membership.members
 
     def coordinate(self, number: int) -> str:
         """The worker's seat in words, or its number if it has no seat."""
-        members, plan = self.machine.membership.members, self.machine.membership.plan
-        return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
+        return describe_seat(self._seats(), number)
 
     def explain_out_of_memory(self, number: int, error: Exception) -> Exception:
         """The error, if it is out of memory with what the worker holds and what would fit. Slow: call it in a thread."""

@@ -53,6 +53,29 @@ def test_what_the_client_has_is_forgotten_and_what_it_may_have_missed_is_not():
     assert kept == []
 
 
+def test_of_many_quick_steps_each_answer_tells_several_and_everything_else_is_told_at_once(monkeypatch):
+    """Polls cost the driver of 8 workers as much as another worker."""
+    monkeypatch.setattr("raypar.actors.event_feed.ANSWERS_WITHIN_S", (3, 5.0))
+
+    async def scene():
+        news, cursor, told = EventFeed(), 0, []
+        for number in range(4):
+            news.tell("step", step=number)
+            poll = asyncio.ensure_future(news.after(news.epoch, cursor, 0.01))
+            await asyncio.wait([poll], timeout=0.05)
+            if number < 3:
+                _, _, cursor = poll.result()
+        told.append(poll.done())
+        news.tell("step", step=4)
+        await asyncio.wait([poll], timeout=0.05)
+        told.append(poll.done())
+        news.tell("lost", worker=1)
+        events, _, _ = await asyncio.wait_for(poll, 1.0)
+        return told, [event["kind"] for event in events]
+
+    assert asyncio.run(scene()) == ([False, False], ["step", "step", "lost"])
+
+
 def test_a_driver_whose_client_is_gone_leaves_when_the_run_has_ended(monkeypatch):
     """It stayed, and its run was active for good: what was to end it waited for a call of the client's."""
     killed = []

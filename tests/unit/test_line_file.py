@@ -14,7 +14,7 @@ from raypar.actors import jsonl_file
 from raypar.actors import run_state_in_ray_kv as store
 from raypar.actors.jsonl_file import BLOCK_LINES, MIRRORED_LINES, JsonlFile
 from raypar.actors.run_recorder import RunRecorder, format_step_ranges
-from raypar.actors.run_state_in_ray_kv import KEPT_STEPS, Journal
+from raypar.actors.run_state_in_ray_kv import KEPT_STEPS, STEPS_IN_BLOCK, Journal
 from raypar.actors.step_reports import StepReports
 from raypar.console.event_printer import EventPrinter
 from raypar.elastic.actions import Teardown
@@ -309,23 +309,25 @@ def test_a_file_that_is_removed_while_the_disk_is_full_comes_back_whole(full, tm
 
 
 def test_steps_that_nobody_knows_any_more_are_named_in_one_line_and_the_run_goes_on(tmp_path):
-    Driver(tmp_path, last=KEPT_STEPS + 60).steps(0, KEPT_STEPS + 50)
+    Driver(tmp_path, last=KEPT_STEPS + STEPS_IN_BLOCK + 60).steps(0, KEPT_STEPS + STEPS_IN_BLOCK + 50)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text("".join(lines[11:13]))
-    driver = Driver(tmp_path, last=KEPT_STEPS + 60)
-    assert driver.take_over() >= KEPT_STEPS + 48
+    driver = Driver(tmp_path, last=KEPT_STEPS + STEPS_IN_BLOCK + 60)
+    assert driver.take_over() >= KEPT_STEPS + STEPS_IN_BLOCK + 48
     gaps = [text for text in driver.warnings() if "has no lines of" in text]
-    assert len(gaps) == 1 and "steps 1-10, 13-50 any more" in gaps[0] and "cure: " in gaps[0]
-    driver.steps(KEPT_STEPS + 50, KEPT_STEPS + 60)
+    assert len(gaps) == 1 and "steps 1-10, 13-100 any more" in gaps[0] and "cure: " in gaps[0]
+    driver.steps(KEPT_STEPS + STEPS_IN_BLOCK + 50, KEPT_STEPS + STEPS_IN_BLOCK + 60)
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     steps = [line["step"] for line in lines if "loss" in line]
-    assert steps == [11, 12, *range(51, KEPT_STEPS + 61)]
+    assert steps == [11, 12, *range(101, KEPT_STEPS + STEPS_IN_BLOCK + 61)]
     assert "has no lines of steps 1-10" in (tmp_path / "events.jsonl").read_text()
 
 
 def test_the_journal_knows_so_many_steps_and_no_more(keys, tmp_path):
-    Driver(tmp_path, last=KEPT_STEPS + 50).steps(0, KEPT_STEPS + 50)
-    assert len([key for key in keys if "/step/" in key]) == KEPT_STEPS
+    steps = KEPT_STEPS + STEPS_IN_BLOCK + 50
+    Driver(tmp_path, last=steps).steps(0, steps)
+    kept = sorted(int(key.split("/")[-1]) for key in keys if "/step/" in key)
+    assert kept == list(range(STEPS_IN_BLOCK, steps)) and len(kept) >= KEPT_STEPS
     assert len([key for key in keys if "/validation/" in key]) <= KEPT_STEPS / 10 + 1
     assert not [key for key in keys if "/lines/" in key], "nothing while the disk has room"
 
