@@ -203,10 +203,15 @@ class Trainer:
 
     @without_raypar_frames
     def fit(self, *, verbose: bool = True) -> Result:
-        """Train to the end. Raises the error of a failed run, and `RayparError` if nothing could be started."""
+        """Train to the end. Raises the error of a failed run, and `RayparError` if nothing could be started.
+
+        `verbose`: print what happens, and at the end where the checkpoint is, what can be done next, and the weights' hash.
+        """
         from raypar.console.event_printer import EventPrinter
 
-        tell: EventHandler = EventPrinter(steps=self.job.steps) if verbose else lambda event: None
+        console = EventPrinter(steps=self.job.steps) if verbose else None
+        tell: EventHandler = console or (lambda event: None)
+        tell({"kind": "stage", "stage": "read", "text": f"job {self.job.name}: {self.job.steps} steps"})
         result = train_job_in_new_folder(
             self.job.model_copy(update={"run_dir": str(choose_lasting_run_dir(self.job.run_dir))}),
             tell,
@@ -217,4 +222,6 @@ class Trainer:
             resume_from=self.resume_from_checkpoint,
         )
         raise_run_failure(result)
+        if console is not None:
+            console.finish(result, in_program=True)
         return result

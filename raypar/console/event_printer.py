@@ -168,8 +168,11 @@ class EventPrinter:
         samples, counted = self.samples / self.seconds, self.counted / self.seconds
         return f"{samples:,.0f} samples/s" + (f", {counted:,.0f} tokens/s" if counted > 1.5 * samples else "")
 
-    def finish(self, result: Result) -> int:
-        """Print the result; its last line is the hash of the weights. Returns the exit code."""
+    def finish(self, result: Result, *, in_program: bool = False) -> int:
+        """Print the result; its last line is the hash of the weights. Returns the exit code.
+
+        `in_program`: a program called `Trainer.fit`, and has the result as an object.
+        """
         if self.as_json:
             facts = {k: v for k, v in vars(result).items() if k not in ("history", "error")}
             self.line(json_text({"kind": "result", **facts}))
@@ -186,10 +189,10 @@ class EventPrinter:
             lines.append(
                 f"picture: {result.picture_path} (the schedule as predicted and as measured; trace.json opens in Perfetto)"
             )
-        if result.end == "stopped":
-            lines.append(f"next: {result.resume_advice}")
+        if in_program:
+            lines += result.advice_in_program
         else:
-            lines.append(f"next: {result.export_advice}")
+            lines.append(f"next: {result.resume_advice if result.end == 'stopped' else result.export_advice}")
         if result.weights_sha256:
             lines.append(f"weights sha256 {result.weights_sha256}")
         self.line("\n".join(lines))

@@ -77,6 +77,20 @@ def test_the_state_of_a_run():
     assert (waiting.state, waiting.why) == ("waiting", "waiting for 2 workers")
 
 
+def test_a_run_of_functions_without_names_has_a_total_too(tmp_path, capfd):
+    """`raypar runs` had `16` beside `16/16` of others: what cannot be written as a job file has none."""
+    run = make_run(tmp_path, "from_python", [step(3, 1000.0)])
+    run.job.unlink()
+    (run.path / "checkpoints").mkdir(exist_ok=True)
+    run.members.write_text(json.dumps({"phase": "running", "time": 1000.0, "step": 3, "steps": 16}))
+    assert main(["runs", "--json", "--run-dir", str(tmp_path)]) == 0
+    assert [(one["step"], one["steps"]) for one in json.loads(capfd.readouterr().out)] == [(3, 16)]
+    assert main(["status", str(run.path)]) == 0 and "step 3 of 16" in capfd.readouterr().out
+    run.members.write_text(json.dumps({"phase": "running", "steps": "many"}))
+    assert main(["runs", "--json", "--run-dir", str(tmp_path)]) == 0
+    assert json.loads(capfd.readouterr().out)[0]["steps"] is None
+
+
 def test_the_table_of_runs_and_of_jobs():
     rows = [
         RunRow("quickstart", "done", 200, 200, 2.4131, 1000.0, 1100.0),
