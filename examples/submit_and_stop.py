@@ -35,16 +35,21 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-@contextlib.contextmanager
-def cluster(nodes: int, home: Path) -> Iterator[str]:
-    """A Ray cluster with room for four workers and a job on this machine; the address of its job server. `home`: of its user,
-    in which runs of submitted jobs lie."""
-    temp = Path(tempfile.mkdtemp(prefix="raypar-", dir="/tmp"))  # short: Ray puts its sockets in it
-    port, server = free_port(), free_port()
+def cluster_environment(home: Path) -> dict[str, str]:
+    """The environment of a cluster of the user whose home is `home`, and of `ray` commands for it."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    env |= {**quiet, "HOME": str(home), "PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**env, **quiet, "HOME": str(home), "PATH": path}
+
+
+@contextlib.contextmanager
+def cluster(nodes: int, home: Path, **settings: str) -> Iterator[str]:
+    """A Ray cluster with room for four workers and a job on this machine; the address of its job server. `home`: of its user,
+    in which runs of submitted jobs lie; `settings`: environment variables of its processes."""
+    temp = Path(tempfile.mkdtemp(prefix="raypar-", dir="/tmp"))  # short: Ray puts its sockets in it
+    port, server = free_port(), free_port()
+    env = {**cluster_environment(home), **settings}
     env["TMPDIR"] = str(temp)  # the job server leaves sockets there
     cpus = -(-6 // nodes)
     common = ["--block", "--node-ip-address", "127.0.0.1", "--num-cpus", str(cpus), "--object-store-memory", str(150 * 2**20)]
