@@ -30,8 +30,8 @@ POLL_S = 0.5
 """How often a waiting run looks."""
 SAY_AGAIN_S = 30.0
 """Time between two equal lines about the wait."""
-FIRST_LINE_S = 1.0
-"""How long a run waits before it says so: Ray's account of free CPUs lags a little."""
+SETTLED_S = 1.0
+"""How long what a run waits for must have been the same before a line says so: Ray's account of free CPUs lags a little."""
 
 
 class TicketStore(Protocol):
@@ -56,7 +56,7 @@ class ClusterRoom:
 
     cpus: int
     """Logical CPUs."""
-    free_cpus: int
+    free_cpus: float
     """CPUs that nothing uses."""
     may_add_nodes: bool
     """Whether an autoscaler may add nodes."""
@@ -88,8 +88,8 @@ def placement_obstacle(cpus: int, room: ClusterRoom, before: Ticket | None) -> s
     """
     used = [f"run {run} has {n}" for run, n in sorted(room.cpus_by_run.items(), key=lambda one: (-one[1], one[0]))]
     others = room.cpus - room.free_cpus - sum(room.cpus_by_run.values())
-    used += [f"others have {others}"] * (others > 0)
-    state = f"{room.free_cpus} of {room.cpus} {'is' if room.free_cpus == 1 else 'are'} free" + "".join(f", {u}" for u in used)
+    used += [f"others have {others:.3g}"] * (others > 0.005)
+    state = f"{room.free_cpus:g} of {room.cpus} {'is' if room.free_cpus == 1 else 'are'} free" + "".join(f", {u}" for u in used)
     if before is not None:
         return f"waiting for {count_of(cpus, 'CPU')}, behind run {before.run}, which needs {before.cpus}: {state}"
     if room.free_cpus >= cpus or room.may_add_nodes:
@@ -163,17 +163,24 @@ class PlacementQueue:
     def wait_for_turn(self, look: Callable[[], ClusterRoom], wait_s: float, say: Callable[[str], None]) -> None:
         """Wait until this run is first and the cluster has room for it. Raises `ClusterError` after `wait_s` seconds."""
         began_s = self.clock()
-        told, told_s = "", began_s + FIRST_LINE_S - SAY_AGAIN_S
-        while (text := placement_obstacle(self.cpus, look().without(self.run), self.first_before())) is not None:
+        told = news = ""
+        told_s = since_s = began_s
+        while True:
+            before = self.first_before()
+            text = placement_obstacle(self.cpus, look().without(self.run), before)
+            if text is None:
+                break
             now = self.clock()
+            was, news = news, text if before is None else before.run  # what those before it get is no news for the others
+            since_s = since_s if news == was else now
             if now - began_s > wait_s:
                 raise ClusterError(
                     f"the cluster had no room for run {self.run} within {wait_s:.0f} s; it was {text}",
                     cure="wait for other jobs to end (`raypar runs`, `raypar stop`), add nodes, choose a smaller plan, or "
                     "raise wait_for_workers_s",
                 )
-            if now - told_s >= SAY_AGAIN_S or (told and text != told):
-                told, told_s = text, now
+            if now - since_s >= SETTLED_S and (news != told or now - told_s >= SAY_AGAIN_S):
+                told, told_s = news, now
                 say(text)
             self.sleep(POLL_S)
         if told:

@@ -17,6 +17,8 @@ POLL_S = 0.5
 """Time from one check for a silence to the next."""
 ANSWER_TIMEOUT_S = 1.0
 """How long a worker may take to answer what it is doing."""
+IDLE = "idle"
+"""What a worker says that has no call; one that has just answered waits for the others."""
 STARTING = "starting up"
 """What a worker does whose process has not answered yet."""
 SILENT_STEPS = 2.0
@@ -64,6 +66,7 @@ class WaitReporter:
             return next(filter(None, map(describe_thread_activity, ours)), None)
         said = await self._ask({number: parts.pool.workers[number] for number in sorted(waited)})
         starting = waited - parts.registry.hellos.keys()
+        said = {number: WAITING_FOR_WORKERS if doing == IDLE else doing for number, doing in said.items()}
         self.said_at_start |= {number: doing for number, doing in said.items() if number in starting}
         silent = {n: self.said_at_start.get(n, STARTING) if n in starting else "not answering" for n in waited}
         plan = parts.machine.membership.plan or parts.request.plan

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from raypar.console.brief_event_printer import BriefEventPrinter
 from raypar.console.event_lines import event_line
 from raypar.console.event_printer import EventPrinter
 from raypar.elastic.plain_failure_text import plain_failure_text
@@ -232,6 +233,26 @@ def test_a_program_is_told_where_the_checkpoint_is_what_comes_next_and_the_hash(
     assert "checkpoint: runs/tiny/checkpoints/step_00000008 (result.checkpoint)" in lines and next_line in lines
     assert lines[0].startswith("[1/6] job run: 8 steps ... ") and lines[-1] == "weights sha256 ab12"
     assert trainer.fit(verbose=False) is came_out and capsys.readouterr().out == ""
+
+
+def test_a_run_among_many_has_a_few_lines_with_its_name(capsys):
+    console = BriefEventPrinter("lr_0.1", ["hunter2hunter2"])
+    console({"kind": "stage", "stage": "read", "text": "job lr_0.1: 8 steps"})
+    console({"kind": "stage", "stage": "planned", "text": "2 workers = 2 stages, schedule 1f1b; predicted step 9 ms\nmore"})
+    console({"kind": "waiting_for", "text": "loading PyTorch, for 2 s so far"})
+    console({"kind": "waiting", "text": "waiting for 2 CPUs: 0 of 2 are free, run lr_0.2 has 2"})
+    console({"kind": "stage", "stage": "built", "text": "stages built"})
+    console(STEP)
+    console({"kind": "warning", "text": "the disk hunter2hunter2 is full\n  cure: free it"})
+    console({"kind": "checkpoint", "step": 8, "path": "x"})
+    console.finish(Result({"loss": 0.5}, "runs/lr_0.1", "done", 8, "all 8 steps are done"))
+    *lines, end = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "lr_0.1: waiting for 2 CPUs: 0 of 2 are free, run lr_0.2 has 2",
+        "lr_0.1: training begins: 2 workers = 2 stages, schedule 1f1b",
+    ]
+    assert len(lines) == 4 and "hunter2" not in lines[2] and lines[3] == "lr_0.1:   cure: free it"
+    assert end == "lr_0.1: all 8 steps are done, loss 0.5000; in runs/lr_0.1"
 
 
 def test_json_lines_carry_the_events_as_they_are():
