@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,9 +89,13 @@ def cluster(nodes: int, home: Path, **settings: str) -> Iterator[str]:
 
 
 def answers(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
-        return bool(answer.status == 200)
-    return False
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except urllib.error.HTTPError as error:
+        return error.code == 401  # it is there, and asks for a token
+    except OSError:
+        return False
 
 
 def wait_until(fact, what: str, node: "subprocess.Popen[bytes]", log: Path) -> None:

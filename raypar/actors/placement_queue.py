@@ -13,12 +13,12 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from raypar.elastic.plural_wording import count_of
-from raypar.errors import ClusterError
+from raypar.errors import ClusterError, Interrupted
 
 PREFIX = "raypar-queue/"
 """How the keys of all tickets begin."""
@@ -160,8 +160,13 @@ class PlacementQueue:
             living.append(parse_ticket(number, content))
         return min(living, key=lambda ticket: ticket.number, default=None)
 
-    def wait_for_turn(self, look: Callable[[], ClusterRoom], wait_s: float, say: Callable[[str], None]) -> None:
-        """Wait until this run is first and the cluster has room for it. Raises `ClusterError` after `wait_s` seconds."""
+    def wait_for_turn(
+        self, look: Callable[[], ClusterRoom], wait_s: float, say: Callable[[str], None], asked: Sequence[str] = ()
+    ) -> None:
+        """Wait until this run is first and the cluster has room for it.
+
+        `asked`: the signals that ask this process to end. Raises `Interrupted` for one, `ClusterError` after `wait_s` seconds.
+        """
         began_s = self.clock()
         told = news = ""
         told_s = since_s = began_s
@@ -170,6 +175,8 @@ class PlacementQueue:
             text = placement_obstacle(self.cpus, look().without(self.run), before)
             if text is None:
                 break
+            if asked:
+                raise Interrupted(f"run {self.run} has not begun: {asked[0]} while it was {text}")
             now = self.clock()
             was, news = news, text if before is None else before.run  # what those before it get is no news for the others
             since_s = since_s if news == was else now
@@ -259,8 +266,10 @@ def look_at_cluster() -> ClusterRoom:
 def placement_turn(run: str, cpus: int, wait_s: float, say: Callable[[str], None]) -> Iterator[PlacementQueue]:
     """Wait for the run's turn, then run the body with its ticket held until `leave` is called, or the body ends.
 
-    Raises `ClusterError` after `wait_s`.
+    Raises `ClusterError` after `wait_s`, `Interrupted` after Ctrl-C or SIGTERM.
     """
+    from raypar.actors.driver_client import collecting_signals
+
     queue = PlacementQueue(RayTicketStore(), run, cpus)
     queue.draw()
 
@@ -271,7 +280,8 @@ def placement_turn(run: str, cpus: int, wait_s: float, say: Callable[[str], None
 
     threading.Thread(target=keep_alive, name="raypar-queue", daemon=True).start()
     try:
-        queue.wait_for_turn(look_at_cluster, wait_s, say)
+        with collecting_signals() as asked:  # as they stand Ray prints a stack, and the ticket stays for a while
+            queue.wait_for_turn(look_at_cluster, wait_s, say, asked)
         yield queue
     finally:
         with contextlib.suppress(Exception):  # Ray may be gone: the others see that the ticket does not change

@@ -3,7 +3,7 @@
 import pytest
 
 from raypar.actors.placement_queue import DEAD_S, ClusterRoom, PlacementQueue, Ticket, placement_obstacle, ticket_key
-from raypar.errors import ClusterError
+from raypar.errors import ClusterError, Interrupted
 
 FULL = ClusterRoom(cpus=6, free_cpus=1, may_add_nodes=False, cpus_by_run={"first": 4})
 EMPTY = ClusterRoom(cpus=6, free_cpus=6, may_add_nodes=False, cpus_by_run={})
@@ -151,6 +151,21 @@ def test_a_ticket_without_an_owner_is_removed_and_a_slow_owners_is_not():
     assert said[0] == "waiting for 4 CPUs, behind run slow, which needs 4: 6 of 6 are free"
     store.put(ticket_key(2), b"\xff not ours")
     assert mine.first_before() == Ticket(2, "?", 0)
+
+
+def test_a_run_that_is_stopped_while_it_waits_ends_as_interrupted_not_as_failed():
+    """A queued job that was stopped printed Ray's stack of the signal, and left its ticket and its folder."""
+    time, asked = Time(), []
+
+    def look():
+        asked.extend(["SIGTERM"] * (time.now > 5))
+        return FULL
+
+    with pytest.raises(
+        Interrupted, match="run second has not begun: SIGTERM while it was waiting for 4 CPUs: 1 of 6"
+    ) as stopped:
+        time.queue(Store(), "second").wait_for_turn(look, 60, lambda text: None, asked)
+    assert time.now < 7 and stopped.value.exit_code == 130
 
 
 def test_a_run_that_gets_no_room_is_an_error_that_names_what_it_waited_for():

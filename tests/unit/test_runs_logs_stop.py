@@ -240,15 +240,24 @@ def test_a_submitted_job_has_time_to_save_when_it_is_stopped(tmp_path):
         make_runtime_env(tmp_path, {"RAY_JOB_STOP_WAIT_TIME_S": "soon"})
 
 
-def test_what_rays_client_raises_in_words():
+def test_what_rays_client_raises_in_words(tmp_path):
     from raypar.launch.job_server import JobServer
 
     def said(text, kind=RuntimeError):
-        return str(submission_error(kind(text), JobServer("http://head:8265"), "first"))
+        return str(submission_error(kind(text), JobServer("http://head:8265"), "first", tmp_path))
 
     assert "pip install 'raypar[jobs]'" in said("The Ray jobs CLI & SDK require the ray[default] installation")
     assert "a job 'first' has been submitted" in said("Job with submission_id first already exists.")
     assert ".rayignore" in said("Package size (600 MiB) exceeds the maximum size of 512 MiB.", ValueError)
+    (tmp_path / "runs").mkdir()
+    for place, size in (("data.bin", 7 << 20), ("code.py", 10), ("runs/never sent.bin", 9 << 20)):
+        with open(tmp_path / place, "wb") as file:
+            file.truncate(size)
+    for text in (
+        "Request failed with status code 413: Maximum request body size 104857600 exceeded..",
+        "exceeds the maximum size",
+    ):
+        assert "; its largest files are data.bin (7 MiB)\n  cure: name what the job does not need" in said(text)
     assert "did not take the job: no agent" in said("no agent")
 
 
