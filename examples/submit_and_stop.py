@@ -1,8 +1,9 @@
 """A job is given to a cluster's job server, stopped, and given to it again: the result does not change by a bit.
 
-`python examples/submit_and_stop.py [FOLDER] [--nodes 2]` starts a Ray cluster on this machine (a head, or a head and another
-node), submits the quickstart in small, stops it, submits the same command once more, and compares the weights with those of
-a run that nobody stopped. Two minutes. Needs Ray's job server: `pip install 'ray[default]'`.
+`python examples/submit_and_stop.py [FOLDER] [--nodes 2] [--share]` starts a Ray cluster on this machine (a head, or a head and
+another node), submits the quickstart in small, stops it, submits the same command once more, and compares the weights with
+those of a run that nobody stopped. With `--share` two jobs follow for which the cluster has not enough CPUs: the second waits,
+says for what, and runs. Two to three minutes. Needs Ray's job server: `pip install 'ray[default]'`.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,16 +37,21 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-@contextlib.contextmanager
-def cluster(nodes: int, home: Path) -> Iterator[str]:
-    """A Ray cluster with room for four workers and a job on this machine; the address of its job server. `home`: of its user,
-    in which runs of submitted jobs lie."""
-    temp = Path(tempfile.mkdtemp(prefix="raypar-", dir="/tmp"))  # short: Ray puts its sockets in it
-    port, server = free_port(), free_port()
+def cluster_environment(home: Path) -> dict[str, str]:
+    """The environment of a cluster of the user whose home is `home`, and of `ray` commands for it."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    env |= {**quiet, "HOME": str(home), "PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**env, **quiet, "HOME": str(home), "PATH": path}
+
+
+@contextlib.contextmanager
+def cluster(nodes: int, home: Path, **settings: str) -> Iterator[str]:
+    """A Ray cluster with room for four workers and a job on this machine; the address of its job server. `home`: of its user,
+    in which runs of submitted jobs lie; `settings`: environment variables of its processes."""
+    temp = Path(tempfile.mkdtemp(prefix="raypar-", dir="/tmp"))  # short: Ray puts its sockets in it
+    port, server = free_port(), free_port()
+    env = {**cluster_environment(home), **settings}
     env["TMPDIR"] = str(temp)  # the job server leaves sockets there
     cpus = -(-6 // nodes)
     common = ["--block", "--node-ip-address", "127.0.0.1", "--num-cpus", str(cpus), "--object-store-memory", str(150 * 2**20)]
@@ -82,9 +89,13 @@ def cluster(nodes: int, home: Path) -> Iterator[str]:
 
 
 def answers(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
-        return bool(answer.status == 200)
-    return False
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except urllib.error.HTTPError as error:
+        return error.code == 401  # it is there, and asks for a token
+    except OSError:
+        return False
 
 
 def wait_until(fact, what: str, node: "subprocess.Popen[bytes]", log: Path) -> None:
@@ -108,6 +119,11 @@ class Cluster:
         more = [] if wait else ["--no-wait"]
         return self.call("submit", "jobs/quickstart.yaml", "--submission-id", submission_id, *more, *words)
 
+    def quiet(self, *words: str) -> str:
+        """What `raypar WORDS` prints on stdout, without telling."""
+        command = [sys.executable, "-m", "raypar", *words]
+        return subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, check=False).stdout
+
     def call(self, *words: str, expected: int = 0) -> str:
         """What `raypar WORDS` prints. Ends the program unless it has the `expected` exit code."""
         print(f"\n$ raypar {shlex.join(words)}", flush=True)
@@ -122,6 +138,21 @@ class Cluster:
         if called.returncode != expected:
             sys.exit(f"`raypar {words[0]}` ended with exit code {called.returncode} instead of {expected}")
         return "".join(said)
+
+
+def second_job_waits(jobs: Cluster, *settings: str) -> bool:
+    """Submit two jobs that want four of the six CPUs each. Returns whether the second waited, and both were done."""
+    for name in ("one", "two"):
+        jobs.submit(name, *SMALL, "steps=60", *settings, f"name={name}", wait=False)
+    until = time.monotonic() + PATIENCE_S
+    while "waiting for 4 CPUs" not in jobs.quiet("logs", "two"):
+        if time.monotonic() > until:
+            sys.exit(f"job two has not said within {PATIENCE_S:.0f} s what it waits for")
+        time.sleep(0.2)
+    jobs.call("runs")
+    said = jobs.call("logs", "two", "--follow")
+    jobs.call("runs")
+    return "the cluster has room for run two now" in said and "job two is done" in said
 
 
 def steps_done(run: Path) -> int:
@@ -140,6 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path(f"runs/submit_and_stop-{time.strftime('%Y%m%d-%H%M%S')}"))
     parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--share", action="store_true", help="two more jobs, which share the cluster")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="a.b=c", help="of the job, as well")
     given = parser.parse_args()
     if importlib.util.find_spec("aiohttp_cors") is None:
@@ -158,15 +190,17 @@ def main() -> None:
                 sys.exit(f"the run has done {steps_done(run)} steps in {PATIENCE_S:.0f} s")
             time.sleep(0.05)
         jobs.call("runs")
+        jobs.call("status", str(run))  # from the run's folder, on the head or where it is mounted
         jobs.call("stop", "quickstart")
         jobs.call("logs", "first", "--follow", expected=STOPPED_CODE)
         left = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
         print(f"\nafter {steps_done(run)} of {STEPS} steps it was stopped; left in {run}/checkpoints: {', '.join(left)}")
         said = jobs.submit("second", *SMALL, *given.settings)
         jobs.call("runs")
+        waited = not given.share or second_job_waits(jobs, *given.settings)
     resumed = weights(said)
     print(f"\nundisturbed            {in_peace}\nstopped and submitted  {resumed}")
-    good = in_peace == resumed and bool(left) and "from step_" in said and not (run.parent / "quickstart-2").exists()
+    good = waited and in_peace == resumed and bool(left) and "from step_" in said and not (run.parent / "quickstart-2").exists()
     print("equal" if good else "DIFFERENT")
     sys.exit(not good)
 

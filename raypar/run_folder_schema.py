@@ -88,7 +88,8 @@ PLAN: dict[str, Check] = {
 }  # fmt: skip
 MEMBERS: dict[str, Check] = {
     "time": TIME, "phase": _text, "generation": _count(MAX_GENERATIONS), "step": STEP, "plan": _text, "schedule": _text,
-    "members": _records(WHO), "spares": _records(WHO), "wanted": WORKER, "why": _text, "driver_pid": _count(2**31),
+    "steps": STEP, "members": _records(WHO), "spares": _records(WHO), "wanted": WORKER, "why": _text,
+    "driver_pid": _count(2**31),
     "replaying": lambda value: isinstance(value, dict) and all(STEP(value.get(key)) for key in ("step", "until")),
 }  # fmt: skip
 _NODE: dict[str, Check] = {"node": _text, "pid": _count(2**31), "head": lambda value: isinstance(value, bool)}

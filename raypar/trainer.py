@@ -25,6 +25,7 @@ from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result, raise_run_failure
 from raypar.launch.start_new_run import train_job_in_new_folder
 from raypar.plan import ParallelPlan
+from raypar.redact_secrets import secrets_of_environment
 from raypar.traceback_filter import without_raypar_frames
 from raypar.trainer_arguments import (
     Arguments,
@@ -202,11 +203,23 @@ class Trainer:
         return self.job.to_yaml()
 
     @without_raypar_frames
-    def fit(self, *, verbose: bool = True) -> Result:
-        """Train to the end. Raises the error of a failed run, and `RayparError` if nothing could be started."""
+    def fit(self, *, verbose: bool | Literal["brief"] = True) -> Result:
+        """Train to the end. Raises the error of a failed run, and `RayparError` if nothing could be started.
+
+        `verbose`: print what happens, and at the end where the checkpoint is, what can be done next, and the weights' hash;
+        "brief": a few lines, each with the run's name, for many runs side by side.
+        """
+        from raypar.console.brief_event_printer import BriefEventPrinter
+        from raypar.console.event_lines import count_noun
         from raypar.console.event_printer import EventPrinter
 
-        tell: EventHandler = EventPrinter(steps=self.job.steps) if verbose else lambda event: None
+        console: EventPrinter | BriefEventPrinter | None = None
+        if verbose == "brief":
+            console = BriefEventPrinter(self.job.name, secrets_of_environment(os.environ))
+        elif verbose:
+            console = EventPrinter(steps=self.job.steps)
+        tell: EventHandler = console or (lambda event: None)
+        tell({"kind": "stage", "stage": "read", "text": f"job {self.job.name}: {count_noun(self.job.steps, 'step')}"})
         result = train_job_in_new_folder(
             self.job.model_copy(update={"run_dir": str(choose_lasting_run_dir(self.job.run_dir))}),
             tell,
@@ -217,4 +230,8 @@ class Trainer:
             resume_from=self.resume_from_checkpoint,
         )
         raise_run_failure(result)
+        if isinstance(console, EventPrinter):
+            console.finish(result, in_program=True)
+        elif console is not None:
+            console.finish(result)
         return result

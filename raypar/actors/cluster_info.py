@@ -31,8 +31,8 @@ class ClusterCapacity:
     """Nodes that are alive."""
     cpus: int
     """CPUs of these nodes."""
-    free_cpus: int
-    """CPUs that nothing uses."""
+    free_cpus: float
+    """CPUs that nothing uses: of one that a task has a hundredth of, the rest."""
     max_cpus: int | None
     """CPUs to which an autoscaler may grow the cluster; None if it does not say."""
     gpus: int = 0
@@ -48,7 +48,7 @@ def cluster_capacity() -> ClusterCapacity:
     alive = [node for node in ray.nodes() if node["Alive"]]
     total = sum(node["Resources"].get("CPU", 0.0) for node in alive)
     gpus = sum(node["Resources"].get("GPU", 0.0) for node in alive)
-    free = int(ray.available_resources().get("CPU", 0.0))
+    free = round(ray.available_resources().get("CPU", 0.0), 2)
     return ClusterCapacity(
         len(alive), int(total), free, autoscaler_capacity("CPU"), int(gpus), autoscaler_capacity("GPU"), has_autoscaler()
     )

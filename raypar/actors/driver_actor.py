@@ -48,6 +48,7 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.phases import Phase
+from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError, OutOfMemory, RayparError, error_first_line
@@ -367,7 +368,7 @@ class DriverActor:
             case do.ReportFirstStepAfterRecovery():
                 self.generations.report_first_step(decision.action)
             case do.ClaimGeneration(number):
-                parts.side_effects.note("recovering", text=decision.reason, generation=number)
+                parts.side_effects.note("recovering", text=plain_failure_text(decision.reason), generation=number)
                 self.tasks.spawn(self.generations.claim_generation(number))
             case do.FenceWorkers(number, workers):
                 for worker in workers:

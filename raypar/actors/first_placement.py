@@ -207,6 +207,6 @@ def placement_timeout_error(there: int, limits: StartLimits, cluster: ClusterCap
         )
     what = (
         f"only {there} of {limits.wanted} workers could be placed within {limits.wait_s:.0f} s; the cluster has {cluster.cpus} "
-        f"CPUs, {cluster.free_cpus} of them free" + f", and {cluster.gpus} GPUs" * gpus
+        f"CPUs, {cluster.free_cpus:g} of them free" + f", and {cluster.gpus} GPUs" * gpus
     )
     return ClusterError(what + ", and its autoscaler has added no more" * cluster.may_add_nodes, cure=cure)

@@ -14,6 +14,7 @@ from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.digest_check import InitialDigestCheck
+from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
@@ -106,7 +107,9 @@ class GenerationChange:
             load = str(parts.recorder.last_checkpoint or request.resume)
         self.last_order = order
         parts.side_effects.aside(parts.recorder.note_generation, plan, [node[:8] for node in nodes])
-        text = f"generation {order.generation}: {membership_event_text.describe_generation(order)}; {reason}"
+        text = (
+            f"generation {order.generation}: {membership_event_text.describe_generation(order)}; {plain_failure_text(reason)}"
+        )
         parts.side_effects.note("recovering", text=text, **membership_event_text.generation_facts(order, schedule))
         initial = InitialDigestCheck()
 

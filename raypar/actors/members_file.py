@@ -12,6 +12,7 @@ from typing import Any
 from raypar.actors.run_request import RunRequest
 from raypar.elastic import inelastic_silent_worker_rules
 from raypar.elastic.phases import Phase
+from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.transition_table import RECOVERING
 from raypar.plan import ParallelPlan
@@ -94,7 +95,7 @@ def _phase_and_reason(machine: RunMachine) -> tuple[str, str]:
         return _PHASES.get(machine.phase, "running"), ""
     if machine.waits and machine.phase is not Phase.WAITING:
         return "waiting", machine.recovery.awaited
-    return _PHASES.get(machine.phase, "recovering"), machine.recovery.why
+    return _PHASES.get(machine.phase, "recovering"), plain_failure_text(machine.recovery.why)
 
 
 _PHASES = {Phase.STARTING: "starting", Phase.WAITING: "waiting", Phase.OVER: "ended"}

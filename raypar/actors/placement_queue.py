@@ -13,12 +13,12 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from raypar.elastic.plural_wording import count_of
-from raypar.errors import ClusterError
+from raypar.errors import ClusterError, Interrupted
 
 PREFIX = "raypar-queue/"
 """How the keys of all tickets begin."""
@@ -30,8 +30,8 @@ POLL_S = 0.5
 """How often a waiting run looks."""
 SAY_AGAIN_S = 30.0
 """Time between two equal lines about the wait."""
-FIRST_LINE_S = 1.0
-"""How long a run waits before it says so: Ray's account of free CPUs lags a little."""
+SETTLED_S = 1.0
+"""How long what a run waits for must have been the same before a line says so: Ray's account of free CPUs lags a little."""
 
 
 class TicketStore(Protocol):
@@ -56,7 +56,7 @@ class ClusterRoom:
 
     cpus: int
     """Logical CPUs."""
-    free_cpus: int
+    free_cpus: float
     """CPUs that nothing uses."""
     may_add_nodes: bool
     """Whether an autoscaler may add nodes."""
@@ -88,8 +88,8 @@ def placement_obstacle(cpus: int, room: ClusterRoom, before: Ticket | None) -> s
     """
     used = [f"run {run} has {n}" for run, n in sorted(room.cpus_by_run.items(), key=lambda one: (-one[1], one[0]))]
     others = room.cpus - room.free_cpus - sum(room.cpus_by_run.values())
-    used += [f"others have {others}"] * (others > 0)
-    state = f"{room.free_cpus} of {room.cpus} {'is' if room.free_cpus == 1 else 'are'} free" + "".join(f", {u}" for u in used)
+    used += [f"others have {others:.3g}"] * (others > 0.005)
+    state = f"{room.free_cpus:g} of {room.cpus} {'is' if room.free_cpus == 1 else 'are'} free" + "".join(f", {u}" for u in used)
     if before is not None:
         return f"waiting for {count_of(cpus, 'CPU')}, behind run {before.run}, which needs {before.cpus}: {state}"
     if room.free_cpus >= cpus or room.may_add_nodes:
@@ -160,20 +160,34 @@ class PlacementQueue:
             living.append(parse_ticket(number, content))
         return min(living, key=lambda ticket: ticket.number, default=None)
 
-    def wait_for_turn(self, look: Callable[[], ClusterRoom], wait_s: float, say: Callable[[str], None]) -> None:
-        """Wait until this run is first and the cluster has room for it. Raises `ClusterError` after `wait_s` seconds."""
+    def wait_for_turn(
+        self, look: Callable[[], ClusterRoom], wait_s: float, say: Callable[[str], None], asked: Sequence[str] = ()
+    ) -> None:
+        """Wait until this run is first and the cluster has room for it.
+
+        `asked`: the signals that ask this process to end. Raises `Interrupted` for one, `ClusterError` after `wait_s` seconds.
+        """
         began_s = self.clock()
-        told, told_s = "", began_s + FIRST_LINE_S - SAY_AGAIN_S
-        while (text := placement_obstacle(self.cpus, look().without(self.run), self.first_before())) is not None:
+        told = news = ""
+        told_s = since_s = began_s
+        while True:
+            before = self.first_before()
+            text = placement_obstacle(self.cpus, look().without(self.run), before)
+            if text is None:
+                break
+            if asked:
+                raise Interrupted(f"run {self.run} has not begun: {asked[0]} while it was {text}")
             now = self.clock()
+            was, news = news, text if before is None else before.run  # what those before it get is no news for the others
+            since_s = since_s if news == was else now
             if now - began_s > wait_s:
                 raise ClusterError(
                     f"the cluster had no room for run {self.run} within {wait_s:.0f} s; it was {text}",
                     cure="wait for other jobs to end (`raypar runs`, `raypar stop`), add nodes, choose a smaller plan, or "
                     "raise wait_for_workers_s",
                 )
-            if now - told_s >= SAY_AGAIN_S or (told and text != told):
-                told, told_s = text, now
+            if now - since_s >= SETTLED_S and (news != told or now - told_s >= SAY_AGAIN_S):
+                told, told_s = news, now
                 say(text)
             self.sleep(POLL_S)
         if told:
@@ -252,8 +266,10 @@ def look_at_cluster() -> ClusterRoom:
 def placement_turn(run: str, cpus: int, wait_s: float, say: Callable[[str], None]) -> Iterator[PlacementQueue]:
     """Wait for the run's turn, then run the body with its ticket held until `leave` is called, or the body ends.
 
-    Raises `ClusterError` after `wait_s`.
+    Raises `ClusterError` after `wait_s`, `Interrupted` after Ctrl-C or SIGTERM.
     """
+    from raypar.actors.driver_client import collecting_signals
+
     queue = PlacementQueue(RayTicketStore(), run, cpus)
     queue.draw()
 
@@ -264,7 +280,8 @@ def placement_turn(run: str, cpus: int, wait_s: float, say: Callable[[str], None
 
     threading.Thread(target=keep_alive, name="raypar-queue", daemon=True).start()
     try:
-        queue.wait_for_turn(look_at_cluster, wait_s, say)
+        with collecting_signals() as asked:  # as they stand Ray prints a stack, and the ticket stays for a while
+            queue.wait_for_turn(look_at_cluster, wait_s, say, asked)
         yield queue
     finally:
         with contextlib.suppress(Exception):  # Ray may be gone: the others see that the ticket does not change

@@ -17,6 +17,10 @@ POLL_S = 0.5
 """Time from one check for a silence to the next."""
 ANSWER_TIMEOUT_S = 1.0
 """How long a worker may take to answer what it is doing."""
+IDLE = "idle"
+"""What a worker says that has no call; one that has just answered waits for the others."""
+STARTING = "starting up"
+"""What a worker does whose process has not answered yet."""
 SILENT_STEPS = 2.0
 """During training a silence counts only if it is longer than this many times the longest recent step."""
 
@@ -29,6 +33,8 @@ class WaitReporter:
     """The objects of the driver."""
     announcer: WaitAnnouncer = field(default_factory=WaitAnnouncer)
     """Decides when a line is due."""
+    said_at_start: dict[int, str] = field(default_factory=dict)
+    """Worker that has not said hello -> what it last said it was doing: while it loads it is often too busy to answer."""
     pending: dict[int, asyncio.Future[str]] = field(default_factory=dict)
     """Worker -> call of its `activity` that had not been answered at the last check."""
 
@@ -59,7 +65,10 @@ class WaitReporter:
             ours = [thread.ident for thread in threading.enumerate() if thread.name.startswith("raypar-") and thread.ident]
             return next(filter(None, map(describe_thread_activity, ours)), None)
         said = await self._ask({number: parts.pool.workers[number] for number in sorted(waited)})
-        silent = {n: "not answering" if n in parts.registry.hellos else "starting up" for n in waited}
+        starting = waited - parts.registry.hellos.keys()
+        said = {number: WAITING_FOR_WORKERS if doing == IDLE else doing for number, doing in said.items()}
+        self.said_at_start |= {number: doing for number, doing in said.items() if number in starting}
+        silent = {n: self.said_at_start.get(n, STARTING) if n in starting else "not answering" for n in waited}
         plan = parts.machine.membership.plan or parts.request.plan
         return describe_waited_workers({**silent, **said}, plan.world, WAITING_FOR_WORKERS)
 

@@ -39,9 +39,11 @@ STEP_TIMEOUT_S = 900.0
 (`RunPolicy.last_copy_wait_s`): the worker's peers wait in communication all the while."""
 LEAVE_S = 5.0
 """How long a worker that ends waits for Ray or its driver before it exits."""
-LOADING, LOADING_S = "loading its code", 600.0
+LOADING, LOADING_S = "loading PyTorch and the job's code", 600.0
 """What `doing` is while a worker loads its code, and how long that may take without a ping: torch from a cold disk needs
 minutes."""
+LOADING_PARTS = ("loading PyTorch", "loading Ray")
+"""Activities that are a part of `LOADING`, in turn with others: users would see them come and go."""
 WRITING = "writing"
 """What a worker does that writes its part of a checkpoint, beside its steps."""
 ALLOCATORS_SAY = ("can't allocate memory", "not enough memory", "out of memory")
@@ -95,7 +97,7 @@ class WorkerActor:
         """When the driver last called."""
         self.orphan_timeout_s = orphan_timeout_s
         """How long this worker lives without a call of its driver."""
-        self.doing = "starting"
+        self.doing = "starting up"
         """What the worker does, in words."""
         self.calls: dict[int, str] = {}
         """Thread -> what the call that it executes is for, in words."""
@@ -261,6 +263,8 @@ class WorkerActor:
         self.heard_s = time.monotonic()
         for thread, doing in sorted(self.calls.items(), key=lambda call: call[1] == WRITING):
             found = describe_thread_activity(thread)
+            if doing == LOADING and found in LOADING_PARTS:
+                return LOADING
             return f"{doing}, {found}" if found and doing.startswith("in ") else found or doing
         return self.doing
 

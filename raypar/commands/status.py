@@ -126,7 +126,10 @@ def has_checkpoints(folder: RunFolder) -> bool:
 
 
 def read_job_step_count(folder: RunFolder) -> int | None:
-    """The run's number of steps; None if job.yaml is missing or damaged. Raises `ConfigError` for a link, FIFO or large one."""
+    """The run's number of steps, from job.yaml, or from members.json: functions without names leave no job file.
+
+    None if neither says. Raises `ConfigError` for a job file that is a link, a FIFO or large.
+    """
     import os
 
     from raypar.errors import ConfigError
@@ -134,7 +137,7 @@ def read_job_step_count(folder: RunFolder) -> int | None:
     from raypar.untrusted_files import read_limited_bytes
 
     if not os.path.lexists(folder.job):
-        return None
+        return (folder.read_document(folder.members, damaged=True) or {}).get("steps")
     content = read_limited_bytes(folder.job, follow=False, cure="put the run's job file back")
     try:
         job = parse_yaml(content.decode(), str(folder.job))

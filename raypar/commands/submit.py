@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.launch.cluster_jobs import parse_ray_job_record
     from raypar.launch.job_printer import JobPrinter
     from raypar.launch.job_server import connect_job_server, find_server_address
-    from raypar.launch.submit_to_job_server import make_entrypoint, make_runtime_env, submit_job
+    from raypar.launch.submit_to_job_server import describe_rival_job, make_entrypoint, make_runtime_env, submit_job
 
     job = load_job(args.job, args.overrides)
     entrypoint = make_entrypoint(args.job, args.working_dir, args.overrides, args.resume)
@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     with json_stdout(args.json) as out:
         printer = JobPrinter(out, as_json=args.json)
         server = connect_job_server(find_server_address(args.address) or os.environ.get("RAY_ADDRESS"))
+        if (rival := describe_rival_job(job.name, [*map(parse_ray_job_record, server.jobs())])) and args.resume is not False:
+            print_to_stderr(rival)
         submission_id = submit_job(server, job.name, entrypoint, runtime_env, args.submission_id)
         printer.submitted(submission_id, job.name, server.name, entrypoint)
         if args.no_wait:

@@ -5,9 +5,10 @@ Nodes are shown by the first 8 characters of their id. `step` in an event is the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from raypar.elastic.plain_failure_text import plain_failure_text
 
 Event = Mapping[str, Any]
 
@@ -36,7 +37,7 @@ class EventNarrator:
             self.trying = None
         if kind == "recovering" and self.trying is None and trying is not None:
             self.known = trying
-            return f"generation {trying} is given up: {strip_ray_details(event['text'])}"
+            return f"generation {trying} is given up: {plain_failure_text(event['text'])}"
         if kind == "started":
             self.known = 1
         if kind == "generation":
@@ -58,7 +59,7 @@ def lost_line(event: Event) -> str:
 def recovering_line(event: Event) -> str:
     """The line when a recovery begins, or has a plan for the next generation (an event with `workers`)."""
     if "workers" not in event:
-        return f"training stands still: {strip_ray_details(event['text'])}"
+        return f"training stands still: {plain_failure_text(event['text'])}"
     plan = f" = {event['plan']}" if event.get("plan") else ""
     text = f"trying generation {event['generation']}: {count_noun(len(event['workers']), 'worker')}{plan}"
     if event.get("state") in STATE_SOURCES:
@@ -126,7 +127,7 @@ def end_line(event: Event) -> str:
     """The line when the run has ended."""
     why = event.get("why") or event.get("text")
     return f"{event.get('end') or 'ended'} after {count_noun(event.get('step') or event.get('done') or 0, 'step')}" + (
-        f": {strip_ray_details(why)}" if why else ""
+        f": {plain_failure_text(why)}" if why else ""
     )
 
 
@@ -160,22 +161,6 @@ STATE_SOURCES = {
 }
 """Source of a new generation's state, if not live workers -> its part of the line."""
 
-PLAINLY = (
-    (r"its node has died", "its node died"),
-    (r"The actor died unexpectedly", "its process died"),
-    (r"The actor( \w+)? is (temporarily )?unavailable", "it cannot be reached"),
-)
-"""(pattern of a part of Ray's messages about actors, plain words)."""
-
-RAYS = re.compile(r"(The actor\b.*?(?:[.\n]|$)).*", re.DOTALL)
-"""A message of Ray: its first sentence, and the rest, which helps to debug Ray only."""
-
-BROKEN = re.compile(r"(.*?)[^:]* of rank (\d+) with [\d, ]+ \(generation \d+\): lost rank (\d+): .*")
-"""A failed operation between workers: where, the rank that reports it, and the rank that is lost."""
-
-TAGS = re.compile(r"\b(recv|send|batch) tags? (\d+|\[[^]]*\])")
-"""Message tags, which mean nothing to users."""
-
 
 def worker_label(event: Event) -> str:
     """A worker as text: `worker 3 (stage 1, replica 1; pid 5901, node b09ad58f)`; parts that the event lacks are left out."""
@@ -196,20 +181,7 @@ def seat_without_rank(coordinate: str) -> str:
 
 def short_loss_reason(why: str) -> str:
     """The reason of a loss, without the beginning that `lost_line` repeats and without Ray's details."""
-    return strip_ray_details(why.rpartition(" was lost: ")[2])
-
-
-def strip_ray_details(text: str) -> str:
-    """A message of raypar or Ray, without message tags and Ray's details."""
-    rays = RAYS.search(text)
-    if rays is not None:
-        words = next((words for theirs, words in PLAINLY if re.search(theirs, rays[0])), rays[1].strip().rstrip("."))
-        text = text[: rays.start()] + words
-    broken = BROKEN.fullmatch(text)
-    if broken is not None:
-        step = re.search(r"in step \d+", broken[1])
-        return f"a connection between two workers broke{f' {step[0]}' if step else ''} (rank {broken[2]} with {broken[3]})"
-    return TAGS.sub(r"\1", text)
+    return plain_failure_text(why.rpartition(" was lost: ")[2])
 
 
 def short_node_id(node: Any) -> str:

@@ -53,6 +53,8 @@ class EventPrinter:
         """Makes the lines of events."""
         self.faults: list[dict[str, Any]] = []
         """Events to be counted at the end of the run; for a resumed run also its earlier ones."""
+        self.undrawn: dict[str, Any] | None = None
+        """The last step, if no progress line has shown it."""
         self.recent: deque[dict[str, Any]] = deque(maxlen=20)
         """The last steps, for their mean speed."""
         self.seconds = self.samples = self.counted = 0.0
@@ -92,7 +94,10 @@ class EventPrinter:
         elif kind == "validation":
             self.validation = event["validation_loss"]
             self.line(f"step {event['step']}: validation loss {self.validation:.4f}")
-        elif kind not in ("started", "end") and (words := self.words(event)) is not None:  # shown as stage and result
+        elif kind == "end":
+            if self.undrawn is not None:
+                self.progress(self.undrawn, last=True)
+        elif kind != "started" and (words := self.words(event)) is not None:  # shown as stage and result
             if kind == "generation":
                 self.membership(event)
             self.line(words)
@@ -107,13 +112,18 @@ class EventPrinter:
         )
         self.recent.clear()
 
-    def progress(self, event: dict[str, Any]) -> None:
-        """Draw the progress line: `step 50/200  loss 2.41  3,100 samples/s ...`, after a recovery also `gen 3, 3 workers`."""
-        now, last = time.monotonic(), event["step"] >= self.steps
+    def progress(self, event: dict[str, Any], *, last: bool = False) -> None:
+        """Draw the progress line: `step 50/200  loss 2.41  3,100 samples/s ...`, after a recovery also `gen 3, 3 workers`.
+
+        `last`: the run ends with this step, so that it is drawn however short the time since the last line.
+        """
+        now = time.monotonic()
+        last = last or event["step"] >= self.steps
         first = len(self.recent) == 1
         if not (first or last or now - self.drawn_s > (REDRAW_S if self.live else EVERY_S)):
+            self.undrawn = event
             return
-        self.drawn_s = now
+        self.drawn_s, self.undrawn = now, None
         seconds = sum(e["seconds"] for e in self.recent)
         samples = sum(e["samples_per_s"] * e["seconds"] for e in self.recent) / seconds
         counted = sum(e["count"] for e in self.recent) / seconds
@@ -168,8 +178,11 @@ class EventPrinter:
         samples, counted = self.samples / self.seconds, self.counted / self.seconds
         return f"{samples:,.0f} samples/s" + (f", {counted:,.0f} tokens/s" if counted > 1.5 * samples else "")
 
-    def finish(self, result: Result) -> int:
-        """Print the result; its last line is the hash of the weights. Returns the exit code."""
+    def finish(self, result: Result, *, in_program: bool = False) -> int:
+        """Print the result; its last line is the hash of the weights. Returns the exit code.
+
+        `in_program`: a program called `Trainer.fit`, and has the result as an object.
+        """
         if self.as_json:
             facts = {k: v for k, v in vars(result).items() if k not in ("history", "error")}
             self.line(json_text({"kind": "result", **facts}))
@@ -186,10 +199,10 @@ class EventPrinter:
             lines.append(
                 f"picture: {result.picture_path} (the schedule as predicted and as measured; trace.json opens in Perfetto)"
             )
-        if result.end == "stopped":
-            lines.append(f"next: {result.resume_advice}")
+        if in_program:
+            lines += result.advice_in_program
         else:
-            lines.append(f"next: {result.export_advice}")
+            lines.append(f"next: {result.resume_advice if result.end == 'stopped' else result.export_advice}")
         if result.weights_sha256:
             lines.append(f"weights sha256 {result.weights_sha256}")
         self.line("\n".join(lines))

@@ -122,6 +122,8 @@ class RunReport:
     throughput_chart: str
     memory_chart: str
     swimlane: str
+    swimlane_missing: str
+    """Why there is no drawing of a step."""
     step_prediction: str
     """What was predicted of a step, in a sentence."""
     stages: tuple[StageRow, ...]
@@ -168,6 +170,7 @@ def build_run_report(status: RunStatus, files: RunFiles, now: float, clean: Call
         throughput_chart=throughput_svg(history, title="") if done else "",
         memory_chart=draw_memory(done),
         swimlane=files.swimlane or "",
+        swimlane_missing="" if files.swimlane else describe_missing_swimlane(status),
         step_prediction=describe_prediction(files.plan, done),
         stages=tuple(stage_rows(plan, files.plan or {}, text)),
         workers=tuple(worker_rows(plan, files, done, text)),
@@ -176,6 +179,18 @@ def build_run_report(status: RunStatus, files: RunFiles, now: float, clean: Call
         lines_left_out=left_out,
         job=files.job or "",
         environment=tuple((text(k), text(v)) for k, v in (started[-1].get("fingerprint") or {}).items()) if started else (),
+    )
+
+
+def describe_missing_swimlane(status: RunStatus) -> str:
+    """Why the folder of a run has no drawing of a step, in a sentence or two."""
+    if status.phase != "ended" and status.silent_s is None:
+        return "The folder has no drawing of a step yet: it is written when the run ends."
+    if status.phase != "ended":
+        return "The folder has no drawing of a step: the run's driver did not come to its end."
+    return (
+        "The folder has no drawing of a step: none of those that are measured (the 1st, 5th, 21st, 101st and last of a start) "
+        "was done by all workers of the plan that the run was started with. trace_every: 1 measures all steps."
     )
 
 

@@ -167,7 +167,7 @@ which they compute nothing. Passwords, tokens and keys are removed where their n
 def _sections(report: RunReport) -> list[tuple[str, str, str]]:
     """(title, anchor, content) of each section; without content it is left out."""
     nothing = "<p>No step has been finished yet.</p>"
-    lane = "<p>The folder has no drawing of a step yet: it is written when the run ends.</p>"
+    lane = f"<p>{escape(report.swimlane_missing)}</p>"
     about_step = f"<p>{escape(report.step_prediction)}</p>" if report.step_prediction else ""
     survived = f"<p>Survived: {escape(report.survived)}.</p>" if report.survived else ""
     return [

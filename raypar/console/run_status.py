@@ -14,11 +14,11 @@ from raypar.console.event_lines import (
     replay_line,
     seat_without_rank,
     short_node_id,
-    strip_ray_details,
 )
 from raypar.console.event_printer import format_duration
 from raypar.console.fault_summary import summarize_faults
 from raypar.console.throughput_chart_data import is_finite_number
+from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.plan.parallel_plan import describe_mesh
 from raypar.run_folder import resume_argument
 
@@ -145,7 +145,7 @@ def build_run_status(
         members=tuple(told.get("members", ())),
         spares=tuple(told.get("spares", ())),
         wanted=told.get("wanted"),
-        why=strip_ray_details(why),
+        why=plain_failure_text(why),
         end=(ended or {}).get("end"),
         replaying=told.get("replaying") if phase in UNDER_WAY else None,
         silent_s=overdue_silence_s(phase, last, step_s, now),

@@ -19,6 +19,7 @@ PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy", "HTTP_PROXY",
 RAY_KNOWN = (
     "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED", "RAY_TMPDIR",
     "RAY_API_SERVER_ADDRESS", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_REDIS_ADDRESS", "RAY_JOB_STOP_WAIT_TIME_S",
+    "RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT",
 )  # fmt: skip
 """Variables of Ray that raypar expects, or judges by themselves."""
 LONGEST_TMPDIR = 40

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raypar.doctor.finding import Finding, Level, NotKnown, not_checked
-from raypar.doctor.machine_facts import FolderFacts, HostFacts, LimitFacts, ProcessorFacts, TokenFacts
+from raypar.doctor.machine_facts import FolderFacts, HostFacts, LimitFacts, ProcessorFacts, TlsFacts, TokenFacts
 
 GOOD = {
     "python": ((3, 10), (3, 15)), "torch": ((2, 6), (3,)), "ray": ((2, 60), (3,)), "numpy": ((1, 24), (3,)),
@@ -296,3 +296,17 @@ def check_token(facts: TokenFacts | NotKnown, address: str | None) -> list[Findi
 def gib(size: int) -> str:
     """Bytes as text: `1.5 GiB`, `64 MiB`."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+
+
+def check_tls(facts: TlsFacts | NotKnown) -> list[Finding]:
+    """TLS on Ray's connections, which raypar's connections between workers do not have."""
+    if isinstance(facts, NotKnown):
+        return [not_checked("TLS", facts)]
+    if not facts.used:
+        return [Finding("ok", "TLS", "not used (RAY_USE_TLS): nothing between the nodes is encrypted")]
+    if facts.unset or facts.missing:
+        wrong = [f"{name} is not set" for name in facts.unset] + [f"{text} cannot be read" for text in facts.missing]
+        text = f"RAY_USE_TLS is set, and {', '.join(wrong)}: Ray cannot connect"
+        return [Finding("failure", "TLS", text, "name the files of this node's certificate and key, or unset RAY_USE_TLS")]
+    text = "Ray's connections are encrypted; those on which workers exchange tensors prove who they are, and are not encrypted"
+    return [Finding("warning", "TLS", text, "keep the nodes in a network of their own (VPC, VPN, network policy)")]

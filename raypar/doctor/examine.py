@@ -27,6 +27,7 @@ def examine(facts: DoctorFacts, address: str | None) -> list[Finding]:
         *machine.check_temporary_folder(facts.temporary),
         *machine.check_host(host, address),
         *machine.check_token(facts.token, address),
+        *machine.check_tls(facts.tls),
         *check_environment(facts.environment, addresses, interfaces),
         *check_cluster(facts.cluster, address),
     ]

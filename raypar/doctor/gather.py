@@ -25,6 +25,7 @@ from raypar.doctor.machine_facts import (
     LimitFacts,
     NodeFacts,
     ProcessorFacts,
+    TlsFacts,
     TokenFacts,
 )
 
@@ -75,6 +76,7 @@ def gather_facts(run_dir: str, address: str | None, environment: Mapping[str, st
     gpus = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*")))
     temp = environment.get("RAY_TMPDIR") or tempfile.gettempdir()
     token = Gathering(lambda: read_token(environment), SYSTEM_S, "reading the token's place")
+    tls = Gathering(lambda: read_tls(environment), SYSTEM_S, "looking for the certificates")
     versions = Gathering(read_versions, SYSTEM_S, "reading the versions")
     processors = Gathering(read_processors, SYSTEM_S, "reading /proc and the container's limits")
     limits = Gathering(read_limits, SYSTEM_S, "reading limits")
@@ -107,6 +109,7 @@ def gather_facts(run_dir: str, address: str | None, environment: Mapping[str, st
         limits=limits.result(),
         host=host.result(),
         token=token.result(),
+        tls=tls.result(),
         environment=dict(environment),
         cluster=cluster,
     )
@@ -250,9 +253,22 @@ def connect_to_self(address: str) -> str:
     return ""
 
 
+TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+"""Variables that name the files of Ray's TLS."""
+
+
 def read_token(environment: Mapping[str, str]) -> TokenFacts:
     """Where the cluster's token is. It is not read."""
     file = Path(environment.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     there = file.is_file()
     mode = file.stat().st_mode if there else 0
     return TokenFacts(environment.get("RAY_AUTH_MODE", ""), bool(environment.get("RAY_AUTH_TOKEN")), str(file), there, mode)
+
+
+def read_tls(environment: Mapping[str, str]) -> TlsFacts:
+    """What is set for TLS. Certificates and keys are not read."""
+    if environment.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return TlsFacts(False)
+    files = {name: environment.get(name, "") for name in TLS_FILES}
+    missing = tuple(f"{name}={path}" for name, path in files.items() if path and not os.access(path, os.R_OK))
+    return TlsFacts(True, tuple(name for name, path in files.items() if not path), missing)

@@ -81,6 +81,18 @@ class TokenFacts:
 
 
 @dataclass(frozen=True)
+class TlsFacts:
+    """What is set for TLS on Ray's connections."""
+
+    used: bool
+    """Whether RAY_USE_TLS asks for it."""
+    unset: tuple[str, ...] = ()
+    """Variables that must name a file and are not set."""
+    missing: tuple[str, ...] = ()
+    """`VARIABLE=path` of files that cannot be read."""
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """A node of the cluster, as a task on it has found it."""
 
@@ -139,5 +151,6 @@ class DoctorFacts:
     limits: LimitFacts | NotKnown
     host: HostFacts | NotKnown
     token: TokenFacts | NotKnown
+    tls: TlsFacts | NotKnown
     environment: Mapping[str, str]
     cluster: ClusterFacts | NotKnown

@@ -9,7 +9,8 @@ from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 SILENCE_S = 2.0
 """Length of a silence after which a line says what is waited for."""
 CHANGED_INTERVAL_S, REPEAT_INTERVAL_S = 5.0, 30.0
-"""Least time between two such lines of one silence: if the activity has changed, and if it has not."""
+"""Least time between two such lines of one silence: if the activity has changed, and if it has not. A change has a line only
+when the silence is twice as long as at the last line, so that a long start does not fill the screen."""
 
 
 class WaitAnnouncer:
@@ -33,8 +34,10 @@ class WaitAnnouncer:
             self.since_s, self.said = since_s, None
         if doing is None or now_s - since_s < patience_s:
             return None
-        if self.said is not None and now_s - self.said_s < (CHANGED_INTERVAL_S if doing != self.said else REPEAT_INTERVAL_S):
-            return None
+        if self.said is not None:
+            changed_s = min(max(CHANGED_INTERVAL_S, self.said_s - since_s), REPEAT_INTERVAL_S)
+            if now_s - self.said_s < (changed_s if doing != self.said else REPEAT_INTERVAL_S):
+                return None
         self.said, self.said_s = doing, now_s
         return f"{doing}, for {now_s - since_s:.0f} s so far"
 

@@ -167,6 +167,19 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
     return f"{text}\n{chosen.why}" if chosen.why else text
 
 
+def idle_replicas_text(plan: ParallelPlan, microbatches: int) -> str | None:
+    """A warning, with its cure, about replicas that get no microbatch in any step; None if all have work."""
+    most = max(stage.replicas for stage in plan.stages)
+    if most <= microbatches:
+        return None
+    idle = sum(max(0, stage.replicas - microbatches) * stage.shards for stage in plan.stages)
+    return (
+        f"plan.replicas is {most}, and a step has {microbatches} microbatch{'es' * (microbatches != 1)}: {idle} of "
+        f"{plan.world} workers get none and compute nothing\n"
+        f"  cure: set plan.replicas <= {microbatches}, or microbatches >= {most} (which changes the results)"
+    )
+
+
 def describe_recomputation(plan: ParallelPlan, schedule: Schedule) -> str:
     """What a plan recomputes under a schedule, as text to append to its description; empty if it recomputes nothing."""
     from raypar.schedule.recomputation import describe_stages_not_worth_recomputing, stages_not_worth_recomputing

@@ -15,6 +15,8 @@ DUTY = 10.0
 """A look may take a tenth of the time: the server sends the whole log, and a long one takes a while."""
 AWAY_S = 60.0
 """How long the job server may be away while a job is followed."""
+AWAY_SAY_S = 10.0
+"""Time between two lines about that."""
 PENDING_SAY_S = 5.0
 """Time between two lines about a job that has not started."""
 STOP_POLL_S, STOP_SAY_S = 0.3, 2.0
@@ -50,6 +52,8 @@ class JobFollower:
         """Number of characters of the log that have been shown."""
         self.away_since_s: float | None = None
         """Since when the job server has not answered; None while it does."""
+        self.away_told_s = 0.0
+        """When a line said so last."""
 
     def follow(self, until_s: float | None = None) -> ClusterJob:
         """Show the log until the job has ended; returns the job. Raises `ClusterError` after `AWAY_S` without an answer.
@@ -92,6 +96,7 @@ class JobFollower:
     def _note_absence(self, error: ClusterError) -> None:
         """Say that the job server does not answer. Raises `ClusterError` after `AWAY_S`."""
         now = self.clock()
+        first = self.away_since_s is None
         if self.away_since_s is None:
             self.away_since_s = now
         away_s = now - self.away_since_s
@@ -100,7 +105,9 @@ class JobFollower:
                 f"the job server {self.server.name} has not answered for {away_s:.0f} s ({error.what})",
                 cure=f"the job may go on: once the server is back, `raypar logs {self.submission_id} -f` follows it again",
             ) from error
-        self.say(f"waiting for the job server {self.server.name} ({error.what}), for {away_s:.0f} s of {AWAY_S:.0f}")
+        if first or now - self.away_told_s >= AWAY_SAY_S:
+            self.away_told_s = now
+            self.say(f"waiting for the job server {self.server.name} ({error.what}), for {away_s:.0f} s of {AWAY_S:.0f}")
 
 
 def wait_for_job_end(server: JobServer, submission_id: str, wait_s: float, say: Callable[[str], None]) -> ClusterJob:

@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from raypar.launch.cluster_jobs import ClusterJob
 
 
+ADVICE = "submit the same job again"
+"""How a stopped job goes on: what its log says too, if it came to that."""
+
+
 class JobPrinter:
     """Prints one submitted job."""
 
@@ -19,6 +23,8 @@ class JobPrinter:
         """Whether they are JSON lines."""
         self.partial = ""
         """The beginning of a line of the log whose end has not come; as JSON only whole lines are printed."""
+        self.advised = False
+        """Whether the log has said how a stopped job goes on."""
 
     def submitted(self, submission_id: str, name: str, server: str, entrypoint: str) -> None:
         """The job has been taken."""
@@ -30,6 +36,7 @@ class JobPrinter:
 
     def log(self, text: str) -> None:
         """A piece of the job's log."""
+        self.advised = self.advised or ADVICE in self.partial + text
         if not self.as_json:
             self.out.write(text.encode(self.out.encoding or "ascii", "backslashreplace").decode(self.out.encoding or "ascii"))
             self.out.flush()
@@ -45,7 +52,7 @@ class JobPrinter:
         if self.as_json:
             self._json("end", submission_id=job.submission_id, state=job.state, exit_code=job.command_exit_code)
             return job.command_exit_code
-        self._line(describe_job_end(job))
+        self._line(describe_job_end(job, advised=self.advised))
         return job.command_exit_code
 
     def finish_line(self) -> None:
@@ -66,13 +73,13 @@ class JobPrinter:
         self.out.flush()
 
 
-def describe_job_end(job: ClusterJob) -> str:
-    """How a job has ended, in a line: `job first is done`, `job first was stopped; submitting it again resumes it`."""
+def describe_job_end(job: ClusterJob, *, advised: bool = False) -> str:
+    """How a job has ended, in a line: `job first is done`. `advised`: its log has said already how a stopped one goes on."""
     what = f"job {job.submission_id}"
     if job.state == "done":
         return f"{what} is done"
     if job.state == "stopped":
-        return f"{what} was stopped: submit the same job again, and it goes on from its last checkpoint"
+        return f"{what} was stopped" + f": {ADVICE}, and it goes on from its last checkpoint, if it has one" * (not advised)
     if job.exit_code is not None:
         return f"{what} has failed, with exit code {job.exit_code}"
     return f"{what} has failed: {job.message.strip().splitlines()[-1] if job.message.strip() else 'Ray does not say why'}"

@@ -107,6 +107,15 @@ def request_headers(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {**headers, "Authorization": f"Bearer {token}"}
 
 
+def token_place(environ: Mapping[str, str]) -> str:
+    """Where the token that `request_headers` puts into requests comes from, if it does."""
+    if any(key.lower() == "authorization" for key in json.loads(environ.get("RAY_JOB_HEADERS") or "{}")):
+        return "in RAY_JOB_HEADERS"
+    if environ.get("RAY_AUTH_TOKEN"):
+        return "in RAY_AUTH_TOKEN"
+    return f"in {environ.get('RAY_AUTH_TOKEN_PATH') or '~/.ray/auth_token'}"
+
+
 def without_password(url: str) -> str:
     """The URL without the user and password that it may hold, for messages."""
     parts = urllib.parse.urlsplit(url)
@@ -122,7 +131,7 @@ def connect_job_server(address: str | None, environ: Mapping[str, str] = os.envi
         )
     headers, tried = request_headers(environ), []
     for url in candidate_urls(address):
-        server = JobServer(url, headers)
+        server = JobServer(url, headers, token_place(environ))
         try:
             server.check_version()
         except ClusterAddressError:
@@ -145,6 +154,8 @@ class JobServer:
     """Its base URL, without a slash at the end."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Headers of every request; may hold the token."""
+    token_place: str = ""
+    """Where the token comes from, for messages."""
 
     @property
     def name(self) -> str:
@@ -207,6 +218,11 @@ class JobServer:
 
     def _refusal(self, error: urllib.error.HTTPError, path: str) -> Exception:
         """The error for an HTTP status that is not 200."""
+        if error.code in (401, 403) and any(key.lower() == "authorization" for key in self.headers):
+            return ClusterAddressError(
+                f"the cluster at {self.name} does not take this token (HTTP {error.code}), which is {self.token_place}",
+                cure="it is not the cluster's: `ray get-auth-token` prints the right one on the head",
+            )
         if error.code in (401, 403):
             return ClusterAddressError(
                 f"the cluster at {self.name} lets nobody in without its token (HTTP {error.code})",

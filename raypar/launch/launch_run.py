@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from raypar.atomic_write import write_text_atomically
 from raypar.errors import InputError, UserCodeError
 from raypar.launch.activity_reporter import ActivityReporter
-from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan
+from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
 from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.make_run_request import make_run_request
 from raypar.launch.result import Result
@@ -59,6 +59,8 @@ def _run(spec: JobSpec, choose: PlanChooser, options: LaunchOptions, tell: Activ
     """See `launch_run`."""
     spec, chosen, make_request = _check_and_plan(spec, choose, options, tell)
     _tell_stage(tell, "planned", "\n".join([describe_chosen_plan(chosen), *_plan_notes(spec, chosen, options)]))
+    if (idle := idle_replicas_text(chosen.plan, spec.batching.count)) is not None:
+        tell({"kind": "warning", "text": idle})
     result = _connect_and_follow(spec, chosen, make_request, options, tell)
     if result.end in ("done", "stopped") and result.checkpoint_path is not None:
         from raypar.worker.checkpoint.checkpoint_files import checkpoint_weights_hash

@@ -70,6 +70,17 @@ class Result:
         return f"{export}; train again with --set plan.schedule=zb-h1"
 
     @property
+    def advice_in_program(self) -> list[str]:
+        """Lines for the program that called `Trainer.fit`: where the checkpoint is, and what can be done with it."""
+        if self.checkpoint_path is None:
+            return [f"no checkpoint was written; metrics and events are in {self.path}"]
+        lines = [f"checkpoint: {self.checkpoint_path} (result.checkpoint)"]
+        if self.end == "stopped":
+            lines.append("next: Trainer(..., resume_from_checkpoint=result.checkpoint).fit() goes on from there")
+        on_head = "on the head: " * is_submitted_job()
+        return [*lines, f"next: {on_head}raypar export {self.handle} --out model.safetensors"]
+
+    @property
     def checkpoint(self) -> Any:
         """The last checkpoint as a `ray.train.Checkpoint`, or None."""
         if self.checkpoint_path is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raypar.errors import ClusterError, ConfigError, error_first_line
-from raypar.launch.cluster_jobs import NAME_KEY
+from raypar.launch.cluster_jobs import NAME_KEY, ClusterJob, printable
 from raypar.launch.job_server import ADDRESS_VARIABLE, JobServer
 
 EXCLUDES = ("runs/", ".git/", ".venv/")
@@ -50,6 +50,17 @@ def make_runtime_env(working_dir: Path, environ: Mapping[str, str] = os.environ)
     return {"working_dir": os.path.abspath(working_dir), "excludes": list(EXCLUDES), "env_vars": {STOP_WAIT_VARIABLE: wait}}
 
 
+def describe_rival_job(name: str, jobs: Sequence[ClusterJob]) -> str | None:
+    """A warning about a job of this name that has not ended; None without one."""
+    rival = next((job for job in reversed(jobs) if job.name == name and not job.over), None)
+    if rival is None:
+        return None
+    return (
+        f"warning: job {rival.submission_id} of the same name ({name}) is {rival.state}, and two jobs do not train one run\n"
+        f"  cure: `raypar stop {rival.submission_id}` first, or give this one a name of its own (--set name=...)"
+    )
+
+
 def submit_job(server: JobServer, name: str, entrypoint: str, runtime_env: Mapping[str, Any], submission_id: str | None) -> str:
     """Submit; returns the submission id.
 
@@ -83,11 +94,11 @@ def submit_job(server: JobServer, name: str, entrypoint: str, runtime_env: Mappi
             cure="look at the network and at the folder's size: .rayignore names what need not be sent",
         )
     if isinstance(found[0], Exception):
-        raise submission_error(found[0], server, submission_id) from found[0]
+        raise submission_error(found[0], server, submission_id, Path(str(runtime_env["working_dir"]))) from found[0]
     return str(found[0])
 
 
-def submission_error(error: Exception, server: JobServer, submission_id: str | None) -> Exception:
+def submission_error(error: Exception, server: JobServer, submission_id: str | None, working_dir: Path) -> Exception:
     """The error for what Ray's client has raised."""
     text = error_first_line(error)
     if "ray[default]" in str(error) or isinstance(error, ImportError):
@@ -99,12 +110,26 @@ def submission_error(error: Exception, server: JobServer, submission_id: str | N
             f"a job {submission_id!r} has been submitted to {server.name} before",
             cure="choose another --submission-id, or leave it out",
         )
-    if "exceeds the maximum size" in str(error):
+    if "exceeds the maximum size" in str(error) or "Maximum request body size" in str(error):
         return ConfigError(
-            f"the working directory is too large to be sent: {text}",
+            f"the working directory is too large to be sent: {text.rstrip('.')}{describe_largest_files(working_dir)}",
             cure="name what the job does not need in a file .rayignore there (patterns as in .gitignore), or keep it elsewhere",
         )
     return ClusterError(f"{server.name} did not take the job: {text}", cure="the head's dashboard.log says more")
+
+
+def describe_largest_files(folder: Path) -> str:
+    """`; its largest files are ...`: up to three of a MiB or more, of those that may be sent; empty if there are none."""
+    sizes: list[tuple[int, str]] = []
+    for place, inside, files in os.walk(folder):
+        inside[:] = [name for name in inside if f"{name}/" not in EXCLUDES]
+        for name in files:
+            with contextlib.suppress(OSError):
+                path = Path(place, name)
+                sizes.append((path.lstat().st_size, str(path.relative_to(folder))))
+    large = [(size, name) for size, name in sorted(sizes, reverse=True)[:3] if size >= 2**20]
+    named = ", ".join(f"{printable(name)} ({size / 2**20:,.0f} MiB)" for size, name in large)
+    return f"; its largest files are {named}" if named else ""
 
 
 @contextlib.contextmanager

@@ -97,19 +97,29 @@ def preflight(spec: JobSpec) -> PreflightResult:
         with guard.watching("the job's layers"):
             check_captured_evaluation(graph, batch)
         with guard.watching("the job's data"):
-            size = len(make_dataset(spec.validation.data))
+            size = len(make_dataset(spec.validation.data, "validation"))
         validation = min(size, spec.validation.samples or size)
     of_values = graph.initial_values.notes if graph.initial_values is not None else ()
-    return PreflightResult(graph, samples, validation, batch, (*of_values, *_notes_about_data(spec, graph, names, batch)))
+    return PreflightResult(
+        graph, samples, validation, batch, (*of_values, *_notes_about_data(spec, graph, names, batch, samples))
+    )
 
 
 MASKED_LABEL = -100
 """The label that PyTorch's cross-entropy leaves out, unless it is told another one."""
 
 
-def _notes_about_data(spec: JobSpec, graph: Graph, names: Sequence[str], batch: Mapping[str, Tensor]) -> list[str]:
-    """Lines about fields that nobody reads, and masked labels of a model that takes the mean over what is not masked."""
+def _notes_about_data(
+    spec: JobSpec, graph: Graph, names: Sequence[str], batch: Mapping[str, Tensor], samples: int
+) -> list[str]:
+    """Lines about batches larger than the data set, fields that nobody reads, and masked labels of a model that takes the mean
+    over what is not masked."""
     lines, target = [], loss_target_name(spec)
+    if spec.batch_size > samples:
+        lines.append(
+            f"batch_size is {spec.batch_size}, and the data set has {samples} sample{'s' * (samples != 1)}: each step takes "
+            f"some of them more than once, as if it were repeated\n  cure: set batch_size <= {samples}, or give more data"
+        )
     unread = [name for name in names if name not in {*graph.batch_fields, target}]
     if unread:
         lines.append(f"neither the model nor the loss reads these fields of the samples: {', '.join(unread)}")

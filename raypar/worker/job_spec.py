@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import importlib
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -63,9 +65,20 @@ class Ref:
             )
         return found  # type: ignore[no-any-return]
 
-    def call(self) -> Any:
-        """Call the function with `args`: for functions that make models and data sets."""
-        return self.resolve()(**self.args)
+    def call(self, key: str = "args") -> Any:
+        """Call the function with `args`: for functions that make models and data sets.
+
+        Raises `ConfigError` for arguments that it does not take. `key`: the job's key of the arguments, for the message.
+        """
+        function = self.resolve()
+        try:
+            return function(**self.args)
+        except TypeError as error:
+            began = error.__traceback__ is None or error.__traceback__.tb_next is not None
+            refusal = None if began else argument_refusal(function, self.args, self.label, key)
+            if refusal is None:
+                raise
+            raise refusal from None
 
     def partial(self) -> Callable[..., Any]:
         """The function with `args` bound: for losses and schedules, called later with more arguments."""
@@ -82,6 +95,32 @@ class Ref:
     def contract_text(self) -> str:
         """The function in a checkpoint's contract: its name; of a given object its `repr`: slow for many samples."""
         return shorten_contract_text(self.target if isinstance(self.target, str) else stable_callable_label(self.target))
+
+
+def argument_refusal(function: Callable[..., Any], args: Mapping[str, Any], label: str, key: str) -> ConfigError | None:
+    """The error for keyword arguments that a function does not take, or needs and does not get.
+
+    None if its signature takes them, or is not known.
+    """
+    try:
+        taken = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    named = {one.name: one for one in taken if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    lacks = [one.name for one in named.values() if one.default is one.empty and one.name not in args]
+    unknown = [name for name in args if name not in named]
+    if any(one.kind is one.VAR_KEYWORD for one in taken):
+        unknown = []
+    shown = ", ".join(name if one.default is one.empty else f"{name}={one.default!r}"[:60] for name, one in named.items())
+    takes = f"it takes {shown}" if shown else "it takes none"
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], named, n=1)
+        cure = (f"did you mean {near[0]}? " if near else f"leave {unknown[0]} out of {key}: ") + takes
+        return ConfigError(f"{key}.{unknown[0]}: {label} has no such argument", cure)
+    if lacks:
+        given = f"from Python {key.partition('.')[0]}=(function, {{'{lacks[0]}': ...}})"
+        return ConfigError(f"{key} lacks {', '.join(lacks)}, which {label} needs", f"add it to {key} ({given}): {takes}")
+    return None
 
 
 def shorten_contract_text(text: str) -> str:

@@ -67,17 +67,20 @@ SamplePosition = tuple[int, int]
 """(epoch, sample id)."""
 
 
-def make_dataset(spec: DataSpec) -> Any:
-    """Call the user's data set function. Raises `UserCodeError` if it raises, `DataError` if samples cannot be read by id."""
+def make_dataset(spec: DataSpec, key: str = "data") -> Any:
+    """Call the user's data set function. Raises `UserCodeError` if it raises, `DataError` if samples cannot be read by id.
+
+    `key`: the job's key of the data, for messages.
+    """
     try:
-        dataset = spec.dataset.call()
+        dataset = spec.dataset.call(f"{key}.args")
     except RayparError:
         raise
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)
         raise UserCodeError(
             f"the data set function {spec.dataset.label} raised {error_text(error)}\n{traceback.format_exc()}",
-            cure="run it by itself with data.args",
+            cure=f"run it by itself with {key}.args",
         ) from error
     dataset_size(dataset, spec.dataset.label)
     return dataset

@@ -194,7 +194,7 @@ _FOREIGN_TORCHVISION_CURE = (
 def _call_model(spec: JobSpec) -> Any:
     """What the user's model function returns. Raises `UserCodeError` if it raises, `ModelError` if it returns None."""
     try:
-        made = spec.model.call()
+        made = spec.model.call("model.args")
     except RayparError:
         raise
     except USER_CODE_ERRORS as error:
@@ -204,7 +204,7 @@ def _call_model(spec: JobSpec) -> Any:
             f"the model function {spec.model.label} raised {error_text(error)}\n{frames}",
             cure=_FOREIGN_TORCHVISION_CURE
             if "operator torchvision::" in frames
-            else "the last lines of the traceback are where it did; it is called with model.args",
+            else "the last lines above are where it did; it is called with model.args",
         ) from error
     if made is None:
         raise ModelError(f"the model function {spec.model.label} returned None", cure="return an nn.Module, layers or a Graph")

@@ -1,5 +1,6 @@
 """A cluster that an autoscaler grows: a run begins with what is there, asks for the rest, and says what it waits for."""
 
+import json
 import re
 import subprocess
 import sys
@@ -26,9 +27,10 @@ def grows(cluster: FakeAutoscaledCluster) -> bool:
     return "grows: True" in said.stdout
 
 
-def train(cluster: FakeAutoscaledCluster, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def train(cluster: FakeAutoscaledCluster, folder: Path, *words: str, as_json: bool = False) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "raypar", "train", str(write_job(folder)), "--address", cluster.address]
+    command += ["--json"] * as_json
     for word in ("steps=3", "validation=null", "plan.replicas=1", *words):
         command += ["--set", word]
     return subprocess.run(command, env=cluster.env, cwd=ROOT / "tests", capture_output=True, text=True, timeout=300)
@@ -57,8 +59,10 @@ def test_workers_that_an_autoscaler_may_bring_are_waited_for_and_at_the_end_it_i
 @pytest.mark.parametrize("cluster", [1], ids=["v1"], indirect=True)
 def test_a_run_begins_when_an_autoscaler_has_brought_its_workers(cluster, tmp_path):
     assert grows(cluster)
-    done = train(cluster, tmp_path, "plan.stages=2", "wait_for_workers_s=120")
+    done = train(cluster, tmp_path, "plan.stages=2", "wait_for_workers_s=120", as_json=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    kinds = [json.loads(line)["kind"] for line in done.stdout.splitlines()]
+    assert kinds[0] == "stage" and kinds[-1] == "result" and kinds.count("step") == 3
     assert "an autoscaler is running" in done.stdout
 
 

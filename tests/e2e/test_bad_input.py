@@ -10,6 +10,7 @@ from helpers.tiny_job import write_job
 from raypar.actors.cluster_info import ClusterCapacity
 from raypar.actors.ray_connection import RayConnection
 from raypar.cli import main
+from raypar.errors import ConfigError
 
 SIZE = "{vocab: 256, width: 24, depth: 2, heads: 6, context: 8}"
 GPT = (f"model={{function: examples.gpt:layers, args: {SIZE}}}", "loss=examples.gpt:loss", "validation=null")
@@ -64,6 +65,14 @@ CASES = {
         "half of a parameter",
     ),
     "optimizer argument": (["optimizer.args.lrr=1.0"], "lrr"),
+    "argument that the model does not take": (
+        ["model.args.dpeth=3"],
+        "model.args.dpeth: helpers.tiny_job:model has no such argument\n  cure: did you mean depth? it takes depth=4, fault=''",
+    ),
+    "argument that the data set lacks": (
+        ["data={function: helpers.tiny_job:Samples}"],
+        "data.args lacks size, which helpers.tiny_job:Samples needs\n  cure: add it to data.args",
+    ),
 }
 
 
@@ -77,6 +86,23 @@ def test_bad_input_is_one_message_with_a_cure_and_starts_nothing(case, tmp_path,
     assert said in err and "cure: " in err and err.count("error: ") == 1
     assert not (tmp_path / "runs").exists()
     assert not ("ray" in sys.modules and sys.modules["ray"].is_initialized())
+
+
+def test_more_samples_than_there_are_and_more_replicas_than_microbatches_are_warned_of(tmp_path, monkeypatch, capfd):
+    """Both are allowed by the contract (samples repeat by epochs, a replica may have nothing to do), and neither is meant."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+
+    def connect(*given):
+        raise ConfigError("nothing is started here")
+
+    monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connect)
+    sets = ["data.args.size=7", "plan.replicas=5", "plan.stages=2", "virtual_replicas=0"]
+    assert main(["train", str(write_job(tmp_path)), *(word for s in sets for word in ("--set", s))]) == 2
+    said = capfd.readouterr().out
+    assert "warning: batch_size is 8, and the data set has 7 samples: each step takes some of them more than once" in said
+    assert "cure: set batch_size <= 7, or give more data" in said
+    assert "warning: plan.replicas is 5, and a step has 4 microbatches: 2 of 10 workers get none and compute nothing" in said
+    assert "cure: set plan.replicas <= 4, or microbatches >= 5 (which changes the results)" in said
 
 
 def test_more_workers_than_the_cluster_has_processors(tmp_path, monkeypatch, capfd):

@@ -27,7 +27,7 @@ def test_a_run_that_loses_a_node_ends_with_the_weights_of_one_that_does_not(tmp_
 def test_a_submitted_job_that_is_stopped_and_submitted_again_ends_with_the_weights_of_one_that_is_not(nodes, tmp_path):
     """Stages and shards on one node; stages and replicas on a head and another node."""
     shards = ["--set", "plan.shards=2", "--set", "plan.replicas=1"] if nodes == 1 else []
-    command = [sys.executable, str(EXAMPLES / "submit_and_stop.py"), str(tmp_path), "--nodes", str(nodes), *shards]
+    command = [sys.executable, str(EXAMPLES / "submit_and_stop.py"), str(tmp_path), "--nodes", str(nodes), "--share", *shards]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "equal"
@@ -41,6 +41,7 @@ def test_a_sweep_of_ray_tune_trains_each_trial_and_its_runs_take_turns_on_a_smal
     assert "waiting for 2 CPUs" in done.stdout + done.stderr
     *_, low, middle, high, best = done.stdout.splitlines()
     assert [line.split()[1] for line in (low, middle, high)] == ["0.001", "0.003", "0.01"]
+    assert [", in a task the same" in line for line in (low, middle, high)] == [True, True, False]
     assert best.startswith("best: lr ") and {path.name for path in tmp_path.glob("lr_*")} == {"lr_0.001", "lr_0.003", "lr_0.01"}
 
 

@@ -107,3 +107,22 @@ def test_bad_input_of_a_submitted_job_has_its_exit_code_and_an_id_is_used_once(r
     assert code == 2 and "a job 'c' has been submitted" in err and "Traceback" not in err
     code, _, err = ended(raypar("logs", "nobody"))
     assert code == 2 and "no job 'nobody' at http://127.0.0.1:" in err
+
+
+def test_a_queued_job_that_is_stopped_ends_at_once_without_a_stack_and_a_killed_submitter_leaves_its_job_alone(raypar, home):
+    holder = raypar("submit", "jobs/quickstart.yaml", "--submission-id", "d", *words("name=holder", "steps=5000"))
+    wait_for(raypar, lambda now: (now.get("d", {}).get("step") or 0) > 0, "the first job has done a step")
+    holder.kill()
+    assert ended(raypar("submit", "jobs/quickstart.yaml", "--no-wait", "--submission-id", "e", *words("name=queued")))[0] == 0
+    wait_for(raypar, lambda now: now.get("e", {}).get("state") == "waiting", "the second job waits")
+    code, out, err = ended(raypar("submit", "jobs/quickstart.yaml", "--no-wait", *words("name=queued", "steps=1")))
+    assert code == 0 and "warning: job e of the same name (queued) is running" in err and "`raypar stop e` first" in err
+    code, out, err = ended(raypar("stop", "e"))
+    assert code == 0 and "job e (queued) was stopped before it had saved anything new" in out, out + err
+    code, out, err = ended(raypar("logs", "e", "-f"))
+    assert code == 130 and "run queued has not begun: SIGTERM while it was waiting for 4 CPUs" in out, out + err
+    assert "SIGTERM received" not in out and "Traceback" not in out
+    assert not (home / "raypar/runs/queued/metrics.jsonl").exists()
+    assert rows(raypar)["d"]["state"] == "running", "who submitted it is gone, and it is not"
+    for job in ("d", *(one for one in rows(raypar) if one.startswith("raysubmit_"))):
+        assert ended(raypar("stop", job))[0] == 0

@@ -9,6 +9,7 @@ from raypar.errors import ClusterError, ConfigError
 from raypar.launch.cluster_jobs import match_job, parse_ray_job_record, read_log_facts
 from raypar.launch.follow_job import AWAY_S, JobFollower, wait_for_job_end
 from raypar.launch.job_printer import JobPrinter, describe_job_end
+from raypar.launch.submit_to_job_server import describe_rival_job
 
 LOG = """Running entrypoint for job first: python -m raypar train jobs/quickstart.yaml
 [1/6] job quickstart read from jobs/quickstart.yaml: 160 steps ... 0.4 s
@@ -73,6 +74,13 @@ def test_a_job_is_meant_by_its_id_or_by_its_name_of_which_the_last_one_counts():
         match_job("a", [], "s")
 
 
+def test_a_job_of_the_same_name_that_has_not_ended_is_warned_of():
+    ended, other = job("a", status="STOPPED"), job("b", name="other")
+    assert describe_rival_job("quickstart", [ended, other]) is None
+    said = describe_rival_job("quickstart", [ended, other, job("c")])
+    assert said.startswith("warning: job c of the same name (quickstart) is running") and "`raypar stop c` first" in said
+
+
 class Server:
     """A job server in a script: each look at the job takes the next (status, log) or raises it."""
 
@@ -126,11 +134,13 @@ def test_a_gap_of_the_job_server_is_survived_and_a_long_one_is_an_error():
     said: list[str] = []
     follow, shown = follower(Server(("RUNNING", "one\n"), gone, gone, ("SUCCEEDED", "one\ntwo\n")), said)
     assert follow.follow().state == "done" and shown == ["one\n", "two\n"]
-    assert said[-1] == "waiting for the job server http://head:8265 (Connection refused), for 1 s of 60"
-    follow, _ = follower(Server(("RUNNING", ""), gone))
+    assert said == ["waiting for the job server http://head:8265 (Connection refused), for 0 s of 60"]
+    said.clear()
+    follow, _ = follower(Server(("RUNNING", ""), gone), said)
     with pytest.raises(ClusterError, match=f"has not answered for {AWAY_S + 1:.0f} s") as error:
         follow.follow()
     assert "raypar logs a -f" in error.value.cure
+    assert [line.rpartition("for ")[2] for line in said] == [f"{n} s of 60" for n in (0, 10, 20, 30, 40, 50, 60)]
 
 
 def test_a_job_that_does_not_stop_is_an_error_at_the_deadline():

@@ -29,6 +29,7 @@ from raypar.doctor.machine_facts import (
     LimitFacts,
     NodeFacts,
     ProcessorFacts,
+    TlsFacts,
     TokenFacts,
 )
 
@@ -53,7 +54,7 @@ CLUSTER = ClusterFacts(
 WELL = DoctorFacts(
     versions=VERSIONS, processors=ProcessorFacts(4, 8, None, 16 * GIB, 12 * GIB), gpus=(), torch={"cuda": None, "gpus": []},
     torchvision={}, nccl={}, ray={}, shm=replace(FOLDER, path="/dev/shm"), runs=FOLDER, temporary=FOLDER,
-    limits=LimitFacts(65536, 65536, None), host=HOST, token=TOKEN, environment={}, cluster=CLUSTER,
+    limits=LimitFacts(65536, 65536, None), host=HOST, token=TOKEN, tls=TlsFacts(False), environment={}, cluster=CLUSTER,
 )  # fmt: skip
 
 
@@ -128,6 +129,11 @@ SICK = {
     "few ports": ({"host": replace(HOST, last_port=33000)}, "warning", "233 ports", "sysctl"),
     "no token": ({"token": replace(TOKEN, mode="token")}, "failure", "there is none", "RAY_AUTH_TOKEN"),
     "a token that all read": ({"token": TokenFacts("token", False, "/t", True, 0o100644)}, "warning", "mode 644", "chmod 600"),
+    "TLS without its files": (
+        {"tls": TlsFacts(True, ("RAY_TLS_CA_CERT",), ("RAY_TLS_SERVER_KEY=/k",))}, "failure",
+        "RAY_TLS_CA_CERT is not set, RAY_TLS_SERVER_KEY=/k cannot be read", "unset RAY_USE_TLS",
+    ),
+    "TLS, which raypar's connections lack": ({"tls": TlsFacts(True)}, "warning", "are not encrypted", "network of their own"),
     "a token and no mode": ({"token": TokenFacts("", True, "/t", False)}, "warning", "not set to token", "RAY_AUTH_MODE"),
 }  # fmt: skip
 
@@ -326,3 +332,13 @@ assert found["versions"]["torch"] and found["sees_folder"] and found["processor"
 """
     code = subprocess.run([sys.executable, "-c", send], cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=60).stdout
     subprocess.run([sys.executable, "-c", answer], input=code, check=True, timeout=60)
+
+
+def test_what_is_set_for_tls_is_read_without_the_keys(tmp_path):
+    from raypar.doctor.gather import read_tls
+
+    cert = tmp_path / "tls.crt"
+    cert.write_text("x")
+    assert read_tls({}) == TlsFacts(False) == read_tls({"RAY_USE_TLS": "0", "RAY_TLS_CA_CERT": "/none"})
+    found = read_tls({"RAY_USE_TLS": "1", "RAY_TLS_SERVER_CERT": str(cert), "RAY_TLS_SERVER_KEY": "/no/tls.key"})
+    assert found == TlsFacts(True, ("RAY_TLS_CA_CERT",), ("RAY_TLS_SERVER_KEY=/no/tls.key",))

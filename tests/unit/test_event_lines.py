@@ -5,9 +5,12 @@ import json
 
 import pytest
 
-from raypar.console.event_lines import event_line, strip_ray_details
+from raypar.console.brief_event_printer import BriefEventPrinter
+from raypar.console.event_lines import event_line
 from raypar.console.event_printer import EventPrinter
+from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.launch import Result
+from raypar.trainer import Trainer
 
 NODE = "b09ad58ff304f43bab2062275bfedc43fc221be2deddc4e46c63e95e"
 STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_s": 80.0, "bubble": 0.1, "eta_s": 12.0}
@@ -139,7 +142,7 @@ def test_an_event_is_told_in_one_line(event, words):
     ],
 )
 def test_reasons_are_told_without_tags_and_without_details_of_ray(text, words):
-    assert strip_ray_details(text) == words
+    assert plain_failure_text(text) == words
 
 
 def printed(*events: dict, as_json: bool = False) -> list[str]:
@@ -212,6 +215,44 @@ def test_the_end_of_a_disturbed_run_says_what_it_has_survived():
     console({"kind": "generation", "generation": 2, "workers": [0], "pause_s": 0.4, "again": 2})
     console.finish(Result(metrics={}, path="runs/tiny", end="done", done=200, why="all 200 steps are done"))
     assert "survived: 1 worker lost; 0.4 s of pauses in all, 2 steps executed again" in out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("end, next_line", [
+    ("done", "next: raypar export tiny --out model.safetensors"),
+    ("stopped", "next: Trainer(..., resume_from_checkpoint=result.checkpoint).fit() goes on from there"),
+])  # fmt: skip
+def test_a_program_is_told_where_the_checkpoint_is_what_comes_next_and_the_hash(end, next_line, monkeypatch, capsys):
+    """`Trainer.fit` printed neither, and gave no hint of `raypar export`."""
+    came_out = Result(
+        {}, "runs/tiny", end, 8, "why", checkpoint_path="runs/tiny/checkpoints/step_00000008", weights_sha256="ab12"
+    )
+    monkeypatch.setattr("raypar.trainer.train_job_in_new_folder", lambda *given, **more: came_out)
+    trainer = Trainer(model="m:layers", loss="m:loss", data="m:text", steps=8, batch_size=8, microbatches=4)
+    assert trainer.fit() is came_out
+    lines = capsys.readouterr().out.splitlines()
+    assert "checkpoint: runs/tiny/checkpoints/step_00000008 (result.checkpoint)" in lines and next_line in lines
+    assert lines[0].startswith("[1/6] job run: 8 steps ... ") and lines[-1] == "weights sha256 ab12"
+    assert trainer.fit(verbose=False) is came_out and capsys.readouterr().out == ""
+
+
+def test_a_run_among_many_has_a_few_lines_with_its_name(capsys):
+    console = BriefEventPrinter("lr_0.1", ["hunter2hunter2"])
+    console({"kind": "stage", "stage": "read", "text": "job lr_0.1: 8 steps"})
+    console({"kind": "stage", "stage": "planned", "text": "2 workers = 2 stages, schedule 1f1b; predicted step 9 ms\nmore"})
+    console({"kind": "waiting_for", "text": "loading PyTorch, for 2 s so far"})
+    console({"kind": "waiting", "text": "waiting for 2 CPUs: 0 of 2 are free, run lr_0.2 has 2"})
+    console({"kind": "stage", "stage": "built", "text": "stages built"})
+    console(STEP)
+    console({"kind": "warning", "text": "the disk hunter2hunter2 is full\n  cure: free it"})
+    console({"kind": "checkpoint", "step": 8, "path": "x"})
+    console.finish(Result({"loss": 0.5}, "runs/lr_0.1", "done", 8, "all 8 steps are done"))
+    *lines, end = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "lr_0.1: waiting for 2 CPUs: 0 of 2 are free, run lr_0.2 has 2",
+        "lr_0.1: training begins: 2 workers = 2 stages, schedule 1f1b",
+    ]
+    assert len(lines) == 4 and "hunter2" not in lines[2] and lines[3] == "lr_0.1:   cure: free it"
+    assert end == "lr_0.1: all 8 steps are done, loss 0.5000; in runs/lr_0.1"
 
 
 def test_json_lines_carry_the_events_as_they_are():

@@ -384,11 +384,11 @@ def test_a_run_folder_has_the_job_file_of_a_job_that_can_be_written(tmp_path: Pa
     trainer = Trainer(**named, trackers=["tensorboard"], early_stopping={"patience": 2}, validation=validation)
     folder, told, options = made_folder(trainer, monkeypatch)
     assert parse_job((folder / "job.yaml").read_text()).to_yaml() == trainer.to_yaml()
-    assert told == ["no plan is given: one worker; plan auto uses as many of the 8 processors as help"]
+    assert told == ["job run: 1 step", "no plan is given: one worker; plan auto uses as many of the 8 processors as help"]
     assert [type(one).__name__ for one in options.callbacks] == ["EarlyStopping", "TensorBoard"]
     log = Log()
     folder, told, options = made_folder(Trainer(**named, plan={"replicas": 2}, callbacks=[log, f"{__name__}:Log"]), monkeypatch)
-    assert not (folder / "job.yaml").exists() and told == [] and (folder / "plan.json").read_text() == "{}"
+    assert not (folder / "job.yaml").exists() and told == ["job run: 1 step"] and (folder / "plan.json").read_text() == "{}"
     assert options.callbacks[0] is log and type(options.callbacks[1]) is Log
 
 

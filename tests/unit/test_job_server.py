@@ -147,8 +147,13 @@ def test_the_token_is_found_as_ray_finds_it_and_is_in_no_message(tmp_path, serve
     assert server.given[-1][2]["Authorization"] == "Bearer s3cret" and "s3cret" not in repr(connected)
     server.answers["GET", "/api/version"] = (401, "Unauthorized")
     with pytest.raises(ClusterAddressError, match="without its token") as error:
+        connect_job_server(server.url, {})
+    assert "RAY_AUTH_MODE=token" in error.value.cure
+    with pytest.raises(
+        ClusterAddressError, match=r"does not take this token \(HTTP 401\), which is in RAY_AUTH_TOKEN"
+    ) as error:
         connect_job_server(server.url, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "s3cret"})
-    assert "RAY_AUTH_MODE=token" in error.value.cure and "s3cret" not in str(error.value)
+    assert "ray get-auth-token" in error.value.cure and "s3cret" not in str(error.value)
     assert without_password("http://me:s3cret@head:8265/x") == "http://head:8265/x"
 
 

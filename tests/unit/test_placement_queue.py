@@ -3,7 +3,7 @@
 import pytest
 
 from raypar.actors.placement_queue import DEAD_S, ClusterRoom, PlacementQueue, Ticket, placement_obstacle, ticket_key
-from raypar.errors import ClusterError
+from raypar.errors import ClusterError, Interrupted
 
 FULL = ClusterRoom(cpus=6, free_cpus=1, may_add_nodes=False, cpus_by_run={"first": 4})
 EMPTY = ClusterRoom(cpus=6, free_cpus=6, may_add_nodes=False, cpus_by_run={})
@@ -50,6 +50,8 @@ def test_the_line_says_what_is_missing_and_who_has_it():
     assert placement_obstacle(4, EMPTY, None) is None
     assert placement_obstacle(4, FULL, None) == "waiting for 4 CPUs: 1 of 6 is free, run first has 4, others have 1"
     assert placement_obstacle(1, FULL, None) is None
+    shared = ClusterRoom(3, 0.97, False, {"first": 2})  # three trials of Ray Tune have a hundredth of a CPU each
+    assert placement_obstacle(2, shared, None) == "waiting for 2 CPUs: 0.97 of 3 are free, run first has 2, others have 0.03"
     scaled = ClusterRoom(6, 1, True, {})
     assert placement_obstacle(4, scaled, None) is None, "the reservation is what makes the cluster grow"
     assert placement_obstacle(4, EMPTY, Ticket(1, "second", 2)) == (
@@ -61,12 +63,34 @@ def test_a_run_waits_for_room_and_says_so_once_until_something_changes():
     time, said = Time(), []
     queue = time.queue(Store(), "second")
     full2 = ClusterRoom(6, 2, False, {"first": 4})
-    rooms = [*[FULL] * 20, *[full2] * 20, EMPTY]
+    lags = ClusterRoom(6, 2, False, {})
+    rooms = [*[FULL] * 20, *[full2] * 20, lags, EMPTY]
     queue.wait_for_turn(lambda: rooms.pop(0), 60, said.append)
     assert said == [
         "waiting for 4 CPUs: 1 of 6 is free, run first has 4, others have 1",
         "waiting for 4 CPUs: 2 of 6 are free, run first has 4",
         "the cluster has room for run second now",
+    ]
+
+
+def test_a_run_behind_another_has_a_line_for_each_run_before_it_not_for_all_that_these_get():
+    time, store, said = Time(), Store(), []
+    first, second, third = (time.queue(store, run) for run in ("first", "second", "third"))
+    time.alive = [first, second]
+    rooms = [*[EMPTY] * 6, *[FULL] * 6, None, *[FULL] * 6, None, EMPTY, EMPTY]
+
+    def look():
+        if rooms[0] is None:
+            rooms.pop(0)
+            gone = time.alive.pop(0)
+            gone.leave()
+        return rooms.pop(0)
+
+    third.wait_for_turn(look, 60, said.append)
+    assert [line.partition(":")[0] for line in said] == [
+        "waiting for 4 CPUs, behind run first, which needs 4",
+        "waiting for 4 CPUs, behind run second, which needs 4",
+        "the cluster has room for run third now",
     ]
 
 
@@ -127,6 +151,21 @@ def test_a_ticket_without_an_owner_is_removed_and_a_slow_owners_is_not():
     assert said[0] == "waiting for 4 CPUs, behind run slow, which needs 4: 6 of 6 are free"
     store.put(ticket_key(2), b"\xff not ours")
     assert mine.first_before() == Ticket(2, "?", 0)
+
+
+def test_a_run_that_is_stopped_while_it_waits_ends_as_interrupted_not_as_failed():
+    """A queued job that was stopped printed Ray's stack of the signal, and left its ticket and its folder."""
+    time, asked = Time(), []
+
+    def look():
+        asked.extend(["SIGTERM"] * (time.now > 5))
+        return FULL
+
+    with pytest.raises(
+        Interrupted, match="run second has not begun: SIGTERM while it was waiting for 4 CPUs: 1 of 6"
+    ) as stopped:
+        time.queue(Store(), "second").wait_for_turn(look, 60, lambda text: None, asked)
+    assert time.now < 7 and stopped.value.exit_code == 130
 
 
 def test_a_run_that_gets_no_room_is_an_error_that_names_what_it_waited_for():

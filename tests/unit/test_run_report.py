@@ -124,7 +124,8 @@ def test_a_report_says_what_was_trained_how_fast_and_what_happened(write_run):
         "loss 0.0600 first 3.0000", "validation loss 0.7500 best 0.5000 at step 25",
         "A step was predicted to take 480 ms with 4 workers on 4 processors; the median of all steps is 500 ms.",
         "0 embed .. block0 2 2,000 2 1", "stage 1, replica 1", "41.0", "500.0", "lost worker 3: it died",
-        "generation 2: 3 workers", "step 20: checkpoint saved", "torch 2.13.0+cpu", "args: {width: 8}", "drawing of a step yet",
+        "generation 2: 3 workers", "step 20: checkpoint saved", "torch 2.13.0+cpu", "args: {width: 8}",
+        "drawing of a step: none of those that are measured",
     ):  # fmt: skip
         assert said in text, said
     assert "step 10: checkpoint" not in text, "of a row of checkpoints the last one"
@@ -141,6 +142,7 @@ def test_a_run_that_has_just_begun_has_a_report_too(write_run, tmp_path):
     page = Page(write_run(metrics=[], events=[{**EVENTS[0], "time": time.time()}], plan={}))
     is_closed(page)
     assert "No step has been finished yet" in page.text and "tiny starting" in page.text
+    assert "no drawing of a step yet: it is written when the run ends" in page.text
     (tmp_path / "runs/bare/checkpoints").mkdir(parents=True)
     assert main(["report", str(tmp_path / "runs/bare"), "--out", str(tmp_path / "bare.html")]) == 0
     is_closed(Page((tmp_path / "bare.html").read_text()))
@@ -148,7 +150,8 @@ def test_a_run_that_has_just_begun_has_a_report_too(write_run, tmp_path):
 
 def test_a_run_under_way_a_failed_one_and_losses_that_are_not_finite_are_told(write_run):
     members = json.dumps({"phase": "waiting", "time": BEGAN + 30, "why": "2 workers of 4"})
-    assert "no news for" in Page(write_run(events=EVENTS[:-1], members_json=members)).text
+    text = Page(write_run(events=EVENTS[:-1], members_json=members)).text
+    assert "no news for" in text and "drawing of a step: the run's driver did not come to its end" in text
     end = {**EVENTS[-1], "end": "failed", "why": "the disk is gone"}
     text = Page(write_run("bad", events=[*EVENTS[:-1], end], metrics=[{**line, "loss": None} for line in METRICS[:9]])).text
     assert "failed" in text and "the disk is gone" in text and "loss not finite 9 steps" in text

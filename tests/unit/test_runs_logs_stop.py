@@ -77,6 +77,20 @@ def test_the_state_of_a_run():
     assert (waiting.state, waiting.why) == ("waiting", "waiting for 2 workers")
 
 
+def test_a_run_of_functions_without_names_has_a_total_too(tmp_path, capfd):
+    """`raypar runs` had `16` beside `16/16` of others: what cannot be written as a job file has none."""
+    run = make_run(tmp_path, "from_python", [step(3, 1000.0)])
+    run.job.unlink()
+    (run.path / "checkpoints").mkdir(exist_ok=True)
+    run.members.write_text(json.dumps({"phase": "running", "time": 1000.0, "step": 3, "steps": 16}))
+    assert main(["runs", "--json", "--run-dir", str(tmp_path)]) == 0
+    assert [(one["step"], one["steps"]) for one in json.loads(capfd.readouterr().out)] == [(3, 16)]
+    assert main(["status", str(run.path)]) == 0 and "step 3 of 16" in capfd.readouterr().out
+    run.members.write_text(json.dumps({"phase": "running", "steps": "many"}))
+    assert main(["runs", "--json", "--run-dir", str(tmp_path)]) == 0
+    assert json.loads(capfd.readouterr().out)[0]["steps"] is None
+
+
 def test_the_table_of_runs_and_of_jobs():
     rows = [
         RunRow("quickstart", "done", 200, 200, 2.4131, 1000.0, 1100.0),
@@ -226,15 +240,24 @@ def test_a_submitted_job_has_time_to_save_when_it_is_stopped(tmp_path):
         make_runtime_env(tmp_path, {"RAY_JOB_STOP_WAIT_TIME_S": "soon"})
 
 
-def test_what_rays_client_raises_in_words():
+def test_what_rays_client_raises_in_words(tmp_path):
     from raypar.launch.job_server import JobServer
 
     def said(text, kind=RuntimeError):
-        return str(submission_error(kind(text), JobServer("http://head:8265"), "first"))
+        return str(submission_error(kind(text), JobServer("http://head:8265"), "first", tmp_path))
 
     assert "pip install 'raypar[jobs]'" in said("The Ray jobs CLI & SDK require the ray[default] installation")
     assert "a job 'first' has been submitted" in said("Job with submission_id first already exists.")
     assert ".rayignore" in said("Package size (600 MiB) exceeds the maximum size of 512 MiB.", ValueError)
+    (tmp_path / "runs").mkdir()
+    for place, size in (("data.bin", 7 << 20), ("code.py", 10), ("runs/never sent.bin", 9 << 20)):
+        with open(tmp_path / place, "wb") as file:
+            file.truncate(size)
+    for text in (
+        "Request failed with status code 413: Maximum request body size 104857600 exceeded..",
+        "exceeds the maximum size",
+    ):
+        assert "; its largest files are data.bin (7 MiB)\n  cure: name what the job does not need" in said(text)
     assert "did not take the job: no agent" in said("no agent")
 
 

@@ -42,10 +42,10 @@ def test_a_silence_is_broken_after_two_seconds_again_for_another_wait_and_every_
     }
 
 
-def test_waits_that_change_all_the_time_get_a_line_every_five_seconds_and_unknown_ones_none():
+def test_waits_that_change_all_the_time_get_ever_fewer_lines_and_unknown_ones_none():
     announcer = WaitAnnouncer()
-    lines = [announcer.due_line(f"measuring layer {t}", t / 10, 0.0) for t in range(100)]
-    assert [t for t, line in enumerate(lines) if line] == [20, 70]
+    lines = [announcer.due_line(f"measuring layer {t}", t / 10, 0.0) for t in range(1200)]
+    assert [t for t, line in enumerate(lines) if line] == [20, 70, 140, 280, 560, 860, 1160], "ever fewer"
     assert [WaitAnnouncer().due_line(None, t, 0.0) for t in range(100)] == [None] * 100
     assert announcer.due_line("a step of a minute", 59.0, 1.0, patience_s=120.0) is None
 
@@ -208,6 +208,31 @@ def test_a_driver_names_the_workers_that_it_waits_for(monkeypatch):
     assert line.startswith("waiting for 1 of 4 workers (worker 2 is starting up), for 0 s")
     (line,) = reported(monkeypatch, {2}, {0, 1, 2, 3})
     assert line.startswith("waiting for 1 of 4 workers (worker 2 is not answering), for 0 s")
+
+
+def test_a_worker_that_is_too_busy_loading_to_answer_is_not_said_to_start_up_again(monkeypatch):
+    """Lines went back from `loading PyTorch` to `starting up`, and forth."""
+    loading = Worker("loading PyTorch and the job's code")
+    parts = SimpleNamespace(
+        machine=SimpleNamespace(membership=SimpleNamespace(plan=SimpleNamespace(world=2))),
+        calls=SimpleNamespace(unanswered=()),
+        pool=SimpleNamespace(workers={0: loading, 1: Worker(None)}),
+        registry=SimpleNamespace(hellos={}),
+    )
+    monkeypatch.setattr(wait_reporter, "ANSWER_TIMEOUT_S", 0.05)
+
+    async def looks() -> list[str]:
+        reporter = WaitReporter(parts)
+        first = await reporter._what_is_waited_for()
+        loading.doing = None
+        return [first, await reporter._what_is_waited_for()]
+
+    first, again = asyncio.run(looks())
+    assert (
+        first
+        == again
+        == ("waiting for 2 of 2 workers (worker 0 is loading PyTorch and the job's code; worker 1 is starting up)")
+    )
 
 
 def test_a_driver_that_waits_for_nobody_or_tells_enough_or_has_long_steps_says_nothing(monkeypatch):

@@ -1,0 +1,53 @@
+"""Prints a run in a few lines, each with the run's name: for many runs side by side, as in a sweep."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+from raypar.console.event_lines import EventNarrator
+from raypar.redact_secrets import redact_certain_secrets
+
+if TYPE_CHECKING:
+    from raypar.launch.result import Result
+
+
+class BriefEventPrinter:
+    """Prints what a run waits for, warnings, what happens to its workers, and its end; call it with each event."""
+
+    def __init__(self, run: str, known_secrets: list[str], out: TextIO | None = None) -> None:
+        self.run = run
+        """The run's name."""
+        self.known_secrets = known_secrets
+        """Texts that are not printed."""
+        self.out = out or sys.stdout
+        """Where lines are printed."""
+        self.words = EventNarrator()
+        """Makes the lines of events."""
+        self.plan = ""
+        """The plan in words."""
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        """Show an event, if it is one of those."""
+        kind = event["kind"]
+        if kind == "stage":
+            self._show_stage(event)
+        elif kind not in ("started", "end", "checkpoint") and (line := self.words(event)) is not None:
+            self.line(line)
+
+    def _show_stage(self, event: dict[str, Any]) -> None:
+        """Show that training begins; the stages before that are not shown."""
+        if event["stage"] == "planned":
+            self.plan = event["text"].splitlines()[0].partition(";")[0]
+        elif event["stage"] == "built":
+            self.line(f"training begins: {self.plan}")
+
+    def finish(self, result: Result) -> None:
+        """Show how the run has ended."""
+        loss = result.metrics.get("loss")
+        self.line(f"{result.why}" + (f", loss {loss:.4f}" if loss is not None else "") + f"; in {result.path}")
+
+    def line(self, text: str) -> None:
+        """Print the lines of a text, each with the run's name."""
+        for one in redact_certain_secrets(text, self.known_secrets).splitlines():
+            print(f"{self.run}: {one}", file=self.out, flush=True)
