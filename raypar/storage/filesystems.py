@@ -229,11 +229,30 @@ def check_storage_is_writable(uri: StorageUri) -> None:
 
 def is_object_store(filesystem: Any) -> bool:
     """Whether a file here appears whole when it is closed, replaces one of the same name, and needs no folder."""
+    return _kind(filesystem) in ("s3", "gcs", "abfs")
+
+
+def list_folders(filesystem: Any, path: str) -> list[str]:
+    """The names of the folders in a folder; none if that is not there. Names that lead elsewhere are left out.
+
+    On GCS a folder is only a part of objects' names, and pyarrow lists no folder there that has no object of its own. So all
+    objects are listed. Raises what pyarrow raises.
+    """
+    from pyarrow.fs import FileSelector, FileType
+
+    found = filesystem.get_file_info(FileSelector(path, allow_not_found=True, recursive=_kind(filesystem) == "gcs"))
+    below = [(info.path.removeprefix(f"{path}/").partition("/"), info.type) for info in found]
+    names = {name for (name, slash, _), kind in below if slash or kind is FileType.Directory}
+    return sorted(name for name in names if name.isprintable() and name not in ("", ".", ".."))
+
+
+def _kind(filesystem: Any) -> str:
+    """pyarrow's name for the kind of a file system, of a part of one for that of the whole."""
     from pyarrow.fs import SubTreeFileSystem
 
     while isinstance(filesystem, SubTreeFileSystem):
         filesystem = filesystem.base_fs
-    return filesystem.type_name in ("s3", "gcs", "abfs")
+    return str(filesystem.type_name)
 
 
 def s3_client_of(uri: StorageUri) -> tuple[Any, str, str] | None:
