@@ -26,6 +26,9 @@ CONNECT_S, REQUEST_S = 5.0, 15.0
 """Limits for S3 to accept a connection and to answer a request; each request is tried three times."""
 WRITE_CHECK_S = 60.0
 """How long the storage may take to write and remove one small object, before a run begins."""
+LONGEST_KEY = 110
+"""Length of the object's name for that: about that of the longest one that a run writes below its run_dir, a worker's shard. A
+storage may limit it (S3 to 1,024 bytes in all)."""
 SECRETS_IN = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_CLIENT_SECRET", "AZURE_STORAGE_KEY")
 """Environment variables whose values are removed from messages."""
 STORAGE_CURE = "look at its address, at the network, and at the credentials that this machine has for it"
@@ -212,7 +215,7 @@ def check_storage_is_writable(uri: StorageUri) -> None:
 
     def check() -> None:
         filesystem, path = open_filesystem(uri)
-        name = f"{path}/.raypar-check-{uuid.uuid4().hex[:12]}"
+        name = f"{path}/.raypar-check-{uuid.uuid4().hex[:12]}".ljust(len(path) + LONGEST_KEY, "-")
         with storage_errors(
             f"cannot write to {uri}",
             ConfigError,
