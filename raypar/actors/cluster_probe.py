@@ -76,7 +76,7 @@ def send_code_whole() -> None:
 
 
 def ask_nodes(folder: str) -> list[dict[str, Any]]:
-    """What each node of the cluster that this process has joined says."""
+    """What each node of the cluster that this process has joined says. `folder`: that they are to see; empty: none."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -86,7 +86,7 @@ def ask_nodes(folder: str) -> list[dict[str, Any]]:
     asked = []
     with contextlib.ExitStack() as stack:
         file = None
-        if len(nodes) > 1:
+        if len(nodes) > 1 and folder:
             with contextlib.suppress(OSError):
                 file = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".raypar-doctor-", dir=folder)).name
         for node in nodes:
@@ -135,7 +135,7 @@ def main(address: str, folder: str) -> dict[str, Any]:
         return {"error": f"cannot join a Ray cluster at {address!r}: {error_first_line(error)}"}
     try:
         ours = NodeFactsProbe().describe(LIBRARIES, SETTINGS, None)
-        nodes = ask_nodes(folder if Path(folder).is_dir() else os.getcwd())
+        nodes = ask_nodes(folder if not folder or Path(folder).is_dir() else os.getcwd())
         return {"nodes": nodes, **{key: ours[key] for key in ("versions", "processor", "settings")}}
     finally:
         ray.shutdown()

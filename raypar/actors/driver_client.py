@@ -18,14 +18,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypar import __version__
 from raypar.actors.driver_actor import ABANDONED_S, DriverActor
 from raypar.actors.driver_shutdown import CLIENT_GONE_S
-from raypar.actors.run_request import RunRequest
+from raypar.actors.run_request import GRACE_S, RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import remove_leftover_placement_groups, run_namespace
 from raypar.elastic.actions import EndKind
 from raypar.errors import ActiveError, ClusterError, OutlivedError, RayparError, WorkerLost
-
-GRACE_S = 1.5
-"""How long the steps in flight may take after Ctrl-C before they are voided."""
 
 TURN_S = 0.5
 """Longest single wait for the driver; signals are handled between two waits."""

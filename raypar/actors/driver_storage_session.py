@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from raypar.actors.ray_lease_store import RayLeaseStore
-from raypar.actors.run_request import RunRequest
+from raypar.actors.run_request import GRACE_S, RunRequest
 from raypar.elastic import events as on
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
 from raypar.run_folder import SharedStoragePlace
@@ -40,6 +40,8 @@ class DriverStorageSession:
         """Sends the working folder."""
         self.told = False
         """Whether the run machine was told that the lease is lost."""
+        self.told_to_stop = False
+        """Whether the run machine was told that somebody wants the run to stop."""
 
     @property
     def uri(self) -> StorageUri:
@@ -72,10 +74,17 @@ class DriverStorageSession:
         self.lease.check()
 
     async def watch(self, over: Callable[[], bool], note: Callable[..., None], post: Callable[[on.RunEvent], None]) -> None:
-        """Pass on notes of the upload until the run is over; post a failure of the run if the lease is lost."""
+        """Pass on notes of the upload until the run is over.
+
+        Post a failure of the run if the lease is lost, and a request to stop if somebody has written one into the lease.
+        """
         while not over():
             for kind, text in self.upload.take_notes():
                 note(kind, text=text)
+            if self.lease is not None and self.lease.stop_requested and not self.told_to_stop:
+                self.told_to_stop = True
+                note("stopping", text=f"`raypar stop {self.uri}` was called: finishing the step and saving")
+                post(on.StopRequested("raypar stop", interrupt=True, grace_s=GRACE_S))
             lost = self.upload.lost or (self.lease.lost if self.lease is not None else None)
             if lost is not None and not self.told:
                 self.told = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
@@ -25,15 +24,14 @@ class RayLeaseStore:
         """Beginning of the keys of this run's lease."""
 
     def read(self) -> FoundLease | None:
-        """See `LeaseStore`. The age is by the clocks of the machines that wrote and read it."""
+        """See `LeaseStore`. Ray's store has no clock, so the age is not known."""
         for _ in range(READS):
             numbers = self._numbers()
             if not numbers:
                 return None
             value = _get(f"{self.prefix}{numbers[-1]}")
             if value is not None:
-                written_s, _, content = value.partition(b" ")
-                return FoundLease(parse_lease(content), str(numbers[-1]), max(0.0, time.time() - float(written_s)))
+                return FoundLease(parse_lease(value), str(numbers[-1]), None)
         raise ClusterError("the lease in Ray's store changes all the time", cure="run the same command again")
 
     def put(self, lease: Lease, version: str | None) -> str | None:
@@ -41,7 +39,7 @@ class RayLeaseStore:
         number = 1 if version is None else int(version) + 1
         if self._numbers()[-1:] != ([] if version is None else [number - 1]):
             return None
-        key, value = f"{self.prefix}{number}", b"%.3f %s" % (time.time(), lease.to_bytes())
+        key, value = f"{self.prefix}{number}", lease.to_bytes()
         try:
             there_already = _internal_kv_put(key, value, overwrite=False)
         except Exception as error:  # Ray's store fails with errors of many classes

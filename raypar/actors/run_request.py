@@ -12,6 +12,9 @@ from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StageConnectio
 from raypar.planner.model_profile import ModelProfile
 from raypar.schedule.step_timeline import Timeline
 
+GRACE_S = 1.5
+"""How long the steps in flight may take after Ctrl-C before they are voided."""
+
 
 @dataclass(frozen=True)
 class RunRequest:

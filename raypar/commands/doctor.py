@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 
+from raypar.console.run_folder_arguments import add_run_dir_argument
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar doctor`."""
     parser.add_argument("--address", help="the cluster whose nodes are asked, host:port (default: RAY_ADDRESS, else none)")
-    parser.add_argument("--run-dir", default="runs/", help="where runs are to lie (default runs/)")
+    add_run_dir_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -25,10 +27,12 @@ def run(args: argparse.Namespace) -> int:
     from raypar.doctor.finding import findings_as_json, format_findings, has_failures
     from raypar.doctor.gather import gather_facts
     from raypar.redact_secrets import redact_text, secrets_of_environment
+    from raypar.run_folder import check_local_path, parse_storage_location
 
+    run_dir = parse_storage_location(args.run_dir, "--run-dir") or check_local_path(args.run_dir, "--run-dir")
     address = args.address or os.environ.get("RAY_ADDRESS") or None
     clean = partial(redact_text, known=secrets_of_environment(os.environ))
-    found = examine(gather_facts(args.run_dir, address, os.environ), address)
+    found = examine(gather_facts(run_dir, address, os.environ), address)
     findings = [replace(finding, text=clean(finding.text)) for finding in found]
     print(findings_as_json(findings) if args.json else format_findings(findings))
     return 1 if has_failures(findings) else 0

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from raypar.console.run_folder_arguments import add_run_dir_argument
+
+if TYPE_CHECKING:
+    from raypar.run_folder import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -11,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "node", help="beginning of the node's id (`raypar status` shows it), its IP, or its raylet's pid if here"
     )
-    parser.add_argument("--run", help="a run on the cluster: its name under --run-dir, or the path of its folder")
-    parser.add_argument("--run-dir", default="runs/", help="where runs lie (default runs/)")
+    parser.add_argument("--run", help="a run on the cluster: its name under --run-dir, or the path or URI of its folder")
+    add_run_dir_argument(parser)
     parser.add_argument("--address", help="the cluster's address host:port (default: the run's, the pid's, or RAY_ADDRESS)")
     parser.add_argument("--deadline-s", type=float, default=120.0, metavar="S", help="the node leaves then (default 120)")
     parser.add_argument("--reason", default="raypar drain", metavar="TEXT", help="what Ray's log says")
@@ -80,28 +85,34 @@ def run(args: argparse.Namespace) -> int:
 
 def read_cluster_facts_of_run(run: str, run_dir: str) -> dict[str, Any]:
     """Facts of a run's cluster: kind, address, nodes. Raises `ConfigError`, also if the run is over."""
-    import re
-
     from raypar.errors import ConfigError
     from raypar.run_folder import RunFolder
 
-    folder = RunFolder.find(run, run_dir, with_job=False)
-    if (folder.read_document(folder.members) or {}).get("phase") == "ended":
-        job = re.sub(r"-\d+$", "", folder.name)
-        beside = [
-            RunFolder(path) for path in folder.path.parent.iterdir() if re.fullmatch(re.escape(job) + r"(-\d+)?", path.name)
-        ]
-        active = [run.name for run in beside if run.is_locked()]
-        raise ConfigError(
-            f"run {folder.name} has ended: it has no work to move off",
-            cure=f"--run {' or --run '.join(sorted(active))} is under way"
-            if active
-            else "to drain a node all the same give --address host:port",
-        )
-    facts = folder.read_document(folder.cluster)
-    if facts is None or any(facts.get(key) is None for key in ("kind", "address", "nodes")):
-        raise ConfigError(
-            f"run {folder.name} does not say where its cluster is: {folder.cluster} is missing or incomplete",
-            cure="give --address host:port",
-        )
-    return facts
+    with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:
+        if (folder.read_document(folder.members) or {}).get("phase") == "ended":
+            active = [] if folder.shared is not None else runs_under_way_of_same_job(folder)
+            raise ConfigError(
+                f"run {folder.name} has ended: it has no work to move off",
+                cure=f"--run {' or --run '.join(sorted(active))} is under way"
+                if active
+                else "to drain a node all the same give --address host:port",
+            )
+        facts = folder.read_document(folder.cluster)
+        if facts is None or any(facts.get(key) is None for key in ("kind", "address", "nodes")):
+            raise ConfigError(
+                f"run {folder.name} does not say where its cluster is: {folder.place_of(folder.cluster)} is missing or "
+                "incomplete",
+                cure="give --address host:port",
+            )
+        return facts
+
+
+def runs_under_way_of_same_job(folder: RunFolder) -> list[str]:
+    """The names of the runs beside this one that have the same job's name and are under way on this machine."""
+    import re
+
+    from raypar.run_folder import RunFolder
+
+    job = re.sub(r"-\d+$", "", folder.name)
+    beside = [RunFolder(path) for path in folder.path.parent.iterdir() if re.fullmatch(re.escape(job) + r"(-\d+)?", path.name)]
+    return [run.name for run in beside if run.is_locked()]

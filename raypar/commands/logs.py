@@ -7,9 +7,10 @@ Exit codes: 0 printed, of a followed run or job: as `raypar submit` (0 done, 1 f
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
-from raypar.commands.submit import RUN_HELP, add_address_argument, follow_to_the_end
+from raypar.commands.submit import RUN_HELP, add_address_argument, follow_to_the_end, means_a_folder
 
 if TYPE_CHECKING:
     from raypar.run_folder import RunFolder
@@ -20,6 +21,8 @@ POLL_STORAGE_S = 3.0
 """How often those of a run on shared storage are, at most: each look reads them again, in at most a tenth of the time."""
 GONE_S = 30.0
 """How long a followed run without a process on this machine may write nothing."""
+GONE_FROM_STORAGE_S = 600.0
+"""The same for a run on storage, which trains elsewhere, if that storage has no lease that would say that it trains."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.launch.job_server import connect_job_server, find_server_address
     from raypar.run_folder import RunFolder
 
-    address = find_server_address(args.address) if args.run_dir is None else None
+    address = None if means_a_folder(args.run, args.run_dir, args.address) else find_server_address(args.address)
     with json_stdout(args.json) as out:
         if address is None:
             with RunFolder.open_for_reading(args.run, args.run_dir or "runs/", with_job=False) as folder:
@@ -69,11 +72,13 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
     from raypar.errors import ClusterError
     from raypar.launch.new_run_lines import NewLines
     from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, without_certain_secrets
+    from raypar.run_folder import resume_argument
     from raypar.storage.folder_download import download_run
 
     known = secrets_of_environment(os.environ)
     log, end = RunLogFormatter(read_job_step_count(folder)), None
     files = NewLines(folder.metrics), NewLines(folder.events)
+    trains = trains_elsewhere(folder)
     heard_s = time.monotonic()
     while True:
         looked_s = time.monotonic()
@@ -93,11 +98,35 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
         if end is not None and not locked:
             return exit_code_of_end(str(end["end"]))
         heard_s = time.monotonic() if metrics or events or locked else heard_s
-        if time.monotonic() - heard_s > GONE_S:
+        silent_s = time.monotonic() - heard_s
+        if silent_s > GONE_S and not trains(silent_s):
+            who = "no process of this machine trains it" if folder.shared is None else "nothing says that a process trains it"
+            place = resume_argument(folder.place)
             raise ClusterError(
-                f"run {folder.name} has written nothing for {GONE_S:.0f} s, and no process of this machine trains it",
-                cure=f"`raypar status {folder.place}` says what it was doing; `raypar resume {folder.place}` goes on from its "
-                "last checkpoint",
+                f"run {folder.name} has written nothing for {silent_s:.0f} s, and {who}",
+                cure=f"`raypar status {place}` says what it was doing; `raypar resume {place}` goes on from its last "
+                "checkpoint",
             )
         took_s = time.monotonic() - looked_s
         time.sleep(POLL_S if folder.shared is None else max(POLL_STORAGE_S, 9 * took_s))
+
+
+def trains_elsewhere(folder: RunFolder) -> Callable[[float], bool]:
+    """A function of how long a run has been silent (seconds): whether it may still train, on another machine.
+
+    On S3 its lease says so; of other storage a run may be silent for `GONE_FROM_STORAGE_S`. A run in a folder of this machine
+    has its lock.
+    """
+    from raypar.errors import ConfigError
+    from raypar.storage.run_lease import is_held
+    from raypar.storage.s3_lease_store import s3_lease_store
+
+    if folder.shared is None:
+        return lambda silent_s: False
+    try:
+        store = s3_lease_store(folder.shared.uri)
+    except ConfigError:  # boto3 is missing; reading needs none
+        store = None
+    if store is None:
+        return lambda silent_s: silent_s < GONE_FROM_STORAGE_S
+    return lambda silent_s: is_held(store.read())

@@ -26,10 +26,9 @@ DEADLINE_S = 60.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `raypar runs`."""
-    parser.add_argument(
-        "--run-dir",
-        help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/); given, the cluster is not asked",
-    )
+    where = "where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/); given, the cluster is not asked"
+    parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help=where)
+    parser.add_argument("--run-dir", dest="run_dir_option", metavar="RUN_DIR", help="the same")
     add_address_argument(parser)
     parser.add_argument("--last", type=int, default=20, metavar="N", help="show the last N (default 20; 0: all)")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
@@ -46,14 +45,17 @@ def run(args: argparse.Namespace) -> int:
 
     if args.last < 0:
         raise ConfigError(f"--last {args.last}", cure="give a number of runs, or 0 for all")
-    if args.address is not None and args.run_dir is not None:
+    if args.run_dir is not None and args.run_dir_option is not None:
+        raise ConfigError(f"two places of runs: {args.run_dir} and --run-dir {args.run_dir_option}", cure="give one of them")
+    run_dir = args.run_dir if args.run_dir is not None else args.run_dir_option
+    if args.address is not None and run_dir is not None:
         raise ConfigError("--address lists a cluster's jobs, --run-dir the runs in a folder", cure="give one of them")
-    address = find_server_address(args.address) if args.run_dir is None else None
+    address = find_server_address(args.address) if run_dir is None else None
     now = time.time()
     with json_stdout(args.json) as out:
         if address is None:
-            place = f"{args.run_dir or 'runs/'}"
-            rows = list_runs_in_folder(args.run_dir or "runs/", args.last, now)
+            place = run_dir or "runs/"
+            rows = list_runs_in_folder(place, args.last, now)
         else:
             server = connect_job_server(address)
             place = server.name

@@ -1,5 +1,5 @@
-"""`raypar stop RUN`: lets a run finish its step, save a checkpoint and end, as Ctrl-C does; with --address (or
-RAY_API_SERVER_ADDRESS) a cluster's submitted job.
+"""`raypar stop RUN`: lets a run finish its step, save a checkpoint and end, as Ctrl-C does. A run of this machine, a run on S3
+wherever it trains, or, with --address (or RAY_API_SERVER_ADDRESS), a cluster's submitted job.
 
 Exit codes: 0 it has ended (or had before), 1 it has not within --wait-s, 2 no such run.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from raypar.commands.submit import RUN_HELP, add_address_argument, print_to_stderr
+from raypar.commands.submit import RUN_HELP, add_address_argument, means_a_folder, print_to_stderr
 
 if TYPE_CHECKING:
     from raypar.launch.cluster_jobs import ClusterJob
@@ -37,14 +37,13 @@ def run(args: argparse.Namespace) -> int:
     from raypar.errors import ConfigError
     from raypar.launch.cluster_jobs import match_job, parse_ray_job_record
     from raypar.launch.job_server import connect_job_server, find_server_address
-    from raypar.run_folder import RunFolder
 
     if not args.wait_s > 0:
         raise ConfigError(f"--wait-s {args.wait_s:g}", cure="give the seconds that the run may take to end, more than 0")
-    address = find_server_address(args.address) if args.run_dir is None else None
+    address = None if means_a_folder(args.run, args.run_dir, args.address) else find_server_address(args.address)
     with json_stdout(args.json) as out:
         if address is None:
-            facts = stop_run_of_folder(RunFolder.find(args.run, args.run_dir or "runs/", with_job=False), args.wait_s)
+            facts = stop_run_of_folder(args.run, args.run_dir or "runs/", args.wait_s)
         else:
             server = connect_job_server(address)
             facts = stop_job(server, match_job(args.run, [*map(parse_ray_job_record, server.jobs())], server.name), args.wait_s)
@@ -53,20 +52,35 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def stop_run_of_folder(folder: RunFolder, wait_s: float) -> dict[str, Any]:
-    """Stop the run in a folder; returns what it has come to, with a `text` for people."""
+def stop_run_of_folder(run: str, run_dir: str, wait_s: float) -> dict[str, Any]:
+    """Stop the run in a folder or on storage; returns what it has come to, with a `text` for people. Raises `ConfigError`."""
+    from raypar.launch.stop_local_run import stop_local_run
+    from raypar.launch.stop_run_on_storage import stop_run_on_storage
+    from raypar.run_folder import RunFolder
+
+    with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:
+        if folder.shared is None:
+            return describe_stopped_run(folder, stop_local_run(folder, wait_s, print_to_stderr))
+        stopped = stop_run_on_storage(folder.shared.uri, wait_s, print_to_stderr)
+        place = folder.place
+    with RunFolder.open_for_reading(place, with_job=False) as folder:  # as it is now
+        return describe_stopped_run(folder, stopped)
+
+
+def describe_stopped_run(folder: RunFolder, stopped: bool) -> dict[str, Any]:
+    """What a run has come to, with a `text` for people. `stopped`: whether it was under way before."""
     import time
 
     from raypar.commands.runs import read_run_row
-    from raypar.launch.stop_local_run import stop_local_run
+    from raypar.run_folder import resume_argument
+    from raypar.worker.checkpoint.checkpoint_store import open_checkpoint_store
 
-    stopped = stop_local_run(folder, wait_s, print_to_stderr)
     row = read_run_row(folder, time.time())
     at = f"after {row.step} of {row.steps} steps" if row.steps is not None else f"after {row.step} steps"
     text = f"run {folder.name} has ended {at}" if stopped else f"nothing trains run {folder.name}: it is {row.state} {at}"
-    saved = sorted(path.name for path in folder.checkpoints.glob("step_*"))
+    saved = sorted(name for name in open_checkpoint_store(folder.checkpoint_location).names() if name.startswith("step_"))
     if saved and row.state != "done":
-        text += f"\nnext: raypar resume {folder.path} goes on from {saved[-1]}"
+        text += f"\nnext: raypar resume {resume_argument(folder.place)} goes on from {saved[-1]}"
     return {**row.facts(), "stopped": stopped, "checkpoint": saved[-1] if saved else None, "text": text}
 
 

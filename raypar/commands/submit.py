@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from raypar.launch.job_printer import JobPrinter
     from raypar.launch.job_server import JobServer
 
-RUN_HELP = "of a cluster: submission id or name of a job; else name of a run under --run-dir, or its path"
+RUN_HELP = "of a cluster: submission id or name of a job; else name of a run under --run-dir, or its path or URI"
 """What names a run, for logs and stop."""
 
 
@@ -43,6 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_address_argument(parser: argparse.ArgumentParser, default: str = "RAY_API_SERVER_ADDRESS") -> None:
     """`--address`, which submit, runs, logs and stop share."""
     parser.add_argument("--address", metavar="URL", help=f"the cluster's job server, http://HEAD:8265 (default: {default})")
+
+
+def means_a_folder(run: str, run_dir: str | None, address: str | None) -> bool:
+    """Whether RUN of logs and stop is that of a folder or of storage whatever the environment says of a cluster: --run-dir is
+    given, or RUN is a URI and no --address is."""
+    from raypar.worker.checkpoint.checkpoint_store import storage_scheme
+
+    return run_dir is not None or (address is None and bool(storage_scheme(run)))
 
 
 def run(args: argparse.Namespace) -> int:

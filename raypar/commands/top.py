@@ -92,7 +92,7 @@ def follow_run_folder(folder: RunFolder) -> Callable[[], LiveView]:
         now = time.time()
         status = build_run_status(
             folder.name,
-            str(folder.path),
+            folder.place,
             steps=steps,
             plan=folder.read_document(folder.plan, damaged=True),
             members=folder.read_document(folder.members, damaged=True),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raypar.doctor.finding import Finding, Level, NotKnown, not_checked
-from raypar.doctor.machine_facts import FolderFacts, HostFacts, LimitFacts, ProcessorFacts, TlsFacts, TokenFacts
+from raypar.doctor.machine_facts import FolderFacts, HostFacts, LimitFacts, ProcessorFacts, StorageFacts, TlsFacts, TokenFacts
 
 GOOD = {
     "python": ((3, 10), (3, 15)), "torch": ((2, 6), (3,)), "ray": ((2, 60), (3,)), "numpy": ((1, 24), (3,)),
@@ -26,6 +26,8 @@ WORKER_BYTES = 450 << 20
 GOOD_OPEN_FILES, LEAST_OPEN_FILES = 8192, 1024
 GOOD_PROCESSES = 4096
 LITTLE_DISK, LEAST_DISK = 10 << 30, 1 << 30
+SLOW_STORAGE_S = 5.0
+"""A storage that takes longer for one small object is slow."""
 RAY_FULL = 0.95
 """Share of the disk below Ray's folder that may be used: Ray stores no objects beyond."""
 
@@ -177,10 +179,12 @@ def check_shm(facts: FolderFacts | NotKnown) -> list[Finding]:
     return [Finding("ok", "/dev/shm", text)]
 
 
-def check_runs_folder(facts: FolderFacts | NotKnown) -> list[Finding]:
-    """The folder of runs: writable, with room for checkpoints."""
+def check_runs_folder(facts: FolderFacts | StorageFacts | NotKnown) -> list[Finding]:
+    """The folder of runs: writable, with room for checkpoints; or the storage."""
     if isinstance(facts, NotKnown):
         return [not_checked("runs folder", facts)]
+    if isinstance(facts, StorageFacts):
+        return [_check_runs_storage(facts)]
     if facts.error:
         return [Finding("failure", "runs folder", f"{facts.path}: {facts.error}", "give --run-dir a folder you may write")]
     text = f"{facts.path} is writable, {gib(facts.free_bytes)} free of {gib(facts.size_bytes)}"
@@ -193,6 +197,19 @@ def check_runs_folder(facts: FolderFacts | NotKnown) -> list[Finding]:
         cure = "a checkpoint is about three times as large as the weights; free disk space, or set run_dir to another disk"
         return [Finding("warning", "runs folder", text, cure)]
     return [Finding("ok", "runs folder", text)]
+
+
+def _check_runs_storage(facts: StorageFacts) -> Finding:
+    """Runs on storage: writable, quick, with a lock between clusters."""
+    if facts.error:
+        return Finding("failure", "runs folder", facts.error, facts.cure)
+    text = f"{facts.uri} is writable: a small object was written and removed in {facts.write_s:.1f} s"
+    if facts.write_s > SLOW_STORAGE_S:
+        cure = "use storage in the region of the cluster, and look at the network to it"
+        return Finding("warning", "runs folder", f"{text}; metrics are sent late, and checkpoints take long", cure)
+    if not facts.guarded:
+        text += "; two clusters that train one run there are not kept from each other (S3 has a lock)"
+    return Finding("ok", "runs folder", text)
 
 
 def check_temporary_folder(facts: FolderFacts | NotKnown) -> list[Finding]:

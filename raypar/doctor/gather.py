@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,14 @@ from raypar.doctor.machine_facts import (
     LimitFacts,
     NodeFacts,
     ProcessorFacts,
+    StorageFacts,
     TlsFacts,
     TokenFacts,
 )
+from raypar.errors import RayparError
+from raypar.storage.filesystems import WRITE_CHECK_S, check_storage_is_writable
+from raypar.storage.s3_lease_store import s3_lease_store
+from raypar.storage.storage_uri import StorageUri
 
 Fact = TypeVar("Fact")
 
@@ -71,7 +77,7 @@ class Gathering:
         return self.found
 
 
-def gather_facts(run_dir: str, address: str | None, environment: Mapping[str, str]) -> DoctorFacts:
+def gather_facts(run_dir: Path | StorageUri, address: str | None, environment: Mapping[str, str]) -> DoctorFacts:
     """All facts, gathered side by side. `address`: of the cluster to ask; None: none is asked."""
     gpus = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*")))
     temp = environment.get("RAY_TMPDIR") or tempfile.gettempdir()
@@ -81,7 +87,11 @@ def gather_facts(run_dir: str, address: str | None, environment: Mapping[str, st
     processors = Gathering(read_processors, SYSTEM_S, "reading /proc and the container's limits")
     limits = Gathering(read_limits, SYSTEM_S, "reading limits")
     host = Gathering(read_host, SYSTEM_S, "resolving the name of this machine")
-    folders = [Gathering(partial(read_folder, path), SYSTEM_S, f"looking at {path}") for path in ("/dev/shm", run_dir, temp)]
+    folders = [Gathering(partial(read_folder, path), SYSTEM_S, f"looking at {path}") for path in ("/dev/shm", temp)]
+    if isinstance(run_dir, StorageUri):
+        runs = Gathering(partial(read_storage, run_dir), WRITE_CHECK_S + 5, f"writing to {run_dir}")
+    else:
+        runs = Gathering(partial(read_folder, run_dir), SYSTEM_S, f"looking at {run_dir}")
     libraries = ["torch", "torchvision", *["nccl"] * bool(gpus)]
     torch = Gathering(lambda: run_probe("import_probe", libraries, IMPORT_S), IMPORT_S + 5, "importing PyTorch")
     ray = Gathering(lambda: run_probe("import_probe", ["ray"], IMPORT_S), IMPORT_S + 5, "importing Ray")
@@ -104,8 +114,8 @@ def gather_facts(run_dir: str, address: str | None, environment: Mapping[str, st
         nccl=answer(answers, "nccl"),
         ray=answer(ray_answers, "ray"),
         shm=folders[0].result(),
-        runs=folders[1].result(),
-        temporary=folders[2].result(),
+        runs=runs.result(),
+        temporary=folders[1].result(),
         limits=limits.result(),
         host=host.result(),
         token=token.result(),
@@ -144,9 +154,10 @@ def run_probe(module: str, words: Sequence[str], deadline_s: float) -> dict[str,
     return found
 
 
-def ask_cluster(address: str, folder: str) -> ClusterFacts | NotKnown:
-    """What the nodes of a cluster say."""
-    found = run_probe("cluster_probe", [address, str(Path(folder).expanduser().resolve())], CLUSTER_S)
+def ask_cluster(address: str, run_dir: Path | StorageUri) -> ClusterFacts | NotKnown:
+    """What the nodes of a cluster say. Whether they see the runs folder is asked only of a folder."""
+    folder = "" if isinstance(run_dir, StorageUri) else str(run_dir.resolve())
+    found = run_probe("cluster_probe", [address, folder], CLUSTER_S)
     if "nodes" not in found:
         return NotKnown(str(found.get("error") or f"{address} gave no answer within {CLUSTER_S:g} s"))
     nodes = tuple(NodeFacts(**node) for node in found["nodes"])
@@ -199,9 +210,20 @@ def _number(path: str) -> int | None:
     return int(words[0]) if words and words[0].strip().isdigit() else None
 
 
-def read_folder(given: str) -> FolderFacts:
+def read_storage(uri: StorageUri) -> StorageFacts:
+    """A place on shared storage; whether an object can be written and removed there."""
+    began_s = time.monotonic()
+    try:
+        guarded = s3_lease_store(uri) is not None
+        check_storage_is_writable(uri)
+    except RayparError as error:
+        return StorageFacts(str(uri), error.what, error.cure)
+    return StorageFacts(str(uri), write_s=time.monotonic() - began_s, guarded=guarded)
+
+
+def read_folder(given: str | Path) -> FolderFacts:
     """A folder, or the nearest above it that exists; whether a file can be made there."""
-    path = Path(given).expanduser().resolve()
+    path = Path(given).resolve()
     while not path.exists() and path != path.parent:
         path = path.parent
     error = ""

@@ -39,6 +39,22 @@ class FolderFacts:
 
 
 @dataclass(frozen=True)
+class StorageFacts:
+    """A place for runs on shared storage, such as S3."""
+
+    uri: str
+    """The place."""
+    error: str = ""
+    """Why nothing can be written there; empty if it can."""
+    cure: str = ""
+    """What to do about that."""
+    write_s: float = 0.0
+    """How long it took to write and remove a small object."""
+    guarded: bool = False
+    """Whether runs of other clusters are kept out by a lease there, as on S3."""
+
+
+@dataclass(frozen=True)
 class LimitFacts:
     """Limits of this process (ulimit); None: unlimited."""
 
@@ -146,7 +162,8 @@ class DoctorFacts:
     ray: Mapping[str, Any] | NotKnown
     """`error`: why it cannot be imported."""
     shm: FolderFacts | NotKnown
-    runs: FolderFacts | NotKnown
+    runs: FolderFacts | StorageFacts | NotKnown
+    """Where runs are to lie."""
     temporary: FolderFacts | NotKnown
     limits: LimitFacts | NotKnown
     host: HostFacts | NotKnown

@@ -82,7 +82,7 @@ class ClientStorageSession:
 
         self.tell({"kind": "warning", "text": NO_GUARD.format(place=self.uri)})
         lease = self._held(RayLeaseStore(str(self.uri)))
-        lease.take()
+        lease.take(lambda text: self.tell({"kind": "waiting", "text": text}))
         assert self.folder.shared is not None
         self.folder = replace(self.folder, shared=replace(self.folder.shared, lease_in_ray=True))
         self._keep(lease)

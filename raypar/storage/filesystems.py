@@ -26,6 +26,9 @@ CONNECT_S, REQUEST_S = 5.0, 15.0
 """Limits for S3 to accept a connection and to answer a request; each request is tried three times."""
 WRITE_CHECK_S = 60.0
 """How long the storage may take to write and remove one small object, before a run begins."""
+LONGEST_KEY = 110
+"""Length of the object's name for that: about that of the longest one that a run writes below its run_dir, a worker's shard. A
+storage may limit it (S3 to 1,024 bytes in all)."""
 SECRETS_IN = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_CLIENT_SECRET", "AZURE_STORAGE_KEY")
 """Environment variables whose values are removed from messages."""
 STORAGE_CURE = "look at its address, at the network, and at the credentials that this machine has for it"
@@ -212,7 +215,7 @@ def check_storage_is_writable(uri: StorageUri) -> None:
 
     def check() -> None:
         filesystem, path = open_filesystem(uri)
-        name = f"{path}/.raypar-check-{uuid.uuid4().hex[:12]}"
+        name = f"{path}/.raypar-check-{uuid.uuid4().hex[:12]}".ljust(len(path) + LONGEST_KEY, "-")
         with storage_errors(
             f"cannot write to {uri}",
             ConfigError,
@@ -229,11 +232,30 @@ def check_storage_is_writable(uri: StorageUri) -> None:
 
 def is_object_store(filesystem: Any) -> bool:
     """Whether a file here appears whole when it is closed, replaces one of the same name, and needs no folder."""
+    return _kind(filesystem) in ("s3", "gcs", "abfs")
+
+
+def list_folders(filesystem: Any, path: str) -> list[str]:
+    """The names of the folders in a folder; none if that is not there. Names that lead elsewhere are left out.
+
+    On GCS a folder is only a part of objects' names, and pyarrow lists no folder there that has no object of its own. So all
+    objects are listed. Raises what pyarrow raises.
+    """
+    from pyarrow.fs import FileSelector, FileType
+
+    found = filesystem.get_file_info(FileSelector(path, allow_not_found=True, recursive=_kind(filesystem) == "gcs"))
+    below = [(info.path.removeprefix(f"{path}/").partition("/"), info.type) for info in found]
+    names = {name for (name, slash, _), kind in below if slash or kind is FileType.Directory}
+    return sorted(name for name in names if name.isprintable() and name not in ("", ".", ".."))
+
+
+def _kind(filesystem: Any) -> str:
+    """pyarrow's name for the kind of a file system, of a part of one for that of the whole."""
     from pyarrow.fs import SubTreeFileSystem
 
     while isinstance(filesystem, SubTreeFileSystem):
         filesystem = filesystem.base_fs
-    return filesystem.type_name in ("s3", "gcs", "abfs")
+    return str(filesystem.type_name)
 
 
 def s3_client_of(uri: StorageUri) -> tuple[Any, str, str] | None:

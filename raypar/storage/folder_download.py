@@ -6,6 +6,7 @@ the code that reads the folder.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from raypar.atomic_write import explain_write_errors, regular_file_opener
 from raypar.errors import ConfigError
 from raypar.read_run_lines import FILE_BYTES
-from raypar.storage.filesystems import open_filesystem, storage_errors
+from raypar.storage.filesystems import list_folders, open_filesystem, storage_errors
 from raypar.storage.line_chunks import first_line_of_name
 from raypar.storage.pyarrow_store import write_atomically
 from raypar.storage.run_files import CHECKPOINTS, DOCUMENTS, LINE_FILES, SENT_DOCUMENT_BYTES
@@ -51,13 +52,11 @@ def has_document(uri: StorageUri, name: str) -> bool:
 
 def list_runs_below(uri: StorageUri) -> list[tuple[StorageUri, float]]:
     """(place, Unix time of the last start) of all runs below a place, by ascending time. Raises `ConfigError`."""
-    from pyarrow.fs import FileSelector, FileType
+    from pyarrow.fs import FileType
 
     with storage_errors(f"cannot read {uri}", ConfigError):
         filesystem, path = open_filesystem(uri)
-        found = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
-        names = [info.base_name for info in found if info.type is FileType.Directory]
-        names = [name for name in names if name.isprintable() and name not in ("", ".", "..")]
+        names = list_folders(filesystem, path)
         marks = ("cluster.json", "job.yaml")
         infos = filesystem.get_file_info([f"{path}/{name}/{mark}" for name in names for mark in marks]) if names else []
     started = {
@@ -161,6 +160,6 @@ def upload_document(uri: StorageUri, name: str, text: str) -> None:
 
 def remove_run(uri: StorageUri) -> None:
     """Remove everything at a run's place. Raises `ConfigError`."""
-    with storage_errors(f"cannot remove {uri}", ConfigError):
+    with storage_errors(f"cannot remove {uri}", ConfigError), contextlib.suppress(FileNotFoundError):  # GCS: at the end
         filesystem, path = open_filesystem(uri)
         filesystem.delete_dir(path)

@@ -7,14 +7,28 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 from raypar.errors import ClusterError, LeaseHeldError, LeaseLostError
-from raypar.storage.run_lease import LEASE_S, RENEW_S, Lease, LeaseStore, claim_lease, may_write, renew_lease
+from raypar.storage.run_lease import (
+    LEASE_S,
+    RENEW_S,
+    FoundLease,
+    Lease,
+    LeaseStore,
+    claim_lease,
+    is_held,
+    may_write,
+    renew_lease,
+)
 
 WRITE_ATTEMPTS = 5
 """How often a conditional write is tried: it fails if another process of the same run has renewed the lease meanwhile."""
 STOP_S = 5.0
 """How long `stop_renewing` waits for the thread."""
+WATCH_S = 1.0
+"""Time between two looks at a lease in a store without a clock."""
 
 
 def seconds_since_boot() -> float:
@@ -45,16 +59,22 @@ class HeldLease:
         """The error if another process has the lease now; None while it is held."""
         self.failure = ""
         """Why the last renewal failed; empty if it succeeded."""
+        self.stop_requested = False
+        """Whether the run is to save and end: somebody has written that into the lease (`raypar stop`)."""
         self._stopped = threading.Event()
         """Set by `stop_renewing`."""
         self._thread: threading.Thread | None = None
         """The thread that renews; None before `start_renewing`."""
 
-    def take(self) -> None:
-        """Take the lease. Raises `LeaseHeldError` if it is another's, `ClusterError` if the store does not answer."""
+    def take(self, waiting: Callable[[str], None] = lambda text: None) -> None:
+        """Take the lease. Raises `LeaseHeldError` if it is another's, `ClusterError` if the store does not answer.
+
+        `waiting` is called with a line before this takes longer: a lease of unknown age is watched for `LEASE_S`.
+        """
         for _ in range(WRITE_ATTEMPTS):
+            found = self._with_watched_age(self.store.read(), waiting)
             began_s = seconds_since_boot()
-            lease, version = claim_lease(self.store.read(), self.mine, self.run, self.place)
+            lease, version = claim_lease(found, self.mine, self.run, self.place)
             if self.store.put(lease, version) is not None or self._is_there(lease):
                 self.renewed_s = began_s
                 return
@@ -63,13 +83,29 @@ class HeldLease:
             cure="run the same command again",
         )
 
+    def _with_watched_age(self, found: FoundLease | None, waiting: Callable[[str], None]) -> FoundLease | None:
+        """The lease with an age. One of unknown age is watched: it is over if nobody renews it for `LEASE_S`.
+
+        So the clocks of two machines are never compared. The owner renews it every `RENEW_S`, so a living one is soon seen.
+        """
+        if found is None or found.age_s is not None or not is_held(found) or found.lease.owner == self.mine.owner:
+            return found
+        waiting(f"looking whether {found.lease.holder}, which has trained in {self.place}, still does: up to {LEASE_S:.0f} s")
+        began_s = seconds_since_boot()
+        while (watched_s := seconds_since_boot() - began_s) < LEASE_S:
+            time.sleep(WATCH_S)
+            now = self.store.read()
+            if now is None or now.version != found.version:
+                return now if now is None else replace(now, age_s=0.0)
+        return replace(found, age_s=watched_s)
+
     def renew(self) -> None:
         """Write the lease again. Raises `LeaseLostError`, and `ClusterError` if the store does not answer."""
         for _ in range(WRITE_ATTEMPTS):
             began_s = seconds_since_boot()
             lease, version = renew_lease(self.store.read(), self.mine, self.run, self.place)
             if self.store.put(lease, version) is not None or self._is_there(lease):
-                self.renewed_s = began_s
+                self.renewed_s, self.stop_requested = began_s, lease.stop_requested
                 return
         raise ClusterError(f"the lease of {self.place} changed {WRITE_ATTEMPTS} times while it was renewed")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from raypar.errors import CheckpointError
-from raypar.storage.filesystems import is_object_store, open_filesystem, storage_errors
+from raypar.storage.filesystems import is_object_store, list_folders, open_filesystem, storage_errors
 from raypar.storage.storage_uri import StorageUri
 from raypar.untrusted_files import shorten
 
@@ -223,12 +223,10 @@ class PyarrowStore:
 
     def _folders(self) -> dict[str, bool]:
         """Name of each folder at this place -> whether it has the last file. Raises what pyarrow raises."""
-        from pyarrow.fs import FileSelector, FileType
+        from pyarrow.fs import FileType
 
         filesystem, path = open_filesystem(self.uri)
-        found = filesystem.get_file_info(FileSelector(path, allow_not_found=True))
-        names = [info.base_name for info in found if info.type is FileType.Directory]
-        names = [name for name in names if name.isprintable() and not _BEGUN.fullmatch(name) and name not in ("", ".", "..")]
+        names = [name for name in list_folders(filesystem, path) if not _BEGUN.fullmatch(name)]
         there = filesystem.get_file_info([f"{path}/{name}/{self.last_file}" for name in names]) if names else []
         return {name: info.type is FileType.File for name, info in zip(names, there, strict=True)}
 

@@ -38,6 +38,8 @@ class Lease:
     """How often it has been renewed."""
     released: bool = False
     """Whether its owner has ended, so that any process may take it at once."""
+    stop_requested: bool = False
+    """Whether somebody has asked the owner to save and end (`raypar stop`). The owner keeps it when it renews."""
 
     def to_bytes(self) -> bytes:
         """The lease as JSON."""
@@ -52,8 +54,8 @@ class FoundLease:
     """Its content."""
     version: str
     """The version that a conditional write must name to replace it."""
-    age_s: float
-    """How long ago it was written, by the store's own clock where it has one."""
+    age_s: float | None
+    """How long ago it was written, by the store's own clock; None: the store has no clock, and those of machines differ."""
 
 
 class LeaseStore(Protocol):
@@ -75,30 +77,36 @@ def parse_lease(content: bytes) -> Lease:
         if len(content) > LEASE_BYTES:
             raise ValueError("too long")
         found = parse_untrusted_json(content)
-        lease = Lease(str(found["owner"]), str(found["holder"]), found["renewal"], found["released"])
-        if type(lease.renewal) is not int or type(lease.released) is not bool:
+        stop = found.get("stop_requested", False)
+        lease = Lease(str(found["owner"]), str(found["holder"]), found["renewal"], found["released"], stop)
+        if type(lease.renewal) is not int or type(lease.released) is not bool or type(stop) is not bool:
             raise ValueError("wrong types")
         return lease
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return Lease("", "a process whose lease raypar cannot read")
 
 
 def claim_lease(found: FoundLease | None, mine: Lease, run: str, place: str) -> tuple[Lease, str | None]:
     """(the lease to write, the version to replace) for a process that wants to take the lease `found`.
 
-    Raises `LeaseHeldError` if another process holds it.
+    Raises `LeaseHeldError` if another process holds it. A lease without an age counts as just written: see `HeldLease.take`.
     """
     if found is None:
         return mine, None
-    if found.lease.owner == mine.owner or found.lease.released or found.age_s >= LEASE_S:
+    age_s = found.age_s or 0.0
+    if found.lease.owner == mine.owner or found.lease.released or age_s >= LEASE_S:
         return replace(mine, renewal=found.lease.renewal + 1), found.version
-    left = LEASE_S - found.age_s
     raise LeaseHeldError(
         f"run {run} is under way: {shorten(found.lease.holder)} trains in {place}, and was last heard of "
-        f"{max(0.0, found.age_s):.0f} s ago",
+        f"{max(0.0, age_s):.0f} s ago",
         cure=f"`raypar status {shlex.quote(place)}` says how it gets on: wait for its end, or stop it there; if it has died, "
-        f"its lease ends in {left:.0f} s, and the same command takes the run over then",
+        f"its lease ends in {LEASE_S - age_s:.0f} s, and the same command takes the run over then",
     )
+
+
+def is_held(found: FoundLease | None) -> bool:
+    """Whether a process holds the lease, or may hold it."""
+    return found is not None and not found.lease.released and (found.age_s is None or found.age_s < LEASE_S)
 
 
 def renew_lease(found: FoundLease | None, mine: Lease, run: str, place: str) -> tuple[Lease, str]:
@@ -110,7 +118,8 @@ def renew_lease(found: FoundLease | None, mine: Lease, run: str, place: str) -> 
             cure=f"leave the run to the other one (`raypar status {shlex.quote(place)}`); if there is none, "
             f"`raypar resume {shlex.quote(place)}` goes on from the last checkpoint",
         )
-    return replace(mine, renewal=found.lease.renewal + 1), found.version
+    renewed = replace(mine, renewal=found.lease.renewal + 1, stop_requested=found.lease.stop_requested)
+    return renewed, found.version
 
 
 def may_write(renewed_s: float, now_s: float) -> bool:

@@ -29,6 +29,8 @@ QUERY_KEYS = {
     FILESYSTEM_SCHEME: (),
 }
 """Scheme -> the settings that a URI may give. None is a secret."""
+ANONYMOUS = "anonymous"
+"""What pyarrow takes for a user in a URI of GCS that needs no credentials: `gs://anonymous@BUCKET/...`."""
 LOCAL_FILE = re.compile(r"file:(?://)?(?P<host>[^/]*)(?P<path>/.*)", re.DOTALL)
 _URI = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?", re.DOTALL)
 """One slash is accepted too: `pathlib.Path` turns `s3://` into `s3:/`."""
@@ -93,7 +95,9 @@ def parse_storage_uri(text: str, what: str = "the location") -> StorageUri:
             f"{what} is {shorten(_shown(text))}: this is not a URI of a storage that raypar supports", cure=_known()
         )
     path, query = found["path"].strip("/"), found["query"] or ""
-    if "@" in path.partition("/")[0] and scheme not in ("abfs", "abfss"):  # Azure's is container@account
+    user, at, _ = path.partition("/")[0].rpartition("@")
+    public = scheme in ("gs", "gcs") and user == ANONYMOUS
+    if at and not public and scheme not in ("abfs", "abfss"):  # Azure's is container@account
         raise _secret_error(what, scheme)
     if ":" in path.partition("@")[0] and "@" in path.partition("/")[0]:
         raise _secret_error(what, scheme)

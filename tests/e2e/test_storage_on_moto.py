@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from helpers.moto_s3 import ENVIRONMENT, FakeS3, fake_s3
+from helpers.run_commands import Command
 from helpers.tiny_job import write_job
 from helpers.trainee import Undisturbed, as_soon_as
 
@@ -110,53 +107,6 @@ class Pauses:
                 return before(backend, bucket, key, *rest, **more)
 
             monkeypatch.setattr(S3Backend, name, held)
-
-
-class Command:
-    """A raypar command as a process of its own, with its Ray cluster; all of them can be killed at once."""
-
-    def __init__(self, tmp_path: Path, *words: str) -> None:
-        self.log = tmp_path / f"log-{time.monotonic_ns()}"
-        self.room = tempfile.mkdtemp(prefix="raypar-t-", dir="/tmp")  # short: Ray's sockets lie in it
-        environment = {
-            **os.environ,
-            "TMPDIR": self.room,
-            "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "raypar", *words],
-            cwd=TESTS,
-            env=environment,
-            stdout=open(self.log, "w"),  # noqa: SIM115
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def wait(self, seconds: float) -> int:
-        """Its exit code. What it has left in its folder for temporary files is removed."""
-        self.process.wait(seconds)
-        shutil.rmtree(self.room, ignore_errors=True)
-        return int(self.process.returncode)
-
-    def kill_all(self) -> None:
-        """SIGKILL to the process and all that it has started, as when its machine is lost."""
-        found = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
-        for one in found:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-        psutil.wait_procs(found, timeout=30)
-        self.wait(30)
-
-    def text(self) -> str:
-        return self.log.read_text()
-
-    def wait_for(self, fact: Callable[[], bool], what: str, seconds: float = 180.0) -> None:
-        until = time.monotonic() + seconds
-        while not fact():
-            assert self.process.poll() is None, self.text()
-            assert time.monotonic() < until, f"{what} within {seconds:.0f} s\n{self.text()}"
-            time.sleep(0.05)
 
 
 def test_a_run_on_s3_has_the_bits_of_one_in_a_folder_and_is_read_resumed_and_exported_by_its_uri(
@@ -305,6 +255,30 @@ def test_a_second_owner_is_refused_while_the_first_trains_and_a_new_run_gets_ano
         if first.process.poll() is None:
             first.kill_all()
     assert json.loads(s3.content("runs/tiny/lease.json"))["released"] is True
+
+
+def test_stop_reaches_a_run_on_s3_wherever_it_trains(s3: FakeS3, job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    uri = s3.at("runs/tiny")
+    assert main(["stop", uri]) == 2 and "no run lies at" in capfd.readouterr().err
+    words = [word for text in [*ONE, "steps=4000", "model.args.sleep_s=0.02"] for word in ("--set", text)]
+    first = Command(tmp_path, "train", str(job), *words)
+    try:
+        first.wait_for(lambda: "runs/tiny/checkpoints/step_00000004/manifest.json" in s3.all_keys(), "a checkpoint")
+        assert main(["stop", uri, "--json"]) == 0
+        told = capfd.readouterr()
+        facts = json.loads(told.out)
+        assert first.wait(60) == 130, first.text()
+    finally:
+        if first.process.poll() is None:
+            first.kill_all()
+    assert "asked process" in told.err and "raypar stop" in first.text()
+    assert (facts["state"], facts["stopped"], facts["step"] >= 4) == ("interrupted", True, True)
+    assert facts["checkpoint"] == f"step_{facts['step']:08d}", "its state was saved"
+    assert main(["stop", uri]) == 0
+    said = capfd.readouterr().out
+    assert f"nothing trains run tiny: it is interrupted after {facts['step']} of 4000 steps" in said
+    assert f"raypar resume '{uri}' goes on from {facts['checkpoint']}" in said
+    no_secret_in(s3, told.out, told.err, said, first.text())
 
 
 def test_a_thousand_steps_with_metrics_leave_some_tens_of_objects(

@@ -131,6 +131,7 @@ def test_a_run_on_shared_storage_is_read_and_resumed_by_its_uri_with_the_bits_of
     from pyarrow.fs import FSSpecHandler, PyFileSystem
 
     monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.setattr("raypar.storage.held_lease.RENEW_S", 0.5)  # a second owner is refused at the first's next renewal
     place = uri_of_filesystem_object(PyFileSystem(FSSpecHandler(LocalFileSystem())), str(tmp_path / "there"))
     uri, there, said = str(place.child("tiny")), tmp_path / "there/tiny", []
     loaded = load_job(write_job(tmp_path), [f"run_dir={place}", "plan.stages=1", "plan.replicas=1"])
@@ -178,7 +179,7 @@ def test_a_lease_in_rays_store_is_replaced_only_by_who_names_its_version_and_lea
     second = store.put(replace(mine, renewal=1), first)
     assert second is not None and store.put(Lease("two", "you"), first) is None
     found = store.read()
-    assert found is not None and (found.lease, found.version) == (replace(mine, renewal=1), second) and found.age_s < 60
+    assert found is not None and (found.lease, found.version) == (replace(mine, renewal=1), second) and found.age_s is None
     with ThreadPoolExecutor(4) as pool:
         wrote = [*pool.map(lambda n: store.put(Lease(f"taker {n}", "them"), second), range(4))]
     assert len([version for version in wrote if version is not None]) == 1

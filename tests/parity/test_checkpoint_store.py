@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.fake_gcs import fake_gcs
 from helpers.memory_store import URL, MemoryStore
 from helpers.moto_s3 import fake_s3
 from helpers.ugly_models import job
@@ -39,11 +40,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, MemoryStore]:
     return there
 
 
-@pytest.fixture(params=["folder", "memory", "pyarrow", pytest.param("s3", marks=pytest.mark.chaos)])
+@pytest.fixture(params=["folder", "memory", "pyarrow", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("s3", "gs"))])
 def store(request: pytest.FixtureRequest, memory: dict[str, MemoryStore], tmp_path: Path) -> Iterator[CheckpointStore]:
     if request.param == "s3":
         with fake_s3() as s3:
             yield open_checkpoint_store(s3.at("run/checkpoints"))
+    elif request.param == "gs":
+        with fake_gcs(tmp_path) as gcs:
+            yield open_checkpoint_store(gcs.at("run/checkpoints"))
     elif request.param == "pyarrow":
         yield open_checkpoint_store(on_pyarrow(tmp_path / "checkpoints"))
     else:

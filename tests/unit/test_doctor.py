@@ -311,7 +311,7 @@ def test_the_command_ends_with_1_on_a_failure_and_tells_no_secret(monkeypatch, c
     monkeypatch.setattr(gather, "gather_facts", lambda *given: WELL)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(["doctor"]) == 0
-    assert "0 failures" in capsys.readouterr().out and asked == [("runs/", "10.0.0.1:6379")]
+    assert "0 failures" in capsys.readouterr().out and asked == [(Path("runs"), "10.0.0.1:6379")]
 
 
 def test_what_runs_on_nodes_needs_no_raypar_there():

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -30,6 +31,8 @@ class Clock:
 class LeasesInMemory:
     """A `LeaseStore` with a clock of its own, as S3 has one. `before`: what others do before the next write."""
 
+    has_clock = True
+
     def __init__(self, clock: Clock) -> None:
         self.clock, self.content, self.version, self.written_s = clock, b"", 0, 0.0
         self.before = self.unanswered = lambda: None
@@ -37,7 +40,11 @@ class LeasesInMemory:
     def read(self) -> FoundLease | None:
         self.unanswered()
         return (
-            FoundLease(parse_lease(self.content), str(self.version), self.clock.now_s - self.written_s)
+            FoundLease(
+                parse_lease(self.content),
+                str(self.version),
+                self.clock.now_s - self.written_s if self.has_clock else None,
+            )
             if self.version
             else None
         )
@@ -144,13 +151,65 @@ def test_a_lease_that_was_given_back_is_free_at_once_and_not_renewed_any_more(cl
     held(store, "two").take()
 
 
+def test_without_a_clock_of_the_store_a_lease_is_watched_and_clocks_of_machines_are_not_compared(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    """As in Ray's store. However far two clocks are apart, a living owner keeps the lease, and a dead one loses it."""
+    store, lines = LeasesInMemory(clock), list[str]()
+    store.has_clock = False
+    first, second = held(store, "one"), held(store, "two")
+    second.take(lines.append), second.release()
+    first.take(lines.append)
+    assert lines == [], "nobody waits for a lease that is free"
+    lives = True
+
+    def sleep(seconds: float) -> None:
+        clock.now_s += seconds
+        if lives and clock.now_s % RENEW_S == 0:
+            first.renew()
+
+    monkeypatch.setattr(held_lease.time, "sleep", sleep)
+    began_s = clock.now_s
+    with pytest.raises(LeaseHeldError, match="run mine is under way"):
+        second.take(lines.append)
+    assert clock.now_s - began_s <= RENEW_S and "still does: up to 45 s" in lines[0]
+    lives, began_s = False, clock.now_s
+    second.take(lines.append)
+    assert LEASE_S <= clock.now_s - began_s < LEASE_S + 2
+    with pytest.raises(LeaseLostError):
+        first.renew()
+
+
+def test_a_request_to_stop_reaches_every_process_of_the_run_and_no_later_start(clock: Clock):
+    store = LeasesInMemory(clock)
+    client, driver = held(store, "one"), held(store, "one")
+    client.take()
+    found = store.read()
+    assert found is not None and store.put(replace(found.lease, stop_requested=True), found.version)
+    client.renew(), driver.renew(), client.renew()
+    assert client.stop_requested and driver.stop_requested
+    client.release()
+    later = held(store, "two")
+    later.take(), later.renew()
+    assert not later.stop_requested
+
+
 def test_one_that_was_removed_is_lost():
     with pytest.raises(LeaseLostError, match="its lease was removed"):
         renew_lease(None, Lease("one", "me"), "mine", PLACE)
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[" * 90, b'{"owner": 1, "holder": "x", "renewal": "y", "released": 3}', b"x" * 9000]
+    "content",
+    [
+        b"",
+        b"{}",
+        b"[" * 90,
+        b"[1]",
+        b'{"owner": 1, "holder": "x", "renewal": "y", "released": 3}',
+        b'{"owner": "a", "holder": "x", "renewal": 1, "released": false, "stop_requested": "no"}',
+        b"x" * 9000,
+    ],
 )
 def test_what_is_no_lease_is_somebodys_until_it_is_old(content: bytes):
     found = FoundLease(parse_lease(content), "7", LEASE_S - 1)

@@ -30,6 +30,11 @@ def test_a_uri_leads_to_places_below_it_and_keeps_its_settings():
     assert checkpoint.file_location("manifest.json") == str(run.child("checkpoints", "step_00000004", "manifest.json"))
 
 
+def test_a_public_bucket_of_gcs_may_be_opened_without_credentials():
+    uri = parse_storage_uri("gs://anonymous@bucket/runs?scheme=http&endpoint_override=127.0.0.1:9")
+    assert open_filesystem(uri)[1] == "bucket/runs" and open_filesystem(uri)[0].type_name == "gcs"
+
+
 def test_what_pathlib_makes_of_a_uri_is_that_uri():
     assert parse_storage_uri(str(Path("s3://bucket/runs"))) == StorageUri("s3", "bucket/runs")
 
@@ -46,6 +51,8 @@ def test_what_pathlib_makes_of_a_uri_is_that_uri():
         ("s3://AKIAIOSFODNN7EXAMPLE:wJalrXUtnFEMI@bucket/runs", "holds credentials"),
         ("s3://bucket/runs?access_key=AKIAIOSFODNN7EXAMPLE&secret_key=wJalrXUtnFEMI", "holds credentials"),
         ("abfs://:wJalrXUtnFEMI@account.dfs.core.windows.net/c/runs", "holds credentials"),
+        ("gs://AKIAIOSFODNN7EXAMPLE@bucket/runs", "holds credentials"),
+        ("s3://anonymous@bucket/runs", "holds credentials"),
         ("s3://bucket/runs?colour=red", "has the setting 'colour'"),
         ("file://elsewhere/runs", "file URI has the whole path"),
     ],
