@@ -116,6 +116,18 @@ def test_workers_that_the_planner_declines_are_given_back_and_not_asked_for_agai
     assert len(world.given_back) == 4 and len(world.processes) == 7, "one stays in reserve"
 
 
+def test_a_new_driver_does_not_ask_again_for_workers_that_the_planner_has_declined():
+    pair, more = ParallelPlan.mesh(dp=2, layers=4), QUICK | {"plans": at_most(2), "max_workers": 5, "room": EVERYBODY}
+    once = World(job(steps=16), pair, **more)
+    once.run()
+    assert once.useful == 2 and sorted(once.given_back) == [2, 3, 4]
+    kills = single_faults(once, ("kill_driver",))
+    for fault in kills[-len(kills) // 3 :: 4]:
+        world = World(job(steps=16), pair, [fault], **more)
+        world.run()
+        assert world.over.end == "done" and len(world.processes) == 5, world.tell(f"{fault}: workers are asked for again")
+
+
 @pytest.mark.parametrize("whole", WHOLE)
 def test_faults_while_workers_are_given_back(whole: bool):
     pair, more = ParallelPlan.mesh(dp=2, layers=4), {"plans": at_most(2), "max_workers": 5, "room": EVERYBODY}

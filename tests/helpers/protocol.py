@@ -310,6 +310,8 @@ class World:
                 self.processes[number].together = group
         self.given_back: list[int] = []
         """Workers that the run has given back, in order."""
+        self.useful: int | None = None
+        """The journal's number of workers that the planner can use."""
         self.claims: dict[int, int] = {1: 0}
         self.records: dict[int, tuple[ParallelPlan, tuple[int, ...]]] = {1: (self.first, tuple(range(self.first.world)))}
         self.journal: dict[int, Any] = {}
@@ -646,6 +648,7 @@ class Driver:
                 starting,
                 pending,
                 groups,
+                useful_workers=world.useful,
                 next_worker_number=hired,
             )
         )
@@ -785,6 +788,8 @@ class Driver:
                 for worker in workers:
                     assert worker not in machine.membership.members, world.tell(f"worker {worker} has a seat")
                     world.release(world.processes[worker])
+            case do.StoreUsefulWorkers(workers):
+                world.useful = workers
             case do.KillWorker(worker, _):
                 process = world.processes[worker]
                 late = max(0.0, process.stopped_until - world.now)  # a stopped process may go on before the kill gets through
