@@ -365,6 +365,8 @@ class DriverActor:
                 self.tasks.spawn(self._start_workers(workers, on_demand))
             case do.ReleaseWorkers(workers):
                 self._release_workers(workers, decision.reason)
+            case do.StoreUsefulWorkers(workers):
+                parts.side_effects.perform(lambda: self.journal.store_useful_workers(workers), lambda _: on.Tick())
             case do.ReportFirstStepAfterRecovery():
                 self.generations.report_first_step(decision.action)
             case do.ClaimGeneration(number):
@@ -401,6 +403,8 @@ class DriverActor:
         """Start further workers under `numbers`, which no other workers ever get."""
         parts = self.parts
         await asyncio.to_thread(parts.journal.store_worker_number, numbers[-1])
+        if on_demand:
+            await asyncio.to_thread(parts.journal.store_on_demand_workers, numbers)
         starts = verb_form(numbers, "a worker is wanted: worker %s starts", "a replica is wanted: workers %s start")
         text = f"{starts % ', '.join(map(str, numbers))} as soon as there is room"
         parts.side_effects.note("hiring", text=text, worker=numbers[0], workers=list(numbers))

@@ -127,11 +127,12 @@ class DriverStartup:
             return found is not None
 
         await asyncio.to_thread(parts.journal.store_worker_number, wanted - 1)
+        on_demand = tuple(n for group in groups if group.on_demand for n in group.numbers)
+        await asyncio.to_thread(parts.journal.store_on_demand_workers, on_demand)
         first = FirstPlacement(pool, groups, limits, lambda text: parts.feed.tell("waiting", text=text), fits)
         nodes = await first.wait()
         plan = request.plan if len(nodes) == wanted else chosen[0]
         placed = [group for group in groups if group.numbers[0] in nodes]
-        on_demand = tuple(n for group in groups if group.on_demand for n in group.numbers)
         await asyncio.to_thread(self._warn_of_spot_node)
         await parts.registry.update_zones()
         places = WorkerPlaces(nodes, parts.registry.zone_of_node, on_demand)
@@ -252,16 +253,8 @@ class DriverStartup:
             starting,
             pending,
             (*found_groups.pending, *found_groups.started),
-            await asyncio.to_thread(self._on_demand_workers),
+            await asyncio.to_thread(parts.journal.on_demand_workers),
+            await asyncio.to_thread(parts.journal.useful_workers),
             numbers_given,
             None if seen.last_s is None else max(0.0, time.time() - seen.last_s),
         )
-
-    def _on_demand_workers(self) -> tuple[int, ...]:
-        """Workers on on-demand nodes, by the labels of their nodes."""
-        parts = self.parts
-        placement, facts = parts.request.placement, list_live_node_resources()
-        if not placement.on_demand:
-            return ()
-        safe = {node for node, known in facts.items() if match_labels(known.labels, placement.on_demand_label_selector)}
-        return tuple(number for number, node in parts.pool.placed_workers().items() if node in safe)

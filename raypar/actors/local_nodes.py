@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,8 @@ def start_local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> 
                 node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
 
 
-def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path) -> Any:
-    """Start a raylet that joins the cluster at `address`; returns Ray's private `Node`."""
+def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path, labels: Mapping[str, str] | None = None) -> Any:
+    """Start a raylet that joins the cluster at `address`, with these labels; returns Ray's private `Node`."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
@@ -84,6 +84,7 @@ def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path) -> Any
         num_gpus=0,
         object_store_memory=store_bytes,
         temp_dir=str(folder),
+        labels=dict(labels or {}),
         min_worker_port=0,
         max_worker_port=0,
         node_manager_port=0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import uuid
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,6 +164,24 @@ class Journal:
     def count_worker_numbers(self) -> int:
         """How many worker numbers have been given."""
         return int(_internal_kv_get(f"{self.prefix}hired") or 0)
+
+    def store_on_demand_workers(self, numbers: Iterable[int]) -> None:
+        """Store that these workers were asked for on on-demand nodes."""
+        for number in numbers:
+            _internal_kv_put(f"{self.prefix}on-demand/{number}", b"", overwrite=True)
+
+    def on_demand_workers(self) -> tuple[int, ...]:
+        """All workers that were ever asked for on on-demand nodes, lost ones too."""
+        return tuple(sorted(self._numbers("on-demand")))
+
+    def store_useful_workers(self, workers: int) -> None:
+        """Store the largest number of workers that the planner can use."""
+        _internal_kv_put(f"{self.prefix}useful", str(workers).encode(), overwrite=True)
+
+    def useful_workers(self) -> int | None:
+        """The largest number of workers that the planner can use; None: it has declined none."""
+        value = _internal_kv_get(f"{self.prefix}useful")
+        return None if value is None else int(value)
 
     def store_hello(self, number: int, hello: WorkerHello) -> None:
         """Store the hello of a worker that has started, so that a new driver knows the worker."""

@@ -210,6 +210,17 @@ class ReleaseWorkers:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreUsefulWorkers:
+    """Store in the journal that the planner can use no more than `workers` workers. No answer.
+
+    A driver that takes over then does not ask the cluster for workers that the planner has declined.
+    """
+
+    workers: int
+    """The largest number of workers that the planner can use."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReportFirstStepAfterRecovery:
     """Report that the first step after a disturbance is committed. No answer."""
 
@@ -277,6 +288,7 @@ Action = (
     | AdoptPlan
     | StartWorkers
     | ReleaseWorkers
+    | StoreUsefulWorkers
     | ReportFirstStepAfterRecovery
     | CompareReplayedStep
     | KillWorker

@@ -212,7 +212,9 @@ class DriverFailover:
     groups: tuple[tuple[int, ...], ...] = ()
     """The workers that share a placement group, of each group."""
     on_demand: tuple[int, ...] = ()
-    """Workers on on-demand nodes."""
+    """Workers that were asked for on on-demand nodes."""
+    useful_workers: int | None = None
+    """The largest number of workers that the planner can use; None: it has declined none."""
     next_worker_number: int = 0
     """The number that the next worker gets."""
     idle_s: float | None = None

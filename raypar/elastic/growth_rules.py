@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from raypar.elastic import desired_capacity
-from raypar.elastic.actions import ChoosePlan, TellUser, WarnUser
+from raypar.elastic.actions import ChoosePlan, StoreUsefulWorkers, TellUser, WarnUser
 from raypar.elastic.begin_recovery import begin_recovery
 from raypar.elastic.deadlines import usual_step_s
 from raypar.elastic.desired_capacity import DesiredCapacity
 from raypar.elastic.events import PlanChosen, WorkerJoined, WorkerPlaced, WorkerStartFailed
 from raypar.elastic.failure_budget import mark_worker_lost
 from raypar.elastic.phases import Phase
-from raypar.elastic.plural_wording import format_worker_numbers, verb_form
+from raypar.elastic.plural_wording import count_of, format_worker_numbers, verb_form
 from raypar.elastic.run_state import RunState
+from raypar.elastic.seating import find_seats_for_on_demand_workers
 from raypar.elastic.step_flow import issue_steps
-from raypar.elastic.worker_hiring import count_available_workers, desired_capacity_of_run
+from raypar.elastic.worker_hiring import (
+    count_available_workers,
+    desired_capacity_of_run,
+    spares_of_complete_replicas,
+)
 from raypar.errors import error_first_line
 
 
@@ -86,6 +91,21 @@ def ask_for_larger_plan(m: RunState, decision: DesiredCapacity) -> None:
         m.decide(ChoosePlan(m.membership.generation, decision.seats), decision.reason)
 
 
+def seat_on_demand_workers(m: RunState) -> None:
+    """Plan a new generation in which on-demand workers that wait get seats in stages that have no on-demand worker.
+
+    Such a stage arises when a worker on a spot node waited for a seat while an on-demand worker was lost.
+    """
+    unchanged = m.planned.reason is None and not m.planned.asking and m.health.disturbed_at_s is None
+    if not unchanged or m.stopping.request is not None or m.phase not in (Phase.RUNNING, Phase.FLUSHING):
+        return
+    leave = find_seats_for_on_demand_workers(m, spares_of_complete_replicas(m))
+    if leave:
+        who = f"{format_worker_numbers(leave)} {verb_form(leave, 'gives its seat', 'give their seats')}"
+        m.planned.reason = f"{who} to an on-demand worker: the stage has no other"
+        issue_steps(m)
+
+
 def judge_larger_plan(m: RunState, event: PlanChosen) -> None:
     """Plan the move to the planner's larger plan if it saves more time than it costs.
 
@@ -127,7 +147,10 @@ def note_declined_capacity(m: RunState) -> None:
     """
     m.planned.declined_at_s = m.timer.now_s
     if m.planned.asked_workers >= m.policy.wanted:
-        m.hiring.useful, m.hiring.useful_is_final = len(m.membership.members), True
+        useful = len(m.membership.members)
+        if (m.hiring.useful, m.hiring.useful_is_final) != (useful, True):
+            m.decide(StoreUsefulWorkers(useful), f"the planner has no use for more than {count_of(useful, 'worker')}")
+        m.hiring.useful, m.hiring.useful_is_final = useful, True
 
 
 def give_up_larger_plan(m: RunState) -> None:

@@ -65,6 +65,7 @@ def take_over_run(m: RunState, event: DriverFailover) -> None:
     for group in event.groups:
         hiring.note_placement_group(group)
     hiring.on_demand = set(event.on_demand)
+    hiring.useful, hiring.useful_is_final = event.useful_workers, event.useful_workers is not None
     hiring.next_number = max(hiring.next_number, event.next_worker_number)
     p.last_commit_s = None if event.idle_s is None else m.timer.now_s - event.idle_s
     who.spares = set(event.workers) - set(event.members) - hiring.starting

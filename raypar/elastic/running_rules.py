@@ -27,7 +27,7 @@ from raypar.elastic.events import (
     ValidationReported,
     WorkersReady,
 )
-from raypar.elastic.growth_rules import ask_for_larger_plan, give_up_larger_plan
+from raypar.elastic.growth_rules import ask_for_larger_plan, give_up_larger_plan, seat_on_demand_workers
 from raypar.elastic.inelastic_silent_worker_rules import check_silent_worker_wait
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
@@ -121,6 +121,9 @@ def check_step_deadlines(m: RunState, event: Tick) -> None:
         return
     if m.policy.elastic and m.health.disturbed_at_s is None:
         give_up_larger_plan(m)
+        seat_on_demand_workers(m)
+        if m.phase is Phase.CLAIMING:
+            return
         wanted = desired_capacity_of_run(m)
         start_workers(m, wanted)
         release_workers(m, wanted)

@@ -70,16 +70,17 @@ def spread_replicas_over_nodes(plan: ParallelPlan, places: WorkerPlaces, groups:
 def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[int, ...]] | None:
     """The same stages with the workers that are left: (plan, members); None if a stage, or a shard of it, has no worker.
 
-    Waiting workers take the empty seats; if seats remain empty, stages get fewer replicas.
+    Waiting workers take the empty seats, and on-demand workers those of stages that have none; if seats remain empty, stages
+    get fewer replicas.
     """
     assert m.membership.plan is not None
     plan, idle = m.membership.plan, [w for w in usable if w not in m.membership.members]
-    full, at = Counter(plan.compute_keys), {place: list[int]() for place in plan.compute_keys}
-    for worker, place in zip(m.membership.members, plan.compute_keys, strict=True):
-        if worker in usable:
-            at[place].append(worker)
-    while idle and any(len(at[place]) < full[place] for place in at):
-        neediest = max(at, key=lambda place: (full[place] - len(at[place])) / full[place])
+    full, at = Counter(plan.compute_keys), _members_by_place(plan, m.membership.members, usable)
+    free_seats_for_on_demand_workers(plan, at, idle, m.hiring.on_demand)
+    while idle and (lacking := [place for place in at if len(at[place]) < full[place]]):
+        spare_safe = any(worker in m.hiring.on_demand for worker in idle)
+        unsafe = {place for place in lacking if spare_safe and m.hiring.on_demand.isdisjoint(at[place])}
+        neediest = max(lacking, key=lambda place: (place in unsafe, (full[place] - len(at[place])) / full[place]))
         worker = choose_replacement_worker(m, plan, neediest, at, idle)
         idle.remove(worker)
         at[neediest].append(worker)
@@ -92,22 +93,69 @@ def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[in
     return replace(plan, stages=stages), tuple(w for here in replicas for replica in here for w in replica)
 
 
+def _members_by_place(
+    plan: ParallelPlan, members: tuple[int, ...], usable: Collection[int]
+) -> dict[tuple[int, int], list[int]]:
+    """Key of `ParallelPlan.compute_keys` -> the members there that are `usable`, by rank."""
+    at = {place: list[int]() for place in plan.compute_keys}
+    for worker, place in zip(members, plan.compute_keys, strict=True):
+        if worker in usable:
+            at[place].append(worker)
+    return at
+
+
+def find_seats_for_on_demand_workers(m: RunState, spares: Collection[int]) -> tuple[int, ...]:
+    """Members that should make room for on-demand workers among `spares`, because their stages have none."""
+    who = m.membership
+    if who.plan is None or m.hiring.on_demand.isdisjoint(spares):
+        return ()
+    at = _members_by_place(who.plan, who.members, set(who.members) - who.gone - who.leaving)
+    return free_seats_for_on_demand_workers(who.plan, at, sorted(spares), m.hiring.on_demand)
+
+
+def free_seats_for_on_demand_workers(
+    plan: ParallelPlan, at: Mapping[tuple[int, int], list[int]], idle: list[int], on_demand: Collection[int]
+) -> tuple[int, ...]:
+    """Take the workers of one replica out of each full stage that has no on-demand worker but could get some of `idle`.
+
+    The workers that lose their seats are moved from `at` to `idle`, and returned. `at`: key of `ParallelPlan.compute_keys` ->
+    workers that are there.
+    """
+    waiting, freed = sum(worker in on_demand for worker in idle), list[int]()
+    for stage in {stage.position: stage for stage in plan.stages}.values():
+        shards = [at[stage.position, shard] for shard in range(stage.shards)]
+        full = all(len(there) == stage.replicas for there in shards)
+        if not full or waiting < stage.shards or all(any(w in on_demand for w in there) for there in shards):
+            continue
+        replica = next((r for r in reversed(range(stage.replicas)) if not any(there[r] in on_demand for there in shards)), None)
+        if replica is not None:
+            waiting -= stage.shards
+            freed += [there.pop(replica) for there in shards]
+    idle += freed
+    return tuple(freed)
+
+
 def choose_replacement_worker(
     m: RunState, plan: ParallelPlan, place: tuple[int, int], at: Mapping[tuple[int, int], Sequence[int]], idle: list[int]
 ) -> int:
     """The idle worker that takes an empty seat at `place` (a key of `ParallelPlan.compute_keys`).
 
-    Preferred is, in this order: a worker that holds most of the seat's state; a node where shards of a replica lack this one; a
-    node with the fewest copies; the lowest number. `at`: place -> workers that are there.
+    Preferred is, in this order: an on-demand worker, where the place has none; a worker that holds most of the seat's state; a
+    node where shards of a replica lack this one; a zone and a node with the fewest copies; the lowest number. `at`: place ->
+    workers that are there.
     """
     need, have = m.held_pieces(plan)[plan.compute_keys.index(place)], find_live_holders(m, m.recovery.done)
+    places, safe = WorkerPlaces(m.membership.nodes, m.membership.zones), m.hiring.on_demand
     copies = Counter(m.membership.nodes.get(worker) for worker in at[place])
+    zone_copies = Counter(map(places.zone, at[place]))
     others = [Counter(m.membership.nodes.get(w) for w in at[other]) for other in at if other[0] == place[0] and other != place]
 
-    def key(worker: int) -> tuple[int, int, int, int]:
+    def key(worker: int) -> tuple[bool, int, int, int, int, int]:
         node = m.membership.nodes.get(worker)
         lacking = max((count[node] for count in others), default=0) - copies[node]
-        return -count_shared_elements(need, have.get(worker, ())), -max(0, lacking), copies[node], worker
+        unsafe = worker not in safe and safe.isdisjoint(at[place])
+        held = count_shared_elements(need, have.get(worker, ()))
+        return unsafe, -held, -max(0, lacking), zone_copies[places.zone(worker)], copies[node], worker
 
     return min(idle, key=key)
 
@@ -129,8 +177,8 @@ def seat_whole_replicas(shards: Sequence[Sequence[int]], nodes: Mapping[int, str
 
 
 def assign_seats(m: RunState, plan: ParallelPlan, usable: list[int]) -> tuple[int, ...]:
-    """Who takes which seat of a new plan: as little as possible moves, the shards of a replica sit on one node, and copies of a
-    stage on different nodes and zones, one of them on an on-demand node."""
+    """Who takes which seat of a new plan: a copy of every stage is on an on-demand node where that is asked for, as little as
+    possible moves, the shards of a replica sit on one node, and copies of a stage on different nodes and zones."""
     replicas = [(seat.position, seat.replica) for seat in plan.seats]
     have = find_live_holders(m, m.recovery.done)
     places = WorkerPlaces(m.membership.nodes, m.membership.zones, m.hiring.on_demand)
@@ -148,9 +196,9 @@ def match_workers_to_seats(
     """By seat: the worker that takes it. Workers that hold most of what a seat needs come first, then the lowest numbers.
 
     `need[rank]`: the pieces that a seat needs. `copies[rank]`: equal for seats that compute the same. `replicas[rank]`: equal
-    for the shards of one replica. As far as nothing more has to move, the shards of a replica get workers on one node; as far
-    as that allows, one of the seats that compute the same gets an on-demand worker, and they get workers in different zones and
-    on different nodes.
+    for the shards of one replica. One of the seats that compute the same gets an on-demand worker, as far as there are such.
+    As far as nothing more has to move, the shards of a replica get workers on one node; as far as that allows, seats that
+    compute the same get workers in different zones and on different nodes.
     Raises `PlanError` when there are fewer workers than seats.
     """
     if len(workers) < len(need):
@@ -182,8 +230,8 @@ def _improve_seating(
 ) -> None:
     """Exchange members with each other and with idle workers, in place, for as long as an exchange improves the seating.
 
-    An exchange improves it if it lowers (elements to move, pairs of a replica's shards on different nodes, stages without an
-    on-demand worker, pairs of copies in one zone, pairs of copies on one node), compared in this order. So it comes to an end.
+    An exchange improves it if it lowers (stages without an on-demand worker, elements to move, pairs of a replica's shards on
+    different nodes, pairs of copies in one zone, pairs of copies on one node), compared in this order. So it comes to an end.
     """
     better = True
     while better:
@@ -279,4 +327,4 @@ class _Seating:
         unsafe = sum((self.guarded[k] + d < 1) - (self.guarded[k] < 1) for k, d in guards.items() if k[1])
         apart = -pairs(self.mates, changed(self.replicas, self._node))
         zones = pairs(self.zone_twins, changed(self.copies, self.places.zone))
-        return elements, apart, unsafe, zones, pairs(self.twins, changed(self.copies, self._node))
+        return unsafe, elements, apart, zones, pairs(self.twins, changed(self.copies, self._node))

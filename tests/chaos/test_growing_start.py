@@ -98,6 +98,20 @@ def test_seeded_histories_of_a_cluster_that_gives_and_takes(whole: bool):
         )
 
 
+@pytest.mark.parametrize("whole", WHOLE)
+def test_another_fault_at_every_place_after_an_on_demand_worker_is_lost(whole: bool):
+    """A worker in reserve takes its seat, and gives the seat to an on-demand worker as soon as one is there; once only."""
+    work, more, lost = job(steps=30), QUICK | {"standbys": 1, "room": EVERYBODY, "on_demand": 2}, Fault(90, "kill", 0)
+    once = World(work, GRID, [lost], **more)
+    once.run()
+    assert [members for _, (_, members) in sorted(once.records.items())][-2:] == [(1, 4, 2, 3), (1, 5, 2, 3)]
+    reference = simulate(work, GRID, **(QUICK | {"hires": False}))[1]
+    for fault in single_faults(once, KINDS)[:: 11 if whole else 197]:
+        world, found = simulate(work, GRID, [lost, fault], **more)
+        assert found == reference or "the only copies" in world.over.why, world.tell(f"{fault}: {world.over.why}")
+        assert len(world.records) < 12, world.tell("workers give their seats to each other for ever")
+
+
 # -- the planner declines --------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +128,18 @@ def test_workers_that_the_planner_declines_are_given_back_and_not_asked_for_agai
     assert sizes(world) == [2]
     world, _ = simulate(job(steps=40), pair, plans=at_most(2), max_workers=6, standbys=1, **(QUICK | {"room": EVERYBODY}))
     assert len(world.given_back) == 4 and len(world.processes) == 7, "one stays in reserve"
+
+
+def test_a_new_driver_does_not_ask_again_for_workers_that_the_planner_has_declined():
+    pair, more = ParallelPlan.mesh(dp=2, layers=4), QUICK | {"plans": at_most(2), "max_workers": 5, "room": EVERYBODY}
+    once = World(job(steps=16), pair, **more)
+    once.run()
+    assert once.useful == 2 and sorted(once.given_back) == [2, 3, 4]
+    kills = single_faults(once, ("kill_driver",))
+    for fault in kills[-len(kills) // 3 :: 4]:
+        world = World(job(steps=16), pair, [fault], **more)
+        world.run()
+        assert world.over.end == "done" and len(world.processes) == 5, world.tell(f"{fault}: workers are asked for again")
 
 
 @pytest.mark.parametrize("whole", WHOLE)

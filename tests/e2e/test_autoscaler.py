@@ -1,11 +1,15 @@
 """A cluster that an autoscaler grows: a run begins with what is there, asks for the rest, and says what it waits for."""
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -107,3 +111,159 @@ def test_what_no_node_of_the_autoscaler_can_hold_is_named_at_once(cluster, tmp_p
         assert done.returncode == 0, done.stdout + done.stderr
     finally:
         labelled.end()
+
+
+# -- bad moments -----------------------------------------------------------------------------------------------------------
+
+
+class AutoscaledRun:
+    """`raypar train` of the tiny job on an autoscaled cluster, in a process of its own, until it is interrupted."""
+
+    def __init__(self, cluster: FakeAutoscaledCluster, folder: Path, *words: str) -> None:
+        folder.mkdir(exist_ok=True)
+        name = next((word.removeprefix("name=") for word in words if word.startswith("name=")), "tiny")
+        self.cluster, self.folder, self.output = cluster, folder / "runs" / name, folder / "out.txt"
+        command = [sys.executable, "-m", "raypar", "train", str(write_job(folder)), "--address", cluster.address]
+        for word in ("steps=1000000", "model.args.sleep_s=0.05", "validation=null", "checkpoint.every=0", *words):
+            command += ["--set", word]
+        with open(self.output, "w") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=cluster.env, cwd=ROOT / "tests")
+
+    def told(self, kind: str) -> list[dict]:
+        """Its events of one kind so far."""
+        path = self.folder / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+    @property
+    def members(self) -> Mapping:
+        """Its members.json; empty before there is one."""
+        path = self.folder / "members.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    @property
+    def seated(self) -> set[int]:
+        """The workers that train now."""
+        return {m["worker"] for m in self.members["members"]} if self.members.get("phase") == "running" else set()
+
+    @property
+    def steps(self) -> int:
+        path = self.folder / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def wait(self, true: Callable[[], object], what: str, seconds: float = 200.0) -> None:
+        """Wait until `true()`; fails when the run ends meanwhile."""
+        self.cluster.wait(lambda: bool(true()) or self.process.poll() is not None, seconds, what)
+        assert self.process.poll() is None, f"ended before {what}: {self.output.read_text()}"
+
+    def interrupt(self) -> str:
+        """Press Ctrl-C; returns all that the run has printed."""
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(60) == 130, self.output.read_text()
+        return self.output.read_text()
+
+
+@contextlib.contextmanager
+def running(cluster: FakeAutoscaledCluster, folder: Path, *words: str) -> Iterator[AutoscaledRun]:
+    run = AutoscaledRun(cluster, folder, *words)
+    try:
+        yield run
+    finally:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()
+
+
+def groups(cluster: FakeAutoscaledCluster) -> Counter[str]:
+    """State -> number of placement groups in it; removed ones do not count."""
+    code = "import json, ray; from ray.util import placement_group_table\n"
+    code += f"ray.init({cluster.address!r}, logging_level='ERROR', log_to_driver=False)\n"
+    code += "print('states:', json.dumps([group['state'] for group in placement_group_table().values()]))"
+    said = subprocess.run([sys.executable, "-c", code], env=cluster.env, capture_output=True, text=True, timeout=120)
+    assert "states:" in said.stdout, said.stderr
+    states = json.loads(said.stdout.rpartition("states:")[2])
+    return Counter(state for state in states if state != "REMOVED")
+
+
+def all_is_given_back(cluster: FakeAutoscaledCluster) -> None:
+    """No demand is left, and the autoscaler removes the nodes, which are idle."""
+    assert groups(cluster) == {}
+    cluster.wait(lambda: not cluster.nodes(), 120, "only the head is left")
+
+
+@pytest.fixture
+def impatient() -> Iterator[FakeAutoscaledCluster]:
+    """At most two nodes, which go after 12 s without work."""
+    cluster = FakeAutoscaledCluster(2, idle_s=12.0, python_path=PATH)
+    yield cluster
+    cluster.end()
+
+
+GROWING = ("plan.stages=2", "plan.replicas=2", "elastic={min_workers: 1, grow_after_s: 0.5}")
+
+
+@pytest.mark.chaos
+def test_a_new_driver_goes_on_asking_for_the_workers_that_have_no_place(impatient, tmp_path):
+    cluster = impatient
+    with running(cluster, tmp_path, *GROWING) as run:
+        run.wait(lambda: len(run.seated) == 2 and run.steps > 5, "two workers train")
+        assert groups(cluster) == {"CREATED": 2, "PENDING": 2}
+        steps = run.steps
+        os.kill(run.members["driver_pid"], signal.SIGKILL)
+        run.wait(lambda: run.told("driver") and run.steps > steps + 20, "a new driver goes on")
+        assert groups(cluster) == {"CREATED": 2, "PENDING": 2} and not run.told("hiring"), "the demand is as it was"
+        before = run.seated
+        cluster.kill_node(sorted(cluster.nodes())[0])
+        run.wait(lambda: len(run.seated) == 2 and run.seated != before, "a worker that had no place has taken the seat")
+        assert groups(cluster) == {"CREATED": 2, "PENDING": 2}
+        steps = run.steps
+        run.wait(lambda: run.steps > steps + 20, "it trains")
+        assert "Traceback" not in run.interrupt()
+    all_is_given_back(cluster)
+
+
+@pytest.mark.chaos
+def test_a_node_that_dies_while_its_worker_starts_is_replaced_again(impatient, tmp_path):
+    cluster = impatient
+    with running(cluster, tmp_path, *GROWING) as run:
+        run.wait(lambda: len(run.seated) == 2 and run.steps > 5, "two workers train")
+        first, nodes = run.seated, set(cluster.nodes())
+        cluster.kill_node(sorted(nodes)[0])
+        joined = len(run.told("joined"))
+        run.wait(lambda: set(cluster.nodes()) - nodes, "a node has come")
+        run.wait(lambda: groups(cluster)["CREATED"] == 2, "a worker has a place there")
+        assert len(run.told("joined")) == joined, "its worker still starts"
+        (new,) = set(cluster.nodes()) - nodes
+        cluster.kill_node(new)
+        run.wait(lambda: len(run.seated) == 2 and run.seated != first, "another node has come, and its worker trains")
+        assert sum(groups(cluster).values()) == 4, "four workers are wanted, and no more"
+        assert "Traceback" not in run.interrupt()
+    all_is_given_back(cluster)
+
+
+@pytest.mark.chaos
+def test_what_cannot_begin_is_withdrawn_by_ctrl_c_or_refused_at_once(impatient, tmp_path):
+    cluster = impatient
+    with running(cluster, tmp_path / "waits", "plan.stages=2", "plan.replicas=1", "elastic=false") as run:
+        cluster.wait(lambda: bool(groups(cluster)), 60, "workers are asked for")
+        assert "Traceback" not in run.interrupt()
+    assert groups(cluster) == {}
+    began = time.monotonic()
+    refused = train(cluster, tmp_path / "more", "plan.stages=4", "elastic={min_workers: 3}", "wait_for_workers_s=300")
+    assert refused.returncode == 1 and re.search(r"no node for \d of 4 workers, .* needs at least 3", refused.stderr), refused
+    assert time.monotonic() - began < 150, "not after the wait for workers"
+    all_is_given_back(cluster)
+
+
+@pytest.mark.chaos
+def test_two_runs_share_nodes_that_suffice_for_one(impatient, tmp_path):
+    cluster = impatient
+    with running(cluster, tmp_path / "one", *GROWING) as first:
+        first.wait(lambda: len(first.seated) == 2 and first.steps > 5, "the first run trains")
+        with running(cluster, tmp_path / "two", *GROWING, "name=two") as second:
+            second.wait(lambda: "waiting for" in second.output.read_text(), "the second run says what it waits for")
+            assert not second.seated and groups(cluster)["CREATED"] == 2
+            first.interrupt()
+            second.wait(lambda: len(second.seated) == 2 and second.steps > 5, "the second run trains")
+            second.interrupt()
+    all_is_given_back(cluster)

@@ -71,6 +71,8 @@ def test_a_run_on_an_autoscaled_cluster_grows_and_ends_with_the_weights_of_one_p
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "equal"
-    assert len(re.findall(r"from \d to \d workers: a pause of", done.stdout)) >= 2, done.stdout
+    growths = re.findall(r"from \d to \d workers +[\d.]+ s +[\d.]+ s +-?[\d.]+ s \((.*)\)", done.stdout)
+    assert growths[-1:] == ["steps at full speed"], done.stdout
+    assert set(growths[:-1]) <= {"a callback sleeps in every step"}, "none, if all nodes have come before the first step"
     assert ">>> the run has ended; only the head is left" in done.stdout
     assert (tmp_path / "throughput.svg").read_text().startswith("<svg")

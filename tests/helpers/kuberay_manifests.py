@@ -19,6 +19,8 @@ from helpers.script_checks import secrets_in
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
+MARKET = "ray.io/market-type"
+"""Ray's own label of spot and on-demand nodes, which `placement.on_demand` of a job asks for."""
 MANIFESTS = ("raycluster", "rayjob", "redis", "shared_runs")
 RAY_VERSION = re.findall(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
 DNS_LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
@@ -302,7 +304,7 @@ def our_cluster_complaints(spec: dict[str, Any]) -> Iterator[str]:
         yield "ours: whoever reaches the head needs a token"
     if spec.get("rayVersion") != RAY_VERSION:
         yield f"ours: rayVersion is {RAY_VERSION}, that of constraints.txt"
-    if head.get("rayStartParams", {}).get("num-cpus") != "0" or head.get("labels") != {"market": "on-demand"}:
+    if head.get("rayStartParams", {}).get("num-cpus") != "0" or head.get("labels") != {MARKET: "on-demand"}:
         yield "ours: the head is on demand and has no CPUs for workers"
     if {port.get("containerPort") for port in _container(head).get("ports", [])} != {6379, 8265, 10001}:
         yield "ours: the head's ports are those of Ray: 6379, 8265, 10001"
@@ -310,11 +312,11 @@ def our_cluster_complaints(spec: dict[str, Any]) -> Iterator[str]:
     secret = redis.get("redisPassword", {}).get("valueFrom", {}).get("secretKeyRef", {})
     if redis.get("redisAddress") != "redis://raypar-redis:6379" or secret != {"name": "raypar-redis", "key": "password"}:
         yield "ours: Redis is that of redis.yaml, its password in the Secret"
-    if {group.get("labels", {}).get("market") for group in groups} != {"spot", "on-demand"}:
-        yield "ours: groups on spot and on demand, by the label market"
+    if {group.get("labels", {}).get(MARKET) for group in groups} != {"spot", "on-demand"}:
+        yield "ours: groups on spot and on demand, by the label ray.io/market-type"
     for group in groups:
         yield from _our_group_complaints(group)
-    priorities = {group.get("labels", {}).get("market"): group.get("priority", 0) for group in groups}
+    priorities = {group.get("labels", {}).get(MARKET): group.get("priority", 0) for group in groups}
     if priorities.get("spot", 0) <= priorities.get("on-demand", 0):
         yield "ours: spot has the highest priority"
     images = {_container(group).get("image") for group in [head, *groups]}
@@ -332,7 +334,7 @@ def _our_group_complaints(group: dict[str, Any]) -> Iterator[str]:
     name, pod = group["groupName"], group["template"]["spec"]
     selector = pod.get("nodeSelector", {})
     is_spot = selector in SPOT_SELECTORS
-    if is_spot != (group.get("labels", {}).get("market") == "spot") or (selector and not is_spot):
+    if is_spot != (group.get("labels", {}).get(MARKET) == "spot") or (selector and not is_spot):
         yield f"ours: {name} is where its label says: {selector}"
     if is_spot and [(t.get("key"), t.get("value")) for t in pod.get("tolerations", [])] != list(selector.items()):
         yield f"ours: {name} tolerates the taint of its nodes"

@@ -38,7 +38,8 @@ class Strict(BaseModel):
 class Labels(Strict):
     """Labels of a node type that jobs may select."""
 
-    market: Literal["spot", "on-demand"]
+    market: Literal["spot", "on-demand"] = Field(alias="ray.io/market-type")
+    """Ray's own label for it, which `placement.on_demand` of a job asks for."""
 
 
 class Ebs(Strict):

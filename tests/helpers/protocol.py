@@ -310,6 +310,10 @@ class World:
                 self.processes[number].together = group
         self.given_back: list[int] = []
         """Workers that the run has given back, in order."""
+        self.on_demand = set(range(0, 2 * self.policy.on_demand, 2))
+        """Workers that were asked for on on-demand nodes; at first one of each two."""
+        self.useful: int | None = None
+        """The journal's number of workers that the planner can use."""
         self.claims: dict[int, int] = {1: 0}
         self.records: dict[int, tuple[ParallelPlan, tuple[int, ...]]] = {1: (self.first, tuple(range(self.first.world)))}
         self.journal: dict[int, Any] = {}
@@ -603,7 +607,8 @@ class Driver:
         self._tick()
         world, members = self.world, tuple(range(self.world.first.world))
         pending = tuple(p.number for p in world.processes if not p.placed)
-        self.post(on.FirstWorkersPlaced(world.first, members, (), pending, tuple(world.first_groups())))
+        on_demand = tuple(sorted(world.on_demand))
+        self.post(on.FirstWorkersPlaced(world.first, members, (), pending, tuple(world.first_groups()), on_demand))
         order = do.AdoptPlan(1, world.first, members, (), 0, (), from_checkpoint=True)
         mesh = world.flesh.connect(order, set())
         waiting = set(members)
@@ -646,6 +651,8 @@ class Driver:
                 starting,
                 pending,
                 groups,
+                tuple(sorted(world.on_demand)),
+                useful_workers=world.useful,
                 next_worker_number=hired,
             )
         )
@@ -774,17 +781,20 @@ class Driver:
                 self.effect(lambda: on.PlanChosen(number, world.chosen(number, workers)))
             case do.AdoptPlan():
                 self.adopt(action)
-            case do.StartWorkers(workers):
+            case do.StartWorkers(workers, on_demand):
                 if workers[0] < len(world.processes):  # another driver has given that name
                     for worker in workers:
                         self.post(on.WorkerStartFailed(worker, WorkerLost(f"there is a worker {worker} already")))
                 else:
                     assert workers[0] == len(world.processes), world.tell(f"workers {workers} are hired")
+                    world.on_demand.update(workers if on_demand else ())
                     world.ask_for(workers)
             case do.ReleaseWorkers(workers):
                 for worker in workers:
                     assert worker not in machine.membership.members, world.tell(f"worker {worker} has a seat")
                     world.release(world.processes[worker])
+            case do.StoreUsefulWorkers(workers):
+                world.useful = workers
             case do.KillWorker(worker, _):
                 process = world.processes[worker]
                 late = max(0.0, process.stopped_until - world.now)  # a stopped process may go on before the kill gets through

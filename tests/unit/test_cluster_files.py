@@ -7,6 +7,7 @@ launcher files, whose model needs every key, each key removed.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ from helpers.shell_and_docker_files import (
     complaints_about_dockerignore,
     complaints_about_slurm_script,
 )
+
+from raypar.config.placement_section import PlacementConfig
+from raypar.elastic.placement_constraints import match_labels
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
@@ -36,8 +40,8 @@ LAUNCHER_MISTAKES: dict[str, list[tuple[str, str]]] = {
         ("resources: {CPU: 0}", "resources: {CPU: 2}"),
         ("head_node_type: head", "head_node_type: heads"),
         ("max_workers: 8 ", "max_workers: 1 "),
-        ("labels: {market: spot}", "labels: {market: on-demand}"),
-        ("labels: {market: spot}", "labels: {market: cheap}"),
+        ("labels: {ray.io/market-type: spot}", "labels: {ray.io/market-type: on-demand}"),
+        ("labels: {ray.io/market-type: spot}", "labels: {ray.io/market-type: cheap}"),
         ("min_workers: 0\n    max_workers: 8", "min_workers: 2\n    max_workers: 8"),
         ("priority: 10 ", "priority: -1 "),
         ("idle_timeout_s: 300", "idle_timeout_s: 300000"),
@@ -141,6 +145,29 @@ def test_launcher_files_differ_only_in_what_the_clouds_differ():
     assert all(tails.values())
 
 
+# -- labels ----------------------------------------------------------------------------------------------------------------
+
+
+def labels_of_node_types() -> Iterator[tuple[str, str, dict[str, str]]]:
+    """(file, node type, its labels) of every node type of every cluster file."""
+    for cloud in MODELS:
+        for name, kind in yaml.safe_load(text_of(f"{cloud}.yaml"))["available_node_types"].items():
+            yield cloud, name, kind["labels"]
+    for manifest in ("raycluster", "rayjob"):
+        spec = yaml.safe_load(text_of(f"kuberay/{manifest}.yaml"))["spec"]
+        spec = spec.get("rayClusterSpec", spec)
+        yield manifest, "head", spec["headGroupSpec"]["labels"]
+        for group in spec["workerGroupSpecs"]:
+            yield manifest, group["groupName"], group["labels"]
+
+
+def test_a_job_that_asks_for_on_demand_workers_and_says_no_labels_gets_the_on_demand_nodes_of_every_file():
+    selector = PlacementConfig(on_demand=1).to_constraints().selector(on_demand=True)
+    chosen = {(file, name): match_labels(labels, selector) for file, name, labels in labels_of_node_types()}
+    assert {file for file, _ in chosen} == {*MODELS, "raycluster", "rayjob"}
+    assert chosen == {(file, name): name in ("head", "ondemand") for file, name in chosen}
+
+
 # -- KubeRay ---------------------------------------------------------------------------------------------------------------
 
 INTEGERS_ALLOWED = (".cpu = 7", ".memory = 7", ".storage = 7", ".port = 7")
@@ -171,8 +198,8 @@ RAY_MISTAKES = [
     ("maxReplicas: 8", "maxReplicas: 0"),
     ("idleTimeoutSeconds: 120", "idleTimeoutSeconds: -5"),
     ("        idleTimeoutSeconds: 120\n", ""),
-    ("labels: {market: spot}", "labels: {market: on-demand}"),
-    ("labels: {market: spot}", "labels: {market: spot!}"),
+    ("labels: {ray.io/market-type: spot}", "labels: {ray.io/market-type: on-demand}"),
+    ("labels: {ray.io/market-type: spot}", "labels: {ray.io/market-type: spot!}"),
     ("priority: 10 ", "priority: -1 "),
     ('gke-spot: "true"}', 'gke-spot: "false"}'),
     ("containerPort: 8265", "containerPort: 8266"),
@@ -286,14 +313,14 @@ def test_rays_autoscaler_reads_the_cluster_as_it_is_meant():
             "max_workers": 0,
             "node_config": {},
             "resources": {"CPU": 0, "memory": 8 * gigabyte},
-            "labels": {"market": "on-demand"},
+            "labels": {"ray.io/market-type": "on-demand"},
         },
         "spot": {
             "min_workers": 0,
             "max_workers": 8,
             "node_config": {},
             "resources": {"CPU": 8, "memory": 24 * gigabyte},
-            "labels": {"market": "spot"},
+            "labels": {"ray.io/market-type": "spot"},
             "idle_timeout_s": 300.0,
             "priority": 10,
         },
@@ -302,7 +329,7 @@ def test_rays_autoscaler_reads_the_cluster_as_it_is_meant():
             "max_workers": 2,
             "node_config": {},
             "resources": {"CPU": 8, "memory": 24 * gigabyte},
-            "labels": {"market": "on-demand"},
+            "labels": {"ray.io/market-type": "on-demand"},
             "idle_timeout_s": 120.0,
             "priority": 0,
         },

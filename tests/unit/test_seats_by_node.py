@@ -5,12 +5,23 @@ from itertools import combinations, permutations
 
 import pytest
 
-from raypar.elastic.actions import AdoptPlan
-from raypar.elastic.events import CallFailed, GenerationClaimed, WorkerJoined, WorkersReady, WorkerStatusReported
+from raypar.elastic.actions import AdoptPlan, StartWorkers
+from raypar.elastic.events import (
+    CallFailed,
+    GenerationClaimed,
+    PlanAdopted,
+    StepEmitted,
+    StepJournalled,
+    StepReported,
+    Tick,
+    WorkerJoined,
+    WorkersReady,
+    WorkerStatusReported,
+)
 from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.seating import WorkerPlaces, match_workers_to_seats
+from raypar.elastic.seating import WorkerPlaces, free_seats_for_on_demand_workers, match_workers_to_seats
 from raypar.errors import PlanError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece, count_shared_elements
@@ -103,4 +114,75 @@ def test_a_new_worker_takes_the_copy_in_another_zone_and_an_on_demand_worker_one
     members = match_workers_to_seats(STAGES, {}, [0, 1, 2, 3], WorkerPlaces(nodes, {}, {2, 3}), POSITIONS)
     assert all({2, 3} & set(pair) for pair in (members[:2], members[2:]))
     members = match_workers_to_seats(STAGES, {0: A, 1: A, 2: B, 3: B}, [0, 1, 2, 3], WorkerPlaces(nodes, {}, {2, 3}), POSITIONS)
-    assert members == (0, 1, 2, 3), "nothing moves for it"
+    assert members in ((2, 1, 0, 3), (3, 1, 2, 0)), "one of each stage moves for it, and no more"
+    members = match_workers_to_seats(STAGES, {0: A, 2: A, 1: B, 3: B}, [0, 1, 2, 3], WorkerPlaces(nodes, {}, {2, 3}), POSITIONS)
+    assert members == (0, 2, 1, 3), "nothing moves where a copy of each is safe"
+
+
+def running_on_demand(on_demand, nodes=None, zones=None):
+    """Two stages with two replicas: workers 0 and 1 hold the first, 2 and 3 the second. `on_demand`: those who are."""
+    plan = ParallelPlan.mesh(dp=2, pp=2, layers=2)
+    policy = RunPolicy(workers=4, job_steps=1000, elastic=True, standbys=1, on_demand=2, hires=True)
+    machine = RunMachine(policy, plan=plan, held_pieces=layout)
+    machine.hiring.on_demand.update(on_demand)
+    machine.membership.nodes, machine.membership.zones = nodes or {}, zones or {}
+    return machine
+
+
+def orders(machine, *events, now_s=0.0):
+    actions = [decision.action for event in events for decision in machine.handle(event, now_s)]
+    return [action.members for action in actions if isinstance(action, AdoptPlan)]
+
+
+def stands(generation, steps):
+    pieces = {0: A, 1: A, 2: B, 3: B}
+    return [WorkerStatusReported(generation, WorkerStatus(w, steps[w], pieces=pieces.get(w, ()))) for w in steps]
+
+
+LOST_0 = CallFailed("lost", WorkerLost("worker 0 died"), 0)
+
+
+def test_a_lost_on_demand_worker_is_replaced_by_an_on_demand_worker():
+    machine = running_on_demand({0, 2, 5})
+    joined = [WorkersReady(), WorkerJoined(4), WorkerJoined(5), LOST_0, GenerationClaimed(2, True)]
+    assert orders(machine, *joined, *stands(2, {1: 0, 2: 0, 3: 0, 4: None, 5: None})) == [(1, 5, 2, 3)]
+    machine = running_on_demand({0, 2, 5})
+    lost_3 = CallFailed("lost", WorkerLost("worker 3 died"), 3)
+    joined[3] = lost_3
+    assert orders(machine, *joined, *stands(2, {0: 0, 1: 0, 2: 0, 4: None, 5: None})) == [(0, 1, 2, 4)], "it may be needed"
+
+
+def test_a_lost_worker_is_replaced_by_one_in_another_zone_than_its_copy():
+    nodes, zones = dict(enumerate("abcdef")), dict.fromkeys("abc", "z1") | dict.fromkeys("df", "z2") | {"e": "z1"}
+    machine = running_on_demand((), nodes, zones)
+    joined = [WorkersReady(), WorkerJoined(4), WorkerJoined(5), LOST_0, GenerationClaimed(2, True)]
+    assert orders(machine, *joined, *stands(2, {1: 0, 2: 0, 3: 0, 4: None, 5: None})) == [(1, 5, 2, 3)]
+
+
+def test_a_worker_on_a_spot_node_holds_the_seat_of_an_on_demand_worker_until_one_comes():
+    machine = running_on_demand({0, 2})
+    joined = [WorkersReady(), WorkerJoined(4), LOST_0, GenerationClaimed(2, True)]
+    assert orders(machine, *joined, *stands(2, {1: 0, 2: 0, 3: 0, 4: None})) == [(1, 4, 2, 3)]
+    actions = [d.action for w in (1, 2, 3, 4) for d in machine.handle(PlanAdopted(w, 2), 0.0)]
+    reports = [StepReported(w, 0, 0.3, generation=2) for w in (1, 2, 3, 4)]
+    actions += [d.action for event in (*reports, StepJournalled(0), StepEmitted(0), Tick()) for d in machine.handle(event, 1.0)]
+    assert [(a.workers, a.on_demand) for a in actions if isinstance(a, StartWorkers)] == [((5,), True)]
+    machine.handle(WorkerJoined(5), 2.0)
+    machine.handle(Tick(), 2.1)
+    assert machine.planned.reason == "worker 4 gives its seat to an on-demand worker: the stage has no other"
+    reports = [StepReported(w, step, 0.3, generation=2) for step in (1, 2) for w in (1, 2, 3, 4)]
+    steps = [*reports[:4], StepJournalled(1), StepEmitted(1), *reports[4:], GenerationClaimed(3, True)]
+    assert orders(machine, *steps, *stands(3, dict.fromkeys((1, 2, 3), 3) | {4: 3, 5: None}), now_s=3.0) == [(1, 5, 2, 3)]
+    for w in (1, 2, 3, 5):
+        machine.handle(PlanAdopted(w, 3), 3.0)
+    assert machine.membership.spares == {4} and machine.handle(Tick(), 3.1) == [] and machine.planned.reason is None
+
+
+def test_shards_give_up_their_seats_together():
+    plan = ParallelPlan.mesh(dp=2, tp=2, layers=2)
+    at = {(0, 0): [0, 2], (0, 1): [1, 3]}
+    assert free_seats_for_on_demand_workers(plan, at, idle := [4, 5], {4, 5}) == (2, 3)
+    assert at == {(0, 0): [0], (0, 1): [1]} and idle == [4, 5, 2, 3]
+    at = {(0, 0): [0, 2], (0, 1): [1, 3]}
+    assert free_seats_for_on_demand_workers(plan, at, [4, 5], {4}) == (), "half a replica"
+    assert free_seats_for_on_demand_workers(plan, at, [4, 5], {0, 1, 4, 5}) == (), "there is one"

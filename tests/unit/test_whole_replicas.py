@@ -5,13 +5,23 @@ The machine alone, event by event; `tests/chaos/test_growing_start.py` runs it a
 
 from dataclasses import replace
 
-from raypar.elastic.actions import AdoptPlan, ChoosePlan, KillWorker, ReleaseWorkers, RunStep, StartWorkers, TellUser
+from raypar.elastic.actions import (
+    AdoptPlan,
+    ChoosePlan,
+    KillWorker,
+    ReleaseWorkers,
+    RunStep,
+    StartWorkers,
+    StoreUsefulWorkers,
+    TellUser,
+)
 from raypar.elastic.events import (
     CheckpointSaved,
     DrainRequested,
     DriverFailover,
     FirstWorkersPlaced,
     GenerationClaimed,
+    PlanAdopted,
     PlanChosen,
     StepEmitted,
     StepJournalled,
@@ -120,8 +130,8 @@ def test_a_seat_that_is_not_worth_the_move_is_declined_and_its_worker_given_back
     machine = started(pair, (), plan=pair, groups=(), max_workers=3)
     assert machine.hiring.starting == {2}
     assert do(machine, WorkerPlaced(2), WorkerJoined(2)) == [ChoosePlan(1, 3)]
-    told, released = declined(machine, 3)
-    assert isinstance(told, TellUser) and "stays in reserve" in told.text
+    told, stored, released = declined(machine, 3)
+    assert isinstance(told, TellUser) and "stays in reserve" in told.text and stored == StoreUsefulWorkers(2)
     assert released == ReleaseWorkers((2,)) and machine.membership.spares == set()
     assert do(machine, Tick(), now_s=2.0) == [], "neither asked for again nor given back again"
     assert do(machine, WorkerJoined(2), Tick(), now_s=2.0) == [], "its message came too late"
@@ -154,3 +164,23 @@ def test_a_new_driver_knows_which_workers_have_no_place_yet():
     do(machine, found)
     assert (machine.hiring.starting, machine.hiring.placed, machine.membership.spares) == ({4, 5}, set(), {2})
     assert machine.hiring.asked_together[4] == {4, 5} and machine.membership.had_seat == {0, 1, 2}
+
+
+def test_a_new_driver_is_told_what_the_planner_has_declined_and_asks_for_no_more_workers():
+    pair, asked = ParallelPlan.mesh(dp=2, layers=2), {}
+    machine = started(pair, (), plan=pair, groups=(), max_workers=3)
+    do(machine, WorkerPlaced(2), WorkerJoined(2))
+    assert [a for a in declined(machine, 2) if isinstance(a, StoreUsefulWorkers)] == [StoreUsefulWorkers(2)]
+    for useful in (2, None):
+        machine = made(pair, max_workers=3)
+        do(machine, DriverFailover((0, 1), 1, 3, pair, (0, 1), useful_workers=useful, next_worker_number=2))
+        status = [WorkerStatusReported(2, WorkerStatus(worker, 3)) for worker in (0, 1)]
+        do(machine, GenerationClaimed(2, True), *status, PlanAdopted(0, 2), PlanAdopted(1, 2))
+        steps = [
+            StepReported(0, 3, 0.3, generation=2),
+            StepReported(1, 3, 0.3, generation=2),
+            StepJournalled(3),
+            StepEmitted(3),
+        ]
+        asked[useful] = [a.workers for a in do(machine, *steps, Tick()) if isinstance(a, StartWorkers)]
+    assert asked == {2: [], None: [(2,)]}
