@@ -19,16 +19,20 @@ from helpers.tiny_job import write_job
 from helpers.trainee import Undisturbed
 
 from cluster.local import LocalCluster, Machine, Program
+from raypar.errors import CheckpointError
+from raypar.worker.checkpoint.checkpoint_files import verify_checkpoint
 
 ROOT = Path(__file__).parents[2]
 PYTHON_PATH = (str(ROOT / "tests"), str(ROOT / "jobs/bench"))
 CPUS = 2
 START_S, END_S, PROGRESS_S, LEFT_S = 180.0, 120.0, 180.0, 100.0
 """Limits for the first step, for the end after the last step, for a next step, and for everything of the run to be gone."""
+LEAST_LOSSES = 5
+"""Machines that must have joined and been lost in `churn`: on a busy machine it takes half a minute to join."""
 SLACK = 2.0
 """How many times longer than on a quiet machine a stall may last."""
-SECOND_S = 120.0
-RESUME_S = 240.0
+SECOND_S, RESUME_S, WORKERS_BACK_S = 120.0, 240.0, 240.0
+"""Limits for the end of a second client, for steps of a resumed run, and for as many workers as before."""
 ACTIVE = "is active on this cluster"
 OURS = re.compile(r"ray::(WorkerActor|DriverActor)|raypar (train|resume)")
 """Titles of processes of a run."""
@@ -133,7 +137,8 @@ class ScenarioRun:
     """The machines that the last act was about."""
     second: Program | None = None
     """A second client."""
-    added: int = 0
+    seen_events: int = 0
+    """Lines of events.jsonl that were there when the last act but `await_event` began."""
 
     def __post_init__(self) -> None:
         self.run_folder = self.folder / "runs" / self.name
@@ -220,6 +225,7 @@ class ScenarioRun:
         if act.step is not None:
             self.wait(f"{act.step} steps", lambda: len(self.steps()) >= act.step or self._ended(), PROGRESS_S)
         time.sleep(act.after_s)
+        self.seen_events = self.seen_events if act.do.startswith("await_") else len(self.lines("events.jsonl"))
         getattr(self, act.do)(*act.given)
 
     # -- acts --------------------------------------------------------------------------------------------------------------
@@ -294,16 +300,46 @@ class ScenarioRun:
             time.sleep(period_s)
 
     def churn(self, period_s: float, seconds: float) -> None:
-        """A machine joins, and another one that has joined loses its power, again and again."""
+        """A machine joins or one that has joined loses its power, again and again, until at least `LEAST_LOSSES` were lost."""
+        starting: list[str] = []
         joined: list[str] = []
-        for number in range(int(seconds / period_s)):
-            joined.append(f"x{number}")
-            self.cluster.add_node(joined[-1], CPUS, wait=False)
-            time.sleep(period_s)
-            if len(joined) > 2:
+        lost, began_s = 0, time.monotonic()
+        while time.monotonic() - began_s < seconds or lost < LEAST_LOSSES:
+            if time.monotonic() - began_s > PROGRESS_S:
+                raise ScenarioError(f"{self.scenario.name}: only {lost} machines had joined within {PROGRESS_S:.0f} s")
+            there = self.cluster.live_addresses()
+            joined += [name for name in starting if self.cluster.nodes[name].address in there]
+            starting = [name for name in starting if name not in joined]
+            if len(joined) > 1:
                 self.cluster.kill(joined.pop(0))
-        for name in joined:
+                lost += 1
+            elif len(starting) < 2:
+                starting.append(f"x{lost + len(joined) + len(starting)}")
+                self.cluster.add_node(starting[-1], CPUS, wait=False)
+            time.sleep(period_s)
+        for name in (*starting, *joined):
             self.cluster.kill(name)
+
+    def await_event(self, kind: str, words: str = "") -> None:
+        """Wait until the run tells of an event of this kind, with these words, that it had not told when the last act began."""
+
+        def told() -> bool:
+            new = self.lines("events.jsonl")[self.seen_events :]
+            return self._ended() or any(event["kind"] == kind and words in event["text"] for event in new)
+
+        self.wait(f"an event {kind} ({words})", told, PROGRESS_S)
+
+    def await_checkpoint_begun(self) -> None:
+        """Wait until a checkpoint is being written."""
+        until = time.monotonic() + PROGRESS_S
+        while not (list(self.run_folder.glob("checkpoints/.tmp-*")) or self._ended()):
+            if time.monotonic() > until:
+                raise ScenarioError(f"{self.scenario.name}: no checkpoint was begun within {PROGRESS_S:.0f} s")
+            time.sleep(0.002)
+
+    def await_workers(self, count: int) -> None:
+        """Wait until so many workers train again."""
+        self.wait(f"{count} workers", lambda: len(self.members()) == count or self._ended(), WORKERS_BACK_S)
 
     def _machine_of_client(self) -> Machine:
         return self.client.machine
@@ -312,6 +348,11 @@ class ScenarioRun:
         """The driver's process hangs."""
         pid = json.loads((self.run_folder / "members.json").read_text())["driver_pid"]
         self._machine_of_client().signal(signal.SIGSTOP, [pid])
+
+    def kill_driver(self) -> None:
+        """The driver's process dies; Ray starts it again."""
+        pid = json.loads((self.run_folder / "members.json").read_text())["driver_pid"]
+        self._machine_of_client().signal(signal.SIGKILL, [pid])
 
     def stop_worker(self, rank: int) -> None:
         """A worker's process hangs."""
@@ -380,9 +421,26 @@ class ScenarioRun:
             wrong.append(f"{again} steps were executed again, {self.scenario.again} may be")
         if stall_s > SLACK * self.scenario.stall_s:
             wrong.append(f"a stall of {stall_s:.1f} s, {SLACK * self.scenario.stall_s:.0f} s may be")
+        most, changes = (
+            self.scenario.most_generations,
+            sum(event["kind"] == "generation" for event in self.lines("events.jsonl")),
+        )
+        if most is not None and changes > most:
+            wrong.append(f"{changes} changes of the workers' generation, {most} may be")
+        wrong += self._wrong_checkpoints()
         claimed = [event["generation"] for event in self.lines("events.jsonl") if event["kind"] == "generation"]
         if claimed != sorted(set(claimed)):
             wrong.append(f"generations out of order, as of two drivers: {claimed}")
+        return wrong
+
+    def _wrong_checkpoints(self) -> list[str]:
+        """Checkpoints that have their final name and are not whole."""
+        wrong = []
+        for folder in sorted(self.run_folder.glob("checkpoints/step_*")):
+            try:
+                verify_checkpoint(folder)
+            except CheckpointError as error:
+                wrong.append(f"{folder.name} is not whole: {error}")
         return wrong
 
     def _wrong_second(self, undisturbed: Callable[[int], Undisturbed]) -> list[str]:
