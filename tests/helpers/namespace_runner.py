@@ -57,6 +57,8 @@ class Outcome:
     wall_s: float
     wrong: tuple[str, ...] = ()
     """Promises that were not kept."""
+    load: float | None = None
+    """The load average of the last minute at its end: how busy the machine was beside it. None: not noted."""
 
     def cells(self) -> list[str]:
         """A row of the table."""
@@ -67,11 +69,13 @@ class Outcome:
             *map(str, numbers),
             f"{self.stall_s:.1f}",
             f"{self.wall_s:.0f}",
+            "?" if self.load is None else f"{self.load:.0f}",
             "; ".join(self.wrong) or "-",
         ]
 
 
-HEADER = ["scenario", "end", "steps", "new generations", "workers lost", "steps again", "longest stall s", "wall s", "not kept"]
+HEADER = ["scenario", "end", "steps", "new generations", "workers lost", "steps again", "longest stall s", "wall s", "load"]
+HEADER += ["not kept"]
 
 
 class ScenarioError(AssertionError):

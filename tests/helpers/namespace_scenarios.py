@@ -286,6 +286,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "the client's machine dies, and another resumes",
         (at_step(20, "kill", "driver"), after(1, "resume", "store")),
+        layout=SAVES,
         fresh_after=True,
         stall_s=150,
     ),
