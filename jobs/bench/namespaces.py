@@ -77,8 +77,8 @@ process and every step told once, the others with an error that says why and wha
 
 Machines: `store` (Ray's control store, no CPUs), `driver` (client and driver, no CPUs), `w1` to `w3` (two CPUs each);
 namespaces of one machine, whose packets a user-space forwarder drops, delays and slows. Four workers train a tiny job,
-2 stages x 2 replicas; "the last copy" is 4 stages without replicas or mirror. Where a machine that joins is to get seats, the
-plan has 4 replicas, so that two of eight workers have no place before. Ray's settings are its defaults.
+2 stages x 2 replicas; "the last copy" is 4 stages without replicas or mirror. Where a machine that joins is to get seats,
+up to eight workers are wanted, and six have a place before. Ray's settings are its defaults.
 
 - *longest stall*: between two steps, from the first to the last.
 - *steps again*: executed a second time, after a recovery from the mirror's snapshot.

@@ -407,6 +407,8 @@ class ScenarioRun:
         numbers, wrong = [line["step"] for line in steps], []
         if numbers != list(range(1, len(numbers) + 1)):
             wrong.append(f"not every step was told once: {numbers[-5:]} of {len(numbers)}")
+        if not steps:
+            return [f"ended before the first step: {text.strip()[-1500:]}"]
         reference = undisturbed(len(numbers))
         if [(line["step"], line["loss"]) for line in steps] != reference.losses:
             wrong.append("other losses than undisturbed")

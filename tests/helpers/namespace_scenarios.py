@@ -14,8 +14,8 @@ COPIES = ("plan.stages=2", "plan.replicas=2")
 LAST_COPIES = ("plan.stages=4", "plan.replicas=1", "elastic={min_workers: 1, mirror: off}")
 """Every worker has the only copy of its piece, until the last checkpoint."""
 
-GROWS = ("plan.stages=2", "plan.replicas=4")
-"""More workers than the machines have CPUs: the run begins with six, and grows when a machine is added."""
+GROWS = (*COPIES, "elastic.max_workers=8")
+"""Up to eight workers, two more than the machines have CPUs: the run grows when a machine is added."""
 SAVES = (*COPIES, "checkpoint.every=4")
 """Every piece of state is on two workers, and checkpoints are written."""
 
