@@ -27,6 +27,8 @@ PYTHON_PATH = (str(ROOT / "tests"), str(ROOT / "jobs/bench"))
 CPUS = 2
 START_S, END_S, PROGRESS_S, LEFT_S = 180.0, 120.0, 180.0, 100.0
 """Limits for the first step, for the end after the last step, for a next step, and for everything of the run to be gone."""
+NOTICED_S = 100.0
+"""Limit for Ray to notice that a machine is gone."""
 LEAST_LOSSES = 5
 """Machines that must have joined and been lost in `churn`: on a busy machine it takes half a minute to join."""
 SLACK = 2.0
@@ -112,11 +114,15 @@ class ClusterKeeper:
         for name, node in list(cluster.nodes.items()):
             extra = name not in ("store", "driver", *WORKERS)
             if extra or node.address not in there or node.raylet.exit_code is not None:
-                cluster.kill(name)
+                cluster.leave(name)
         for name in ("driver", *WORKERS):
             if name not in cluster.nodes:
                 cluster.add_node(name, CPUS * (name in WORKERS), wait=False)
         cluster.wait_for_nodes(cluster.nodes)
+        # Ray takes a minute to notice a loss of power, and places nothing while it waits for such a machine.
+        until, whole = time.monotonic() + NOTICED_S, {node.address for node in cluster.nodes.values()}
+        while set(cluster.live_addresses()) - whole and time.monotonic() < until:
+            time.sleep(0.5)
         return "store" in cluster.nodes
 
     def close(self) -> None:
