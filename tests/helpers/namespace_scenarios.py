@@ -70,8 +70,8 @@ class Scenario:
     """The machine of the client and the driver."""
     fresh_after: bool = False
     """Whether no later scenario may use this cluster."""
-    most_generations: int | None = None
-    """Most changes of the workers' generation; None: any number."""
+    changes: tuple[int, int] = (0, 1000)
+    """Fewest and most changes of the workers' generation."""
 
 
 def cut_off(name: str, who: str, seconds: float, direction: str = "both", **more: Any) -> Scenario:
@@ -177,7 +177,13 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("a machine flaps every 2 s for a minute", (at_step(8, "flap", "rank0", 2.0, 60.0),), stall_s=60),
     Scenario("a machine is cut off for 1 s, ten times", (at_step(8, "flap", "rank0", 1.0, 20.0),)),
     Scenario("an idle machine flaps every 2 s for a minute", (at_step(4, "add", "w4"), after(1, "flap", "w4", 2.0, 60.0))),
-    Scenario("machines join and are lost every 2 s for a minute", (at_step(8, "churn", 2.0, 60.0),), layout=GROWS, stall_s=60),
+    Scenario(
+        "machines join and are lost every 2 s for a minute",
+        (at_step(8, "churn", 2.0, 60.0),),
+        layout=GROWS,
+        stall_s=60,
+        changes=(2, 1000),
+    ),
     Scenario(
         "a machine that joins is cut off while it gets its state",
         (
@@ -198,7 +204,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             after(60, "heal"),
         ),
         layout=GROWS,
-        most_generations=8,
+        changes=(1, 8),
     ),
     Scenario(
         "a machine is cut off while a checkpoint is written",
