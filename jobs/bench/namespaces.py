@@ -83,7 +83,7 @@ up to eight workers are wanted, and six have a place before. Ray's settings are 
 - *longest stall*: between two steps, from the first to the last.
 - *steps again*: executed a second time, after a recovery from the mirror's snapshot.
 - *new generations*: changes of the group of workers.
-- *load*: the machine's load average of the last minute at the end of the scenario.
+- *load*: the machine's load average of the last minute at the end of the scenario; ?: not noted.
 
 {table(HEADER, [outcome.cells() for outcome in outcomes])}
 

@@ -18,14 +18,14 @@ class SuspectNodes:
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
         """Node -> when its last suspicion ends."""
-        self._times: dict[str, int] = {}
-        """Node -> number of its suspicions."""
+        self._lasts_s: dict[str, float] = {}
+        """Node -> how long its last suspicion lasts."""
 
     def suspect(self, node: str, now_s: float) -> None:
         """Suspect a node from now on. Workers that are lost while it is suspected already do not count as a further time."""
         if node not in self.at(now_s):
-            self._times[node] = self._times.get(node, 0) + 1
-        self._until_s[node] = now_s + min(SUSPECT_S * 2 ** (self._times[node] - 1), MOST_SUSPECT_S)
+            self._lasts_s[node] = min(2 * self._lasts_s.get(node, SUSPECT_S / 2), MOST_SUSPECT_S)
+        self._until_s[node] = now_s + self._lasts_s[node]
 
     def at(self, now_s: float) -> frozenset[str]:
         """The nodes that are suspected at this time."""
