@@ -310,25 +310,25 @@ class ScenarioRun:
             time.sleep(period_s)
 
     def churn(self, period_s: float, seconds: float) -> None:
-        """A machine joins or one that has joined loses its power, again and again, until at least `LEAST_LOSSES` were lost."""
-        starting: list[str] = []
-        joined: list[str] = []
-        lost, began_s = 0, time.monotonic()
+        """When a machine has joined, the first worker's one loses its power; for `seconds`, and at least `LEAST_LOSSES` times.
+
+        Every `period_s` one machine is added or lost, unless two are on their way or the run has not noticed the last loss.
+        """
+        lost, added, most, began_s = 0, 0, len(self._machines("workers")), time.monotonic()
         while time.monotonic() - began_s < seconds or lost < LEAST_LOSSES:
             if time.monotonic() - began_s > PROGRESS_S:
                 raise ScenarioError(f"{self.scenario.name}: only {lost} machines had joined within {PROGRESS_S:.0f} s")
             there = self.cluster.live_addresses()
-            joined += [name for name in starting if self.cluster.nodes[name].address in there]
-            starting = [name for name in starting if name not in joined]
-            if len(joined) > 2:  # the one that goes has been there for long enough to get seats
-                self.cluster.kill(joined.pop(0))
+            names = {name: there.get(self.cluster.nodes[name].address, "") for name in self._machines("workers")}
+            self.machine_of_node |= {id[:8]: name for name, id in names.items() if id}
+            used = [self.machine_of_node.get(member.get("node", ""), "") for member in self.members()]
+            if sum(map(bool, names.values())) > most and used and set(used) <= set(names):
+                self.cluster.kill(used[0])
                 lost += 1
-            elif len(starting) < 2:
-                starting.append(f"x{lost + len(joined) + len(starting)}")
-                self.cluster.add_node(starting[-1], CPUS, wait=False)
+            elif len(names) < most + 2:
+                self.cluster.add_node(f"x{added}", CPUS, wait=False)
+                added += 1
             time.sleep(period_s)
-        for name in (*starting, *joined):
-            self.cluster.kill(name)
 
     def await_event(self, kind: str, words: str = "") -> None:
         """Wait until the run tells of an event of this kind, with these words, that it had not told when the last act began."""

@@ -178,11 +178,10 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("a machine is cut off for 1 s, ten times", (at_step(8, "flap", "rank0", 1.0, 20.0),)),
     Scenario("an idle machine flaps every 2 s for a minute", (at_step(4, "add", "w4"), after(1, "flap", "w4", 2.0, 60.0))),
     Scenario(
-        "machines join and are lost every 2 s for a minute",
+        "machines join, and as many with workers are lost, for a minute",
         (at_step(8, "churn", 2.0, 60.0),),
-        layout=GROWS,
         stall_s=60,
-        changes=(2, 1000),
+        changes=(4, 1000),
     ),
     Scenario(
         "a machine that joins is cut off while it gets its state",
