@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -47,6 +48,7 @@ def measure(scenarios: Sequence[Scenario], folder: Path, log: Path | None) -> li
                 outcome = Outcome(scenario.name, "not carried out", 0, 0, 0, 0, 0.0, time.monotonic() - began, wrong)
             if scenario.fresh_after:
                 keeper.close()
+            outcome = replace(outcome, load=os.getloadavg()[0])
             outcomes.append(outcome)
             print(time.strftime("%H:%M:%S"), *outcome.cells(), sep=" | ", flush=True)
             if log is not None:
@@ -75,11 +77,13 @@ process and every step told once, the others with an error that says why and wha
 
 Machines: `store` (Ray's control store, no CPUs), `driver` (client and driver, no CPUs), `w1` to `w3` (two CPUs each);
 namespaces of one machine, whose packets a user-space forwarder drops, delays and slows. Four workers train a tiny job,
-2 stages x 2 replicas; "the last copy" is 4 stages without replicas or mirror. Ray's settings are its defaults.
+2 stages x 2 replicas; "the last copy" is 4 stages without replicas or mirror. Where a machine that joins is to get seats,
+up to eight workers are wanted, and six have a place before. Ray's settings are its defaults.
 
 - *longest stall*: between two steps, from the first to the last.
 - *steps again*: executed a second time, after a recovery from the mirror's snapshot.
 - *new generations*: changes of the group of workers.
+- *load*: the machine's load average of the last minute at the end of the scenario; ?: not noted.
 
 {table(HEADER, [outcome.cells() for outcome in outcomes])}
 

@@ -112,14 +112,20 @@ class WorkerPool:
         return found
 
     async def wait_until_placed(
-        self, numbers: tuple[int, ...], avoid: Collection[str] = (), shun: Collection[str] = (), *, on_demand: bool = False
+        self,
+        numbers: tuple[int, ...],
+        avoid: Callable[[], Collection[str]] = frozenset,
+        shun: Collection[str] = (),
+        *,
+        on_demand: bool = False,
     ) -> bool:
         """Wait until the group of these workers is placed, however long that takes. False if it was given back meanwhile.
 
-        If no node but those of `shun` has had room for `SHUN_S`, those are taken too, but none of `avoid`. Raises
-        `ClusterError` when somebody else has removed the group.
+        No node of `avoid()` is taken; when there are fewer of them than before, the cluster is asked anew. If no node but
+        those of `shun` has had room for `SHUN_S`, those are taken too. Raises `ClusterError` when another removed the group.
         """
-        first, start_s, shunned = numbers[0], time.monotonic(), bool(set(shun) - set(avoid))
+        first, start_s = numbers[0], time.monotonic()
+        left_out = {*avoid(), *shun}
         while first in self.groups:
             group = self.groups[first]
             info = (await asyncio.to_thread(placement_group_table)).get(group.id.hex(), {})
@@ -128,10 +134,11 @@ class WorkerPool:
             if info.get("state") == "REMOVED" and self.groups.get(first) is group:
                 raise ClusterError("its placement group was removed", cure="look for who removes placement groups")
             waited_s = time.monotonic() - start_s
-            if shunned and waited_s > SHUN_S:
-                shunned = False
+            now_out = {*avoid(), *(shun if waited_s <= SHUN_S else ())}
+            if left_out - now_out:
+                left_out = now_out
                 await asyncio.to_thread(remove_placement_group, group)
-                wider = await asyncio.to_thread(self._make_group, numbers, avoid, on_demand)
+                wider = await asyncio.to_thread(self._make_group, numbers, left_out, on_demand)
                 if first not in self.groups:  # given back meanwhile
                     await asyncio.to_thread(remove_placement_group, wider)
                 self.groups.update({number: wider for number in numbers if number in self.groups})

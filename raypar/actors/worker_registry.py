@@ -22,6 +22,7 @@ from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic import events as on
 from raypar.elastic.cpu_wait_deadline_extension import CpuWaitDeadlineExtension
+from raypar.elastic.suspect_nodes import SuspectNodes
 from raypar.errors import ClusterError, OutOfMemory, WorkerLost, error_first_line
 
 PING_S = 0.4
@@ -77,7 +78,7 @@ class WorkerRegistry:
         """How long the workers wait for processors."""
         self.hellos: dict[int, WorkerHello] = {}
         """Worker -> its hello, of all workers that have started."""
-        self.suspect_nodes: set[str] = set()
+        self.suspect_nodes = SuspectNodes()
         """Nodes whose workers were lost or hung: no worker is started there, as Ray may not have noticed a dead node yet."""
         self.slow_nodes: set[str] = set()
         """Nodes whose worker was a straggler: no worker is started there while another node has room."""
@@ -128,10 +129,10 @@ class WorkerRegistry:
 
         `requested`: their placement group was requested already.
         """
-        suspect, slow = (set[str](), set[str]()) if requested else (set(self.suspect_nodes), set(self.slow_nodes))
+        suspect, slow = (frozenset[str], set[str]()) if requested else (self.suspect_nodes_now, set(self.slow_nodes))
         try:
             if not requested:
-                await asyncio.to_thread(self.pool.request_group, numbers, {*suspect, *slow}, on_demand=on_demand)
+                await asyncio.to_thread(self.pool.request_group, numbers, {*suspect(), *slow}, on_demand=on_demand)
             if not await self.pool.wait_until_placed(numbers, suspect, slow, on_demand=on_demand):
                 return
             there = [number for number in numbers if number in self.pool.groups]
@@ -204,7 +205,11 @@ class WorkerRegistry:
     def avoid_suspect_node_of(self, number: int) -> None:
         """Start no worker on this worker's node for a while: it does not answer, or has died with its node."""
         if self._alone_there(number):
-            self.suspect_nodes.add(self.node_of_worker[number])
+            self.suspect_nodes.suspect(self.node_of_worker[number], time.monotonic())
+
+    def suspect_nodes_now(self) -> frozenset[str]:
+        """The nodes on which no worker is started at present."""
+        return self.suspect_nodes.at(time.monotonic())
 
     def avoid_slow_node_of(self, number: int) -> None:
         """Prefer other nodes to this worker's node for new workers: it computes too slowly there."""

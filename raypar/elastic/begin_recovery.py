@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raypar.elastic.actions import ClaimGeneration
+from raypar.elastic.desired_capacity import retry_pause_s
 from raypar.elastic.failure_budget import make_repeated_failure_error
 from raypar.elastic.generation_guard import StaleGeneration
 from raypar.elastic.phases import Phase
@@ -18,6 +19,8 @@ def begin_recovery(m: RunState, why: str, *, counts: bool = True) -> None:
     leaves or joins) does not count, nor does a death that the step cannot have caused (a machine was taken away).
     """
     progress, health, stopping = m.progress, m.health, m.stopping
+    if m.phase is Phase.ADOPTING:
+        _note_failed_move(m)
     if m.phase in (Phase.VALIDATING, Phase.SAVING, Phase.ENDING):
         progress.served_flush_point = progress.emitted - 1  # saving and validation are due there again
     progress.forget_open_steps()
@@ -35,6 +38,14 @@ def begin_recovery(m: RunState, why: str, *, counts: bool = True) -> None:
     m.membership.generation += 1
     m.enter(Phase.CLAIMING, deadline_s=m.policy.claim_s)
     m.decide(ClaimGeneration(m.membership.generation), why)
+
+
+def _note_failed_move(m: RunState) -> None:
+    """Let the next move to a larger plan wait, if the present one was to give newcomers seats: a failed one costs seconds."""
+    order = m.recovery.order
+    if order is not None and not set(order.members) <= set(m.membership.members):
+        m.planned.not_before_s = m.timer.now_s + retry_pause_s(m.policy.capacity, m.planned.failed_moves)
+        m.planned.failed_moves += 1
 
 
 def is_caused_by_worker_loss(error: Exception) -> bool:

@@ -166,6 +166,9 @@ def start_generation(m: RunState, order: AdoptPlan) -> None:
     m.trust.doubt, m.health.waited_s = "", 0.0
     m.trust.tainted -= set(who.members)
     m.planned.reason = m.planned.plan = None
+    if not set(order.members) <= set(trained):
+        m.planned.failed_moves = 0
+        m.planned.unreachable.clear()
     m.planned.ask_at_s = m.timer.now_s if who.spares else None
     m.planned.declined_at_s = None
     m.hiring.useful = m.hiring.useful if m.hiring.useful_is_final else None

@@ -3,11 +3,15 @@
 If the network is broken only between two machines, all workers answer the driver's pings, but no generation can connect. After
 `FAILED_GENERATIONS` such generations the run gives up as few workers as possible, so that all others can reach each other. It
 never gives up a worker that holds the only copy of some state.
+
+Newcomers, which have no seat yet, need not fail in a row: between two moves that fail the members train. They are given up with
+the other newcomers of their nodes, which have the same network.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 
 from raypar.elastic.events import CallFailed
 from raypar.elastic.last_copy_holders import find_only_holders
@@ -28,24 +32,40 @@ def note_unreachable_workers(m: RunState, event: CallFailed) -> None:
     pairs = {frozenset({event.worker, workers[rank]}) for rank in event.error.unreachable_ranks if rank < len(workers)}
     if pairs:
         m.health.unreachable[order.generation] = pairs
+    if with_newcomers := {pair for pair in pairs if pair & m.membership.spares}:
+        m.planned.unreachable[order.generation] = with_newcomers
 
 
 def choose_unreachable_workers(m: RunState) -> tuple[int, ...]:
     """The workers to give up. Empty if too few generations have failed to connect, or if every choice would lose state."""
-    if len(m.health.unreachable) < FAILED_GENERATIONS:
-        return ()
-    pairs = {pair for found in m.health.unreachable.values() for pair in found if not pair & m.membership.gone}
-    chosen: list[int] = []
+    who = m.membership
+    chosen = _choose_from_pairs(m, m.planned.unreachable, who.spares, [])
+    nodes = {who.nodes[worker] for worker in chosen if worker in who.nodes}
+    for worker in sorted(who.spares - set(chosen)):
+        if who.nodes.get(worker) in nodes and not find_only_holders(m, {*chosen, worker}):
+            chosen.append(worker)
+    return tuple(sorted(_choose_from_pairs(m, m.health.unreachable, {*who.members, *who.spares}, chosen)))
+
+
+def _choose_from_pairs(
+    m: RunState, unreachable: Mapping[int, Collection[frozenset[int]]], among: Collection[int], chosen: list[int]
+) -> list[int]:
+    """`chosen` and as many further workers of `among` that no pair is left; only `chosen` if that is not possible."""
+    if len(unreachable) < FAILED_GENERATIONS:
+        return chosen
+    without = m.membership.gone | set(chosen)
+    pairs = {pair for found in unreachable.values() for pair in found if not pair & without}
+    more = list(chosen)
     while pairs:
-        times = Counter(worker for pair in pairs for worker in pair)
+        times = Counter(worker for pair in pairs for worker in pair if worker in among)
         # Of two with as many broken connections the newer one.
         ranked = sorted(times, key=lambda worker: (times[worker], worker), reverse=True)
-        dispensable = [worker for worker in ranked if not find_only_holders(m, {*chosen, worker})]
+        dispensable = [worker for worker in ranked if not find_only_holders(m, {*more, worker})]
         if not dispensable:
-            return ()
-        chosen.append(dispensable[0])
+            return chosen
+        more.append(dispensable[0])
         pairs = {pair for pair in pairs if dispensable[0] not in pair}
-    return tuple(chosen)
+    return more
 
 
 def describe_unreachable_workers(m: RunState) -> str:

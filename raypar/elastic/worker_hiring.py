@@ -26,7 +26,7 @@ def desired_capacity_of_run(m: RunState, available: int | None = None) -> Desire
         seats=len(who.members),
         start_after_s=hiring.retry_at_s,
         grow_at_s=planned.ask_at_s,
-        may_grow=unchanged and m.step_times.known,
+        may_grow=unchanged and m.step_times.known and m.timer.now_s >= planned.not_before_s,
         stopping=m.stopping.request is not None,
         useful=hiring.useful,
         may_release=unchanged and _trains_undisturbed(m),

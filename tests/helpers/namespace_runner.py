@@ -19,16 +19,22 @@ from helpers.tiny_job import write_job
 from helpers.trainee import Undisturbed
 
 from cluster.local import LocalCluster, Machine, Program
+from raypar.errors import CheckpointError
+from raypar.worker.checkpoint.checkpoint_files import verify_checkpoint
 
 ROOT = Path(__file__).parents[2]
 PYTHON_PATH = (str(ROOT / "tests"), str(ROOT / "jobs/bench"))
 CPUS = 2
 START_S, END_S, PROGRESS_S, LEFT_S = 180.0, 120.0, 180.0, 100.0
 """Limits for the first step, for the end after the last step, for a next step, and for everything of the run to be gone."""
+NOTICED_S = 100.0
+"""Limit for Ray to notice that a machine is gone."""
+LEAST_LOSSES = 5
+"""Machines that must have joined and been lost in `churn`: on a busy machine it takes half a minute to join."""
 SLACK = 2.0
 """How many times longer than on a quiet machine a stall may last."""
-SECOND_S = 120.0
-RESUME_S = 240.0
+SECOND_S, RESUME_S, WORKERS_BACK_S = 120.0, 240.0, 240.0
+"""Limits for the end of a second client, for steps of a resumed run, and for as many workers as before."""
 ACTIVE = "is active on this cluster"
 OURS = re.compile(r"ray::(WorkerActor|DriverActor)|raypar (train|resume)")
 """Titles of processes of a run."""
@@ -53,6 +59,8 @@ class Outcome:
     wall_s: float
     wrong: tuple[str, ...] = ()
     """Promises that were not kept."""
+    load: float | None = None
+    """The load average of the last minute at its end: how busy the machine was beside it. None: not noted."""
 
     def cells(self) -> list[str]:
         """A row of the table."""
@@ -63,11 +71,13 @@ class Outcome:
             *map(str, numbers),
             f"{self.stall_s:.1f}",
             f"{self.wall_s:.0f}",
+            "?" if self.load is None else f"{self.load:.0f}",
             "; ".join(self.wrong) or "-",
         ]
 
 
-HEADER = ["scenario", "end", "steps", "new generations", "workers lost", "steps again", "longest stall s", "wall s", "not kept"]
+HEADER = ["scenario", "end", "steps", "new generations", "workers lost", "steps again", "longest stall s", "wall s", "load"]
+HEADER += ["not kept"]
 
 
 class ScenarioError(AssertionError):
@@ -104,11 +114,15 @@ class ClusterKeeper:
         for name, node in list(cluster.nodes.items()):
             extra = name not in ("store", "driver", *WORKERS)
             if extra or node.address not in there or node.raylet.exit_code is not None:
-                cluster.kill(name)
+                cluster.leave(name)
         for name in ("driver", *WORKERS):
             if name not in cluster.nodes:
                 cluster.add_node(name, CPUS * (name in WORKERS), wait=False)
         cluster.wait_for_nodes(cluster.nodes)
+        # Ray takes a minute to notice a loss of power, and places nothing while it waits for such a machine.
+        until, whole = time.monotonic() + NOTICED_S, {node.address for node in cluster.nodes.values()}
+        while set(cluster.live_addresses()) - whole and time.monotonic() < until:
+            time.sleep(0.5)
         return "store" in cluster.nodes
 
     def close(self) -> None:
@@ -133,7 +147,8 @@ class ScenarioRun:
     """The machines that the last act was about."""
     second: Program | None = None
     """A second client."""
-    added: int = 0
+    seen_events: int = 0
+    """Lines of events.jsonl that were there when the last act but `await_event` began."""
 
     def __post_init__(self) -> None:
         self.run_folder = self.folder / "runs" / self.name
@@ -220,6 +235,7 @@ class ScenarioRun:
         if act.step is not None:
             self.wait(f"{act.step} steps", lambda: len(self.steps()) >= act.step or self._ended(), PROGRESS_S)
         time.sleep(act.after_s)
+        self.seen_events = self.seen_events if act.do.startswith("await_") else len(self.lines("events.jsonl"))
         getattr(self, act.do)(*act.given)
 
     # -- acts --------------------------------------------------------------------------------------------------------------
@@ -294,16 +310,46 @@ class ScenarioRun:
             time.sleep(period_s)
 
     def churn(self, period_s: float, seconds: float) -> None:
-        """A machine joins, and another one that has joined loses its power, again and again."""
-        joined: list[str] = []
-        for number in range(int(seconds / period_s)):
-            joined.append(f"x{number}")
-            self.cluster.add_node(joined[-1], CPUS, wait=False)
+        """When a machine has joined, the first worker's one loses its power; for `seconds`, and at least `LEAST_LOSSES` times.
+
+        Every `period_s` one machine is added or lost, unless two are on their way or the run has not noticed the last loss.
+        """
+        lost, added, most, began_s = 0, 0, len(self._machines("workers")), time.monotonic()
+        while time.monotonic() - began_s < seconds or lost < LEAST_LOSSES:
+            if time.monotonic() - began_s > PROGRESS_S:
+                raise ScenarioError(f"{self.scenario.name}: only {lost} machines had joined within {PROGRESS_S:.0f} s")
+            there = self.cluster.live_addresses()
+            names = {name: there.get(self.cluster.nodes[name].address, "") for name in self._machines("workers")}
+            self.machine_of_node |= {id[:8]: name for name, id in names.items() if id}
+            used = [self.machine_of_node.get(member.get("node", ""), "") for member in self.members()]
+            if sum(map(bool, names.values())) > most and used and set(used) <= set(names):
+                self.cluster.kill(used[0])
+                lost += 1
+            elif len(names) < most + 2:
+                self.cluster.add_node(f"x{added}", CPUS, wait=False)
+                added += 1
             time.sleep(period_s)
-            if len(joined) > 2:
-                self.cluster.kill(joined.pop(0))
-        for name in joined:
-            self.cluster.kill(name)
+
+    def await_event(self, kind: str, words: str = "") -> None:
+        """Wait until the run tells of an event of this kind, with these words, that it had not told when the last act began."""
+
+        def told() -> bool:
+            new = self.lines("events.jsonl")[self.seen_events :]
+            return self._ended() or any(event["kind"] == kind and words in event["text"] for event in new)
+
+        self.wait(f"an event {kind} ({words})", told, PROGRESS_S)
+
+    def await_checkpoint_begun(self) -> None:
+        """Wait until a checkpoint is being written."""
+        until = time.monotonic() + PROGRESS_S
+        while not (list(self.run_folder.glob("checkpoints/.tmp-*")) or self._ended()):
+            if time.monotonic() > until:
+                raise ScenarioError(f"{self.scenario.name}: no checkpoint was begun within {PROGRESS_S:.0f} s")
+            time.sleep(0.002)
+
+    def await_workers(self, count: int) -> None:
+        """Wait until so many workers train again."""
+        self.wait(f"{count} workers", lambda: len(self.members()) == count or self._ended(), WORKERS_BACK_S)
 
     def _machine_of_client(self) -> Machine:
         return self.client.machine
@@ -312,6 +358,11 @@ class ScenarioRun:
         """The driver's process hangs."""
         pid = json.loads((self.run_folder / "members.json").read_text())["driver_pid"]
         self._machine_of_client().signal(signal.SIGSTOP, [pid])
+
+    def kill_driver(self) -> None:
+        """The driver's process dies; Ray starts it again."""
+        pid = json.loads((self.run_folder / "members.json").read_text())["driver_pid"]
+        self._machine_of_client().signal(signal.SIGKILL, [pid])
 
     def stop_worker(self, rank: int) -> None:
         """A worker's process hangs."""
@@ -362,6 +413,8 @@ class ScenarioRun:
         numbers, wrong = [line["step"] for line in steps], []
         if numbers != list(range(1, len(numbers) + 1)):
             wrong.append(f"not every step was told once: {numbers[-5:]} of {len(numbers)}")
+        if not steps:
+            return [f"ended before the first step: {text.strip()[-1500:]}"]
         reference = undisturbed(len(numbers))
         if [(line["step"], line["loss"]) for line in steps] != reference.losses:
             wrong.append("other losses than undisturbed")
@@ -380,9 +433,24 @@ class ScenarioRun:
             wrong.append(f"{again} steps were executed again, {self.scenario.again} may be")
         if stall_s > SLACK * self.scenario.stall_s:
             wrong.append(f"a stall of {stall_s:.1f} s, {SLACK * self.scenario.stall_s:.0f} s may be")
+        changes = sum(event["kind"] == "generation" for event in self.lines("events.jsonl"))
+        fewest, most = self.scenario.changes
+        if not fewest <= changes <= most:
+            wrong.append(f"{changes} changes of the workers' generation, {fewest} to {most} should be")
+        wrong += self._wrong_checkpoints()
         claimed = [event["generation"] for event in self.lines("events.jsonl") if event["kind"] == "generation"]
         if claimed != sorted(set(claimed)):
             wrong.append(f"generations out of order, as of two drivers: {claimed}")
+        return wrong
+
+    def _wrong_checkpoints(self) -> list[str]:
+        """Checkpoints that have their final name and are not whole."""
+        wrong = []
+        for folder in sorted(self.run_folder.glob("checkpoints/step_*")):
+            try:
+                verify_checkpoint(folder)
+            except CheckpointError as error:
+                wrong.append(f"{folder.name} is not whole: {error}")
         return wrong
 
     def _wrong_second(self, undisturbed: Callable[[int], Undisturbed]) -> list[str]:

@@ -14,6 +14,11 @@ COPIES = ("plan.stages=2", "plan.replicas=2")
 LAST_COPIES = ("plan.stages=4", "plan.replicas=1", "elastic={min_workers: 1, mirror: off}")
 """Every worker has the only copy of its piece, until the last checkpoint."""
 
+GROWS = (*COPIES, "elastic.max_workers=8")
+"""Up to eight workers, two more than the machines have CPUs: the run grows when a machine is added."""
+SAVES = (*COPIES, "checkpoint.every=4")
+"""Every piece of state is on two workers, and checkpoints are written."""
+
 WORKERS = ("w1", "w2", "w3")
 
 
@@ -65,6 +70,8 @@ class Scenario:
     """The machine of the client and the driver."""
     fresh_after: bool = False
     """Whether no later scenario may use this cluster."""
+    changes: tuple[int, int] = (0, 1000)
+    """Fewest and most changes of the workers' generation."""
 
 
 def cut_off(name: str, who: str, seconds: float, direction: str = "both", **more: Any) -> Scenario:
@@ -108,6 +115,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     cut_off("the driver's machine that hears nothing for 10 s", "driver", 10, "in", stall_s=40),
     split("the driver cannot reach any worker for 5 s", "driver", "workers", 5, stall_s=20),
     split("the driver cannot reach any worker for 30 s", "driver", "workers", 30, stall_s=80),
+    split("a worker machine does not hear the driver for 20 s", "driver", "rank0", 20, "out"),
     split("the driver's machine cannot reach the control store for 5 s", "driver", "store", 5),
     split("the driver's machine cannot reach the control store for 20 s", "driver", "store", 20, stall_s=60),
     split(
@@ -158,9 +166,56 @@ SCENARIOS: tuple[Scenario, ...] = (
         "a drained machine is cut off before it has left",
         (at_step(8, "drain", "rank0"), after(0.3, "partition", "last", "all"), after(10, "heal")),
     ),
+    Scenario(
+        "every worker machine is cut off once, one after the other",
+        (
+            *(act for name in WORKERS for act in (at_step(8, "partition", name, "all"), after(8, "heal"), after(4, "heal"))),
+            after(0, "await_workers", 4),
+        ),
+        stall_s=60,
+    ),
     Scenario("a machine flaps every 2 s for a minute", (at_step(8, "flap", "rank0", 2.0, 60.0),), stall_s=60),
+    Scenario("a machine is cut off for 1 s, ten times", (at_step(8, "flap", "rank0", 1.0, 20.0),)),
     Scenario("an idle machine flaps every 2 s for a minute", (at_step(4, "add", "w4"), after(1, "flap", "w4", 2.0, 60.0))),
-    Scenario("machines join and are lost every 2 s for a minute", (at_step(8, "churn", 2.0, 60.0),), stall_s=60),
+    Scenario(
+        "machines join, and as many with workers are lost, for a minute",
+        (at_step(8, "churn", 2.0, 60.0),),
+        stall_s=60,
+        changes=(4, 1000),
+    ),
+    Scenario(
+        "a machine that joins is cut off while it gets its state",
+        (
+            at_step(8, "add", "w4"),
+            after(0, "shape", "w4", 1e9, 0.1, 0.0),
+            after(0, "await_event", "recovering", "8 workers"),
+            after(0, "partition", "w4", "all"),
+            after(8, "heal"),
+        ),
+        layout=GROWS,
+    ),
+    Scenario(
+        "a machine that joins cannot reach another one for a minute",
+        (
+            at_step(8, "add", "w4"),
+            after(0, "partition", "w4", "rank0"),
+            after(0, "await_event", "joined"),
+            after(60, "heal"),
+        ),
+        layout=GROWS,
+        changes=(1, 8),
+    ),
+    Scenario(
+        "a machine is cut off while a checkpoint is written",
+        (
+            at_step(2, "shape", "all", 1e9, 0.05, 0.0),
+            at_step(8, "await_checkpoint_begun"),
+            after(0, "partition", "rank0", "all"),
+            after(8, "heal"),
+            after(0, "shape", "all"),
+        ),
+        layout=SAVES,
+    ),
     Scenario("a machine dies while another joins", (at_step(8, "add", "w4"), after(0.5, "kill", "rank0"))),
     Scenario(
         "a machine dies while another is cut off",
@@ -170,6 +225,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("two machines die one after the other", (at_step(8, "kill", "rank0"), at_step(16, "kill", "rank0"))),
     Scenario("a machine that was cut off dies", (at_step(8, "partition", "rank0", "all"), after(5, "kill", "cut"))),
     # Processes and machines that hang.
+    Scenario(
+        "the driver's machine is cut off while a new driver takes over",
+        (at_step(8, "kill_driver"), after(0.5, "partition", "driver", "all"), after(8, "heal")),
+        stall_s=40,
+    ),
     Scenario("the driver is stopped for 10 s", (at_step(8, "stop_driver"), after(10, "continue_all")), stall_s=30),
     Scenario(
         "the driver is stopped for 45 s, longer than its client waits",
@@ -183,7 +243,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     # The only copy of some state lives behind the partition: it is waited for.
     cut_off("the last copy is cut off for 5 s", "rank0", 5, layout=LAST_COPIES, again=1),
     cut_off("the last copy is cut off for 20 s", "rank0", 20, layout=LAST_COPIES, again=1, stall_s=60),
-    cut_off("the last copy is cut off for 45 s", "other", 45, layout=LAST_COPIES, again=1, stall_s=110),
+    # Ray gives up a machine after five failed checks, one every 13 s, and a connection that is reset is a failed one. So it may
+    # end the workers of this machine just after they have come back; until then the run has waited for them.
+    cut_off("the last copy is cut off for 45 s", "other", 45, layout=LAST_COPIES, again=1, stall_s=110, errors=STATE_GONE),
     cut_off("the last copy hears nothing for 20 s", "rank0", 20, "in", layout=LAST_COPIES, again=1, stall_s=60),
     split("the holders of last copies are split for 20 s", "rank0", "other", 20, layout=LAST_COPIES, again=1, stall_s=60),
     Scenario(
@@ -229,6 +291,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "the client's machine dies, and another resumes",
         (at_step(20, "kill", "driver"), after(1, "resume", "store")),
+        layout=SAVES,
         fresh_after=True,
         stall_s=150,
     ),

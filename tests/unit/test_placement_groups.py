@@ -139,7 +139,7 @@ def test_slow_nodes_are_taken_after_a_while_with_the_same_labels_and_lost_ones_n
     async def scene():
         asked = pool(PlacementConstraints(label_selector={"market": "spot"}, on_demand=1))
         asked.request_group((4,), {"lost", "slow"}, on_demand=True)
-        waiting = asyncio.ensure_future(asked.wait_until_placed((4,), {"lost"}, {"slow"}, on_demand=True))
+        waiting = asyncio.ensure_future(asked.wait_until_placed((4,), lambda: {"lost"}, {"slow"}, on_demand=True))
         while len(ray.groups) < 2:
             await asyncio.sleep(0.05)
         ray.place()
@@ -149,6 +149,28 @@ def test_slow_nodes_are_taken_after_a_while_with_the_same_labels_and_lost_ones_n
     first, second = ray.groups
     assert first.state == "REMOVED" and first.selector[0]["ray.io/node-id"] == "!in(lost,slow)"
     assert second.selector == [{"market": "spot", "ray.io/market-type": "on-demand", "ray.io/node-id": "!in(lost)"}]
+
+
+def test_a_worker_that_waits_takes_a_node_as_soon_as_that_is_not_suspected_any_more(ray):
+    """It was asked for while no other node had room, and waited for ever beside a machine that was well again."""
+    suspected = {"cut off", "lost"}
+
+    async def scene():
+        asked = pool()
+        asked.request_group((4, 5), suspected)
+        waiting = asyncio.ensure_future(asked.wait_until_placed((4, 5), lambda: suspected))
+        await asyncio.sleep(0.3)
+        assert len(ray.groups) == 1
+        suspected.remove("cut off")
+        while len(ray.groups) < 2:
+            await asyncio.sleep(0.05)
+        ray.place()
+        assert await waiting
+        assert asked.groups == {4: ray.groups[1], 5: ray.groups[1]}
+
+    asyncio.run(scene())
+    first, second = ray.groups
+    assert first.state == "REMOVED" and second.selector == [{"ray.io/node-id": "!in(lost)"}] * 2
 
 
 def test_a_new_driver_finds_workers_and_demand_but_does_not_start_the_dead_again(ray):
