@@ -152,7 +152,7 @@ def test_stop_is_written_into_the_lease_and_waits_until_that_is_given_back(clock
     running.store.before = running.lease.renew  # the driver renews it at the same moment
     assert stop.stop_run_on_storage(uri, 60, said.append) is True
     assert running.store.read().lease.released and not running.store.read().lease.stop_requested  # type: ignore[union-attr]
-    assert "to save and end, which it reads within 10 s" in said[0] and "waiting for run mine" in said[1]
+    assert "to save and end; it reads the request within 10 s" in said[0] and "waiting for run mine" in said[1]
     assert stop.stop_run_on_storage(uri, 60, said.append) is False, "nothing trains it now"
     HeldLease(running.store, "two", "mine", "x").take()
     assert not running.store.read().lease.stop_requested, "the next start is not stopped by the former request"  # type: ignore[union-attr]
@@ -163,7 +163,7 @@ def test_a_run_that_does_not_stop_is_an_error_and_one_that_dies_meanwhile_has_en
 ):
     uri = StorageUri("s3", "bucket/runs/mine")
     running = Running(clock, monkeypatch, ends_after=1000)
-    with pytest.raises(ClusterError, match="was asked to save and end, and has not within 60 s"):
+    with pytest.raises(ClusterError, match="was asked to save and end, and has not ended within 60 s"):
         stop.stop_run_on_storage(uri, 60, lambda text: None)
     monkeypatch.setattr(running.lease, "renew", lambda: None)
     assert stop.stop_run_on_storage(uri, 2 * LEASE_S, lambda text: None) is True
