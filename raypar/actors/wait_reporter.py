@@ -18,9 +18,9 @@ POLL_S = 0.5
 ANSWER_TIMEOUT_S = 1.0
 """How long a worker may take to answer what it is doing."""
 IDLE = "idle"
-"""What a worker says that has no call; one that has just answered waits for the others."""
+"""The answer of a worker without a call (`WorkerActor.activity`): it has finished its part and waits for the others."""
 STARTING = "starting up"
-"""What a worker does whose process has not answered yet."""
+"""Shown for a worker whose process has not answered yet; also a new worker's first answer."""
 SILENT_STEPS = 2.0
 """During training a silence counts only if it is longer than this many times the longest recent step."""
 
@@ -33,8 +33,8 @@ class WaitReporter:
     """The objects of the driver."""
     announcer: WaitAnnouncer = field(default_factory=WaitAnnouncer)
     """Decides when a line is due."""
-    said_at_start: dict[int, str] = field(default_factory=dict)
-    """Worker that has not said hello -> what it last said it was doing: while it loads it is often too busy to answer."""
+    last_start_activity: dict[int, str] = field(default_factory=dict)
+    """Worker that still starts -> the activity that it told last. While it loads code it is often too busy to answer."""
     pending: dict[int, asyncio.Future[str]] = field(default_factory=dict)
     """Worker -> call of its `activity` that had not been answered at the last check."""
 
@@ -67,8 +67,8 @@ class WaitReporter:
         said = await self._ask({number: parts.pool.workers[number] for number in sorted(waited)})
         starting = waited - parts.registry.hellos.keys()
         said = {number: WAITING_FOR_WORKERS if doing == IDLE else doing for number, doing in said.items()}
-        self.said_at_start |= {number: doing for number, doing in said.items() if number in starting}
-        silent = {n: self.said_at_start.get(n, STARTING) if n in starting else "not answering" for n in waited}
+        self.last_start_activity |= {number: doing for number, doing in said.items() if number in starting}
+        silent = {n: self.last_start_activity.get(n, STARTING) if n in starting else "not answering" for n in waited}
         plan = parts.machine.membership.plan or parts.request.plan
         return describe_waited_workers({**silent, **said}, plan.world, WAITING_FOR_WORKERS)
 
