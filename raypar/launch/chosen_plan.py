@@ -168,7 +168,7 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
 
 
 def idle_replicas_text(plan: ParallelPlan, microbatches: int) -> str | None:
-    """A warning, with its cure, about replicas that get no microbatch in any step; None if all have work."""
+    """A warning, with its cure, about replicas that get no microbatch in any step; None if every replica gets one."""
     most = max(stage.replicas for stage in plan.stages)
     if most <= microbatches:
         return None

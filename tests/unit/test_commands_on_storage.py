@@ -87,7 +87,7 @@ def test_what_cannot_be_done_with_a_run_on_storage_is_one_error_with_its_cure(
         (["status", f"{runs}/../other"], "a part of its path is '..'", "give the path without it"),
         (["status", f"{runs}//small"], "a part of its path is ''", "give the path without it"),
         (["runs", "ftp://host/runs"], "does not read or write ftp storage", "give the path of a folder"),
-        (["runs", str(runs), "--run-dir", str(runs)], "two places of runs", "give one of them"),
+        (["runs", str(runs), "--run-dir", str(runs)], "two places of runs are given", "give one of them"),
         (["doctor", "--run-dir", "s3://key:hidden@bucket/runs"], "holds credentials", "leave them out"),
         (["top", "s3://", "--once"], "names no bucket", "give s3://BUCKET"),
     ]:
@@ -177,15 +177,17 @@ def test_a_followed_run_elsewhere_is_waited_for_as_long_as_its_lease_is_held(clo
     lease = HeldLease(store, "one", "mine", "x")
     lease.take()
     monkeypatch.setattr("raypar.storage.s3_lease_store.s3_lease_store", lambda uri: store)
-    trains = logs.trains_elsewhere(folder)
+    trains = logs.make_remote_liveness_check(folder)
     clock.now_s += LEASE_S - 1
     assert trains(1000.0)
     clock.now_s += 1
     assert not trains(1000.0)
-    assert not logs.trains_elsewhere(replace(folder, shared=None))(31.0)
+    assert not logs.make_remote_liveness_check(replace(folder, shared=None))(31.0)
 
     def missing(uri: StorageUri) -> Any:
         raise ConfigError("boto3 is missing")
 
     monkeypatch.setattr("raypar.storage.s3_lease_store.s3_lease_store", missing)
-    assert logs.trains_elsewhere(folder)(31.0) and not logs.trains_elsewhere(folder)(logs.GONE_FROM_STORAGE_S)
+    assert logs.make_remote_liveness_check(folder)(31.0) and not logs.make_remote_liveness_check(folder)(
+        logs.GONE_FROM_STORAGE_S
+    )
