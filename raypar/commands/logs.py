@@ -100,10 +100,10 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
         heard_s = time.monotonic() if metrics or events or locked else heard_s
         silent_s = time.monotonic() - heard_s
         if silent_s > GONE_S and not may_train_elsewhere(silent_s):
-            who = "no process of this machine trains it" if folder.shared is None else "no sign of a process that trains it"
+            who = "no process of this machine" if folder.shared is None else "no process that raypar knows of"
             place = resume_argument(folder.place)
             raise ClusterError(
-                f"run {folder.name} has written nothing for {silent_s:.0f} s, and {who}",
+                f"run {folder.name} has written nothing for {silent_s:.0f} s, and {who} trains it",
                 cure=f"`raypar status {place}` says what it was doing; `raypar resume {place}` goes on from its last "
                 "checkpoint",
             )
