@@ -12,6 +12,11 @@ from types import FrameType
 WAITING_FOR_WORKERS = "waiting for other workers"
 """The activity of a worker whose turn it is not."""
 
+STARTING = "starting up"
+"""The activity of a worker whose process has not begun to load its code."""
+IDLE = "idle"
+"""The activity of a worker that executes no call."""
+
 ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("torch/__init__.py", "<module>", "loading PyTorch"),
     ("ray/__init__.py", "<module>", "loading Ray"),
