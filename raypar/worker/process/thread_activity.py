@@ -38,6 +38,7 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/actors/local_ray_cleanup.py", "remove_local_ray_on_exit", "ending the local Ray cluster"),
     ("raypar/actors/driver_client.py", "wait_for_driver_answer", "waiting for the driver's process"),
     ("raypar/actors/driver_client.py", "remove_run_from_cluster", "removing the run from the cluster"),
+    ("raypar/actors/run_state_in_ray_kv.py", "commit", "waiting for Ray's control store"),
     ("raypar/worker/pretrained/weights_file.py", "read", "reading the weights {name}"),
     ("raypar/worker/pretrained/weights_file.py", "fingerprint", "computing the fingerprint of the weights file"),
     ("raypar/worker/state/checkpoint_snapshot.py", "restore_from_checkpoint", "loading the checkpoint"),
