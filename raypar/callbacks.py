@@ -557,7 +557,7 @@ def callbacks_from_job(job: Job) -> tuple[Callback, ...]:
     for config in job.callbacks:
         name = config.to_ref().label
         try:
-            made = config.to_ref().call()
+            made = config.to_ref().call("callbacks.args")
         except RayparError:
             raise
         except USER_CODE_ERRORS as error:

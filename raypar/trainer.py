@@ -20,6 +20,7 @@ from raypar.config import (
     check_run_arguments,
     load_job,
 )
+from raypar.errors import ConfigError
 from raypar.launch.launch_options import EventHandler
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result, raise_run_failure
@@ -213,6 +214,8 @@ class Trainer:
         from raypar.console.event_lines import count_noun
         from raypar.console.event_printer import EventPrinter
 
+        if isinstance(verbose, str) and verbose != "brief":
+            raise ConfigError(f"verbose={verbose!r}", cure='give True, False or "brief"')
         console: EventPrinter | BriefEventPrinter | None = None
         if verbose == "brief":
             console = BriefEventPrinter(self.job.name, secrets_of_environment(os.environ))

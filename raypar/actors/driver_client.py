@@ -187,7 +187,19 @@ class RunFollower:
         """The pending call that starts the run; None once it has returned."""
 
     def follow(self) -> RunEnd:
-        """Poll until an event says how the run ended. Raises `WorkerLost` or `ClusterError` for a driver that is lost."""
+        """Poll until an event says how the run ended. Raises `WorkerLost` or `ClusterError` for a driver that is lost.
+
+        The error is also told at once: without its control store Ray may end this process while the run is being removed.
+        """
+        try:
+            return self._poll_until_end()
+        except (WorkerLost, ClusterError) as error:
+            with contextlib.suppress(OSError):  # the terminal is gone
+                self._say({"kind": "warning", "text": f"{error.what}; what is left of the run is removed now ({error.cure})"})
+            raise
+
+    def _poll_until_end(self) -> RunEnd:
+        """Poll until an event says how the run ended."""
         while True:
             asking = self.driver.events.remote(self.epoch, self.cursor, 0.3)
             self._await_answer(asking)

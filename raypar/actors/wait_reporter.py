@@ -11,16 +11,12 @@ from typing import Any
 from raypar.actors.driver_parts import DriverParts
 from raypar.elastic.phases import Phase
 from raypar.elastic.wait_announcements import SILENCE_S, WaitAnnouncer, describe_waited_workers
-from raypar.worker.process.thread_activity import WAITING_FOR_WORKERS, describe_thread_activity
+from raypar.worker.process.thread_activity import IDLE, STARTING, WAITING_FOR_WORKERS, describe_thread_activity
 
 POLL_S = 0.5
 """Time from one check for a silence to the next."""
 ANSWER_TIMEOUT_S = 1.0
 """How long a worker may take to answer what it is doing."""
-IDLE = "idle"
-"""The answer of a worker without a call (`WorkerActor.activity`): it has finished its part and waits for the others."""
-STARTING = "starting up"
-"""Shown for a worker whose process has not answered yet; also a new worker's first answer."""
 SILENT_STEPS = 2.0
 """During training a silence counts only if it is longer than this many times the longest recent step."""
 
@@ -66,6 +62,7 @@ class WaitReporter:
             return next(filter(None, map(describe_thread_activity, ours)), None)
         said = await self._ask({number: parts.pool.workers[number] for number in sorted(waited)})
         starting = waited - parts.registry.hellos.keys()
+        # a worker that has just said hello has no call, and waits for the others
         said = {number: WAITING_FOR_WORKERS if doing == IDLE else doing for number, doing in said.items()}
         self.last_start_activity |= {number: doing for number, doing in said.items() if number in starting}
         silent = {n: self.last_start_activity.get(n, STARTING) if n in starting else "not answering" for n in waited}

@@ -30,7 +30,7 @@ from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
 from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text
-from raypar.worker.process.thread_activity import describe_thread_activity
+from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 
 ORPHAN_THREAD = "raypar-orphan"
@@ -97,7 +97,7 @@ class WorkerActor:
         """When the driver last called."""
         self.orphan_timeout_s = orphan_timeout_s
         """How long this worker lives without a call of its driver."""
-        self.doing = "starting up"
+        self.doing = STARTING
         """What the worker does, in words."""
         self.calls: dict[int, str] = {}
         """Thread -> what the call that it executes is for, in words."""
@@ -340,7 +340,7 @@ class WorkerActor:
             return self._classify_failure(doing, error)
         finally:
             self.heard_s = time.monotonic()  # the driver that waits for the answer lives
-            self.doing = "idle"
+            self.doing = IDLE
             del self.calls[threading.get_ident()]
 
     def _classify_failure(self, doing: str, error: BaseException) -> CallFailure:

@@ -111,6 +111,7 @@ class EventPrinter:
             else ""
         )
         self.recent.clear()
+        self.undrawn = None
 
     def progress(self, event: dict[str, Any], *, last: bool = False) -> None:
         """Draw the progress line: `step 50/200  loss 2.41  3,100 samples/s ...`, after a recovery also `gen 3, 3 workers`.

@@ -167,16 +167,19 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
     return f"{text}\n{chosen.why}" if chosen.why else text
 
 
-def idle_replicas_text(plan: ParallelPlan, microbatches: int) -> str | None:
-    """A warning, with its cure, about replicas that get no microbatch in any step; None if every replica gets one."""
-    most = max(stage.replicas for stage in plan.stages)
-    if most <= microbatches:
+def idle_replicas_text(plan: ParallelPlan, batching: Microbatches) -> str | None:
+    """A warning, with its cure, about replicas that get no microbatches in any step; None if every replica gets some."""
+    most, blocks = max(stage.replicas for stage in plan.stages), min(batching.blocks, batching.count)
+    if most <= blocks:
         return None
-    idle = sum(max(0, stage.replicas - microbatches) * stage.shards for stage in plan.stages)
+    idle = sum(max(0, stage.replicas - blocks) * stage.shards for stage in plan.stages)
+    one_each = batching.blocks >= batching.count
+    parts = "microbatch" + "es" * (blocks != 1) if one_each else "block" + "s" * (blocks != 1) + " (virtual_replicas)"
+    of = "" if one_each else f"{batching.count} microbatches in "
     return (
-        f"plan.replicas is {most}, and a step has {microbatches} microbatch{'es' * (microbatches != 1)}: {idle} of "
-        f"{plan.world} workers get none and compute nothing\n"
-        f"  cure: set plan.replicas <= {microbatches}, or microbatches >= {most} (which changes the results)"
+        f"plan.replicas is {most}, and a step has {of}{blocks} {parts}: {idle} of {plan.world} workers get none and compute "
+        f"nothing\n  cure: set plan.replicas <= {blocks}, or {'microbatches' if one_each else 'virtual_replicas'} >= {most} "
+        "(which changes the results)"
     )
 
 

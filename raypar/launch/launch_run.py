@@ -59,7 +59,7 @@ def _run(spec: JobSpec, choose: PlanChooser, options: LaunchOptions, tell: Activ
     """See `launch_run`."""
     spec, chosen, make_request = _check_and_plan(spec, choose, options, tell)
     _tell_stage(tell, "planned", "\n".join([describe_chosen_plan(chosen), *_plan_notes(spec, chosen, options)]))
-    if (idle := idle_replicas_text(chosen.plan, spec.batching.count)) is not None:
+    if (idle := idle_replicas_text(chosen.plan, spec.batching)) is not None:
         tell({"kind": "warning", "text": idle})
     result = _connect_and_follow(spec, chosen, make_request, options, tell)
     if result.end in ("done", "stopped") and result.checkpoint_path is not None:

@@ -119,7 +119,7 @@ def argument_refusal(function: Callable[..., Any], args: Mapping[str, Any], labe
         cure = (f"did you mean {near[0]}? " if near else f"leave {unknown[0]} out of {key}: ") + takes
         return ConfigError(f"{key}.{unknown[0]}: {label} has no such argument", cure)
     if lacks:
-        given = f"from Python {key.partition('.')[0]}=(function, {{'{lacks[0]}': ...}})"
+        given = "from Python the dict in (function, dict)"
         return ConfigError(f"{key} lacks {', '.join(lacks)}, which {label} needs", f"add it to {key} ({given}): {takes}")
     return None
 

@@ -136,7 +136,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "store",
         100,
         stall_s=150,
-        errors=(*STORE_GONE, *STATE_GONE),
+        errors=(*DRIVER_GONE, *STATE_GONE),
         must_fail=True,
         fresh_after=True,
     ),

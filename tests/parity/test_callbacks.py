@@ -209,7 +209,7 @@ def test_a_job_file_asks_for_callbacks_first_then_trackers():
     ("asked", "said"),
     [
         ("callbacks: ['os:getcwd']", "is a str, not a"),
-        ("callbacks: ['os:getenv']", "raised TypeError"),
+        ("callbacks: ['os:getenv']", "callbacks.args lacks key, which os:getenv needs"),
         ("trackers: [{tracker: tensorboard, args: {colour: red}}]", "unexpected keyword argument 'colour'"),
     ],
 )

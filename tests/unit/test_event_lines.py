@@ -202,6 +202,18 @@ def test_numbers_of_generations_that_were_never_tried_are_accounted_for():
     assert lines[-2:] == ["generation 4 (2, 3 came to nothing): 1 worker", "generation 5: 2 workers"]
 
 
+def test_the_last_step_of_a_run_that_is_stopped_is_shown_also_if_lines_have_just_been_printed():
+    """The log of a stopped job ended with the loss of a step long before, and `raypar runs` showed that."""
+    steps = [{**STEP, "step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
+    end = {"kind": "end", "end": "interrupted", "text": "SIGTERM", "done": 3}
+    assert [line.split("  ")[:2] for line in printed(*steps, end)] == [
+        ["step 1/200", "loss 1.0000"],
+        ["step 3/200", "loss 0.3333"],
+    ]
+    generation = {"kind": "generation", "generation": 2, "workers": [0]}
+    assert printed(*steps, generation, end)[1:] == ["generation 2: 1 worker"], "no speed is known of that one yet"
+
+
 def test_steps_that_are_executed_again_are_shown_while_they_are():
     again = [{"kind": "replay", "step": step, "until": 25} for step in range(20, 26)]
     lines = printed({**STEP, "step": 25}, *again, {**STEP, "step": 26})

@@ -19,6 +19,7 @@ from raypar.commands.plan import (
 )
 from raypar.config import Job
 from raypar.errors import ConfigError
+from raypar.launch.chosen_plan import idle_replicas_text
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_search import predict_step
@@ -55,6 +56,22 @@ def test_uneven_shares_are_said():
 def test_workers_without_a_block_are_said():
     found = plan_as_dict(ParallelPlan.mesh(dp=4, layers=4), "1f1b", Microbatches(8, 2), SIZES, None)
     assert "2 workers have no block" in plan_as_text(found)
+
+
+def test_a_run_is_warned_of_replicas_without_work():
+    def said(replicas: int, **batch: int) -> str | None:
+        return idle_replicas_text(ParallelPlan.mesh(dp=replicas, pp=2, tp=2, layers=4), Microbatches(**batch))
+
+    assert said(4, count=4) is said(4, count=8, blocks=4) is said(4, count=4, blocks=16) is None
+    assert said(5, count=4) == (
+        "plan.replicas is 5, and a step has 4 microbatches: 4 of 20 workers get none and compute nothing\n"
+        "  cure: set plan.replicas <= 4, or microbatches >= 5 (which changes the results)"
+    )
+    assert said(5, count=1).startswith("plan.replicas is 5, and a step has 1 microbatch: 16 of 20")
+    assert said(3, count=8, blocks=2) == (
+        "plan.replicas is 3, and a step has 8 microbatches in 2 blocks (virtual_replicas): 4 of 12 workers get none and "
+        "compute nothing\n  cure: set plan.replicas <= 2, or virtual_replicas >= 3 (which changes the results)"
+    )
 
 
 def test_the_prediction_is_the_simulators():

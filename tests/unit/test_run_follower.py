@@ -72,6 +72,15 @@ def test_a_lost_driver_ends_a_run_that_is_not_elastic(follow):
         follow(Driver(RayActorError()), elastic=False)
 
 
+def test_the_loss_of_a_driver_is_told_before_anything_is_removed(follow):
+    """Without its control store Ray ended the command while that removed the run: its last lines were Ray's stack traces."""
+    told = []
+    with pytest.raises(WorkerLost) as raised:
+        follow(Driver([step(1)], RayActorError()), elastic=False, tell=told.append)
+    assert told[-1]["kind"] == "warning"
+    assert raised.value.what in told[-1]["text"] and "raypar resume" in told[-1]["text"]
+
+
 def test_ctrl_c_is_passed_on_to_every_driver_once(follow):
     driver = Driver([step(1)], [step(2)], RayActorError(), [step(3)], [END])
     _, told = follow(driver, "Ctrl-C")

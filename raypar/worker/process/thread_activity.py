@@ -12,6 +12,11 @@ from types import FrameType
 WAITING_FOR_WORKERS = "waiting for other workers"
 """The activity of a worker whose turn it is not."""
 
+STARTING = "starting up"
+"""The activity of a worker whose process has not begun to load its code."""
+IDLE = "idle"
+"""The activity of a worker that executes no call."""
+
 ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("torch/__init__.py", "<module>", "loading PyTorch"),
     ("ray/__init__.py", "<module>", "loading Ray"),
@@ -33,6 +38,7 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/actors/local_ray_cleanup.py", "remove_local_ray_on_exit", "ending the local Ray cluster"),
     ("raypar/actors/driver_client.py", "wait_for_driver_answer", "waiting for the driver's process"),
     ("raypar/actors/driver_client.py", "remove_run_from_cluster", "removing the run from the cluster"),
+    ("raypar/actors/run_state_in_ray_kv.py", "commit", "waiting for Ray's control store"),
     ("raypar/worker/pretrained/weights_file.py", "read", "reading the weights {name}"),
     ("raypar/worker/pretrained/weights_file.py", "fingerprint", "computing the fingerprint of the weights file"),
     ("raypar/worker/state/checkpoint_snapshot.py", "restore_from_checkpoint", "loading the checkpoint"),
