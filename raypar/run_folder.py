@@ -370,7 +370,7 @@ class RunFolder:
             except BlockingIOError as error:
                 raise ConfigError(
                     f"run {self.name} is under way: another process trains in {self.path}",
-                    cure=f"`raypar stop {self.name}` lets it save and end; `raypar status {self.path}` says how it gets on",
+                    cure=f"`raypar stop {self.path}` lets it save and end; `raypar status {self.path}` says how it gets on",
                 ) from error
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):

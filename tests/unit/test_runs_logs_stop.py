@@ -310,3 +310,11 @@ def test_the_json_of_train_is_pure_while_ray_and_the_jobs_code_print(tmp_path, m
     printed = capfd.readouterr()
     assert [json.loads(line)["kind"] for line in printed.out.splitlines()] == ["stage", "stage", "result"]
     assert printed.err == "(autoscaler) Adding 1 node\n"
+
+
+def test_the_cure_for_a_run_that_trains_already_finds_it_from_every_folder(tmp_path):
+    """It was `raypar stop NAME`, which looks under runs/ only."""
+    run = make_run(tmp_path / "elsewhere", "small", [])
+    with run.hold_lock(), pytest.raises(ConfigError, match="run small is under way") as caught, run.hold_lock():
+        pass
+    assert f"`raypar stop {run.path}` lets it save and end" in caught.value.cure
