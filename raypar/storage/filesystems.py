@@ -185,6 +185,7 @@ def storage_error_text(error: BaseException) -> str:
         if len(os.environ.get(name, "")) >= 4:
             text = text.replace(os.environ[name], "[removed]")
     text = re.sub(r"\?[^\s'\"]*", "?...", text)
+    text = re.sub(r"-{20,}", "", text)  # of `check_storage_is_writable`
     text = re.sub(r"(://)[^\s/@'\"]*@", r"\1", text)
     return shorten(text, 400)
 

@@ -214,7 +214,7 @@ def test_a_driver_killed_while_it_uploads_is_followed_by_one_that_goes_on_and_no
     at: str, s3: FakeS3, own_ray: None, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     expected, pauses = Undisturbed.of(tmp_path, "steps=40"), Pauses(monkeypatch, at)
-    words = ["plan.stages=1", "plan.replicas=2", "steps=40", "checkpoint.every=4", "model.args.sleep_s=0.01", "elastic=true"]
+    words = ["plan.stages=1", "plan.replicas=2", "steps=40", "checkpoint.every=4", "model.args.sleep_s=0.05", "elastic=true"]
     events: list[dict[str, Any]] = []
 
     def kill_driver(there: bool) -> None:

@@ -93,4 +93,5 @@ def test_a_file_system_that_was_given_is_known_by_its_id_here_and_in_other_proce
 def test_an_error_of_a_storage_is_one_line_without_secrets(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI")
     text = storage_error_text(OSError("When getting https://u:p@host/x?X-Amz-Signature=abc: wJalrXUtnFEMI\nand more"))
+    assert storage_error_text(OSError(f"When writing 'a/.raypar-check-0123{'-' * 90}': no")).endswith("raypar-check-0123': no")
     assert text == "When getting https://host/x?... [removed]"
