@@ -391,7 +391,7 @@ class LocalCluster:
         self.machines[name].kill()
 
     def leave(self, name: str) -> None:
-        """Shut a machine down in order: its raylet takes leave, so that Ray knows at once. One that hangs loses its power."""
+        """Shut a machine down in order: its raylet signs off, so that Ray knows at once. One that hangs is killed."""
         raylet = self.nodes[name].raylet
         raylet.signal(signal.SIGTERM)
         deadline = time.monotonic() + LEAVE_S

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 RAYPAR = [sys.executable, "-m", "raypar"]
 STEPS, PACE_S, CHAPTER_S = 300, 1.0, 300.0
 GROWTH_S = 0.5
-"""A growth may delay training by so much more than a step."""
+"""Most seconds by which a growth should delay training, beside the step that it contains."""
 SMALL = [
     f"steps={STEPS}",
     "model.args.width=64",
@@ -115,7 +115,10 @@ def growths(run: Path) -> list[tuple[int, int, float, float]]:
 
 
 def report_growths(run: Path, quick_from: float) -> None:
-    """Print the pause of each growth beside the usual step: of the story's steps, or of the quick ones after the growth."""
+    """Print the pause of each growth beside the median step of the same speed: before `quick_from`, or after the growth.
+
+    `quick_from`: Unix time from which on no callback slows the steps.
+    """
     ends = [line["time"] for line in lines(run / "metrics.jsonl") if "loss" in line]
     print("\ngrowth                a step     pause    beyond a step")
     for before, after, at, pause_s in growths(run):

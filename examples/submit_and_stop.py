@@ -2,8 +2,8 @@
 
 `python examples/submit_and_stop.py [FOLDER] [--nodes 2] [--share]` starts a Ray cluster on this machine (a head, or a head and
 another node), submits the quickstart in small, stops it, submits the same command once more, and compares the weights with
-those of a run that nobody stopped. With `--share` two jobs follow for which the cluster has not enough CPUs: the second waits,
-says for what, and runs. Two to three minutes. Needs Ray's job server: `pip install 'ray[default]'`.
+those of a run that nobody stopped. With `--share` it then submits two jobs that do not fit on the cluster together: the second
+says what it waits for, and runs after the first. Two to three minutes. Needs Ray's job server: `pip install 'ray[default]'`.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def cluster_environment(home: Path) -> dict[str, str]:
-    """The environment of a cluster of the user whose home is `home`, and of `ray` commands for it."""
+    """The environment of a cluster's processes, and of `ray` commands for it. `home`: the home folder of their user."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
@@ -93,7 +93,7 @@ def answers(url: str) -> bool:
         with urllib.request.urlopen(url, timeout=2) as answer:
             return bool(answer.status == 200)
     except urllib.error.HTTPError as error:
-        return error.code == 401  # it is there, and asks for a token
+        return error.code == 401  # the server runs, and asks for a token
     except OSError:
         return False
 
@@ -120,7 +120,7 @@ class Cluster:
         return self.call("submit", "jobs/quickstart.yaml", "--submission-id", submission_id, *more, *words)
 
     def quiet(self, *words: str) -> str:
-        """What `raypar WORDS` prints on stdout, without telling."""
+        """What `raypar WORDS` prints on stdout; nothing is shown."""
         command = [sys.executable, "-m", "raypar", *words]
         return subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, check=False).stdout
 

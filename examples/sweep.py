@@ -1,4 +1,4 @@
-"""A sweep: Ray Tune tries learning rates, then Ray tasks try some again, and each trial trains with raypar, on two stages.
+"""A sweep: Ray Tune tries learning rates, then Ray tasks try two of them again; each trial trains with raypar, on two stages.
 
 `python examples/sweep.py [FOLDER]` runs three trials and two tasks on a local Ray cluster with room for one run at a time; two
 minutes. All trials begin at once; raypar places their runs one after the other, and a waiting one says for what it waits.

@@ -207,8 +207,8 @@ class Trainer:
     def fit(self, *, verbose: bool | Literal["brief"] = True) -> Result:
         """Train to the end. Raises the error of a failed run, and `RayparError` if nothing could be started.
 
-        `verbose`: print what happens, and at the end where the checkpoint is, what can be done next, and the weights' hash;
-        "brief": a few lines, each with the run's name, for many runs side by side.
+        `verbose`: True prints what happens, and at the end the checkpoint, what can be done next, and the weights' hash;
+        "brief" prints a few lines, each with the run's name, for many runs side by side; False prints nothing.
         """
         from raypar.console.brief_event_printer import BriefEventPrinter
         from raypar.console.event_lines import count_noun

@@ -256,7 +256,7 @@ def main() -> int:
 
 
 def report_submissions(rounds: int, file: Path | None) -> int:
-    """Measure and print `startup_submitted.py`'s table; returns the exit code."""
+    """Measure, and print the table of `startup_submitted.py`; `file`: a results page to write. Returns the exit code."""
     text, held = submission_report(measure_submissions(rounds, read_descendants))
     print(text)
     if file is not None:

@@ -1,9 +1,9 @@
-"""Where the time goes from `ray job submit` to the first step of the quickstart, beside an empty job that is submitted alike.
+"""Seconds and processor time from `ray job submit` to the first step of the quickstart, by phase, beside an empty job.
 
 `startup.py --submitted` runs it. A Ray cluster with room for the job is started on this machine; each round submits an empty
 job without files, then the quickstart with a fresh copy of the repository as its working directory, both by `ray job submit`. A
-first round is not counted. The empty job's time until its command starts is Ray's own; all that follows is raypar's account,
-also what the working directory costs. Exit code 1 if that is more than `BEYOND_LIMIT_S`.
+first round is not counted. The empty job's time until its command starts is Ray's own; all other time counts as raypar's, also
+what the working directory costs. Exit code 1 if raypar's time is more than `BEYOND_LIMIT_S`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness import ROOT, BenchError, table
 from examples.submit_and_stop import RAY, cluster, cluster_environment
 
 BEYOND_LIMIT_S = 20.0
-"""Seconds that the first step may come later than the command of an empty job."""
+"""Most seconds that the first step may come after the time at which an empty job's command starts."""
 SAMPLE_S = 0.2
 """Time from one look at the processes to the next."""
 SUBMIT_TIMEOUT_S = 180.0
@@ -103,7 +103,7 @@ class ProcessorLog:
 
 @dataclass
 class Submission:
-    """One round: when each phase ended."""
+    """One round: how long each phase took."""
 
     wall_s: dict[str, float]
     """Phase -> its seconds by the clock."""
@@ -112,7 +112,7 @@ class Submission:
 
     @property
     def beyond_s(self) -> float:
-        """Seconds until the first step, beyond Ray's own submission."""
+        """Seconds until the first step, without Ray's own submission."""
         return sum(self.wall_s.values()) - self.wall_s[OWN]
 
 
@@ -133,7 +133,7 @@ class SubmittedJobs:
         shutil.copytree(ROOT, self.working_dir, ignore=NOT_SENT)
 
     def submit(self, entrypoint: str, *words: str) -> tuple[float, float, list[str], ProcessorLog]:
-        """Submit a job and wait for its end: when it was submitted, when its command began, what it printed, its processes."""
+        """Submit a job and wait for its end: (submission time, start of its command, printed lines, processes)."""
         log, over = ProcessorLog(self.read), threading.Event()
         watch = threading.Thread(target=log.watch, args=(over,), daemon=True)
         command = [*RAY, "job", "submit", "--address", self.address, *words, "--", "sh", "-c", f"date +%s.%N; {entrypoint}"]
@@ -159,15 +159,15 @@ class SubmittedJobs:
             raise BenchError(f"{shlex.join(command)}: exit code {done.returncode}\n{done.stdout[-3000:]}")
         return begin_s, began[0], lines, log
 
-    def round(self) -> Submission:
-        """An empty job, then the quickstart."""
+    def measure_round(self) -> Submission:
+        """Submit an empty job, then the quickstart; returns what was measured."""
         begin_s, began_s, _, empty = self.submit("true")
         own_s, own = began_s - begin_s, empty.between(begin_s, began_s)
         self.count += 1
         (self.working_dir / "submission.txt").write_text(f"{self.count}\n")
         run = f"python -m raypar train jobs/quickstart.yaml --json --no-resume --stop-at-step 1 --set run_dir={self.home}/runs"
         begin_s, began_s, lines, log = self.submit(f"exec {run}", "--working-dir", str(self.working_dir))
-        ends, last_s = {OWN: begin_s + own_s, FILES: began_s}, began_s
+        ends = {OWN: begin_s + own_s, FILES: began_s}
         for event in (json.loads(line) for line in lines if line.startswith("{")):
             stage = event.get("stage") if event["kind"] == "stage" else event["kind"]
             if stage in STAGES:
@@ -193,12 +193,12 @@ class SubmittedJobs:
 
 
 def measure_submissions(rounds: int, read: ReadProcesses) -> list[Submission]:
-    """Start a cluster, and submit `rounds` times after a first one that is not counted."""
+    """Start a cluster and measure `rounds` rounds, after a first one that is not counted."""
     found = []
     with tempfile.TemporaryDirectory(prefix="rp-") as folder, cluster(1, Path(folder)) as address:
         jobs = SubmittedJobs(address, Path(folder), read)
         for number in range(rounds + 1):
-            one = jobs.round()
+            one = jobs.measure_round()
             counted = f"round {number}" if number else "first round, not counted"
             total_s = sum(one.wall_s.values())
             text = f"{counted}: {total_s:.1f} s to the first step, {one.beyond_s:.1f} s beyond Ray's own submission"

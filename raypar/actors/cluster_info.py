@@ -32,7 +32,7 @@ class ClusterCapacity:
     cpus: int
     """CPUs of these nodes."""
     free_cpus: float
-    """CPUs that nothing uses: of one that a task has a hundredth of, the rest."""
+    """CPUs that nothing uses, in hundredths: tasks may use fractions of a CPU."""
     max_cpus: int | None
     """CPUs to which an autoscaler may grow the cluster; None if it does not say."""
     gpus: int = 0

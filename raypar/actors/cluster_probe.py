@@ -76,7 +76,10 @@ def send_code_whole() -> None:
 
 
 def ask_nodes(folder: str) -> list[dict[str, Any]]:
-    """What each node of the cluster that this process has joined says. `folder`: that they are to see; empty: none."""
+    """The facts of each node of the cluster that this process has joined.
+
+    `folder`: each node says whether it sees this folder; empty: no folder is asked about.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

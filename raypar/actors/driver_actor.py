@@ -105,7 +105,7 @@ class DriverActor:
         """Saves checkpoints while training continues."""
         self.shutdown: DriverShutdown
         """Ends the run and this actor."""
-        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # threads of this actor block (`worker_calls`), its loop never
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only threads block (`worker_calls`), never the event loop
         context = ray.get_runtime_context()
         with warnings.catch_warnings():  # Ray's own code uses a name that it has deprecated
             warnings.simplefilter("ignore", DeprecationWarning)

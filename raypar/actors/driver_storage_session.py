@@ -74,9 +74,9 @@ class DriverStorageSession:
         self.lease.check()
 
     async def watch(self, over: Callable[[], bool], note: Callable[..., None], post: Callable[[on.RunEvent], None]) -> None:
-        """Pass on notes of the upload until the run is over.
+        """Pass on notes of the upload until the run is over, and watch the lease.
 
-        Post a failure of the run if the lease is lost, and a request to stop if somebody has written one into the lease.
+        If the lease is lost, post a failure of the run. If it holds a request to stop (`raypar stop`), post that request.
         """
         while not over():
             for kind, text in self.upload.take_notes():

@@ -12,9 +12,9 @@ from typing import Any
 
 from raypar.redact_secrets import secrets_of_environment, without_certain_secrets
 
-ANSWERS_WITHIN_S = (20, 2.0)
-"""So many polls are answered within so many seconds while there is nothing but steps to tell: each costs as much as a call of a
-worker."""
+STEP_POLLS_LIMIT = (20, 2.0)
+"""(number of polls, seconds): at most so many polls are answered in any such time while only steps are to be told. A poll costs
+the driver as much processor time as a call of a worker."""
 
 
 class EventFeed:
@@ -33,8 +33,8 @@ class EventFeed:
         """Number of events before `_kept`: the client has received them."""
         self._known_secrets = secrets_of_environment(os.environ)
         """Secrets of this process's environment, which no text may contain."""
-        self._answered_s: deque[float] = deque(maxlen=ANSWERS_WITHIN_S[0])
-        """When the last polls were answered."""
+        self._answered_s: deque[float] = deque(maxlen=STEP_POLLS_LIMIT[0])
+        """When the last polls were answered, as many as `STEP_POLLS_LIMIT` counts."""
         self._more = asyncio.Condition()
         """Notified when an event is added."""
 
@@ -77,10 +77,10 @@ class EventFeed:
             return list(self._kept), self.epoch, self._heard + len(self._kept)
 
     async def _hold_back_steps(self) -> None:
-        """Wait as long as `ANSWERS_WITHIN_S` asks for, or until there is something else to tell than steps. Holds `_more`."""
-        if len(self._answered_s) < ANSWERS_WITHIN_S[0]:
+        """Wait until `STEP_POLLS_LIMIT` allows an answer, or an event other than a step is kept. The caller holds `_more`."""
+        if len(self._answered_s) < STEP_POLLS_LIMIT[0]:
             return
-        until_s = self._answered_s[0] + ANSWERS_WITHIN_S[1]
+        until_s = self._answered_s[0] + STEP_POLLS_LIMIT[1]
         while self._kept and all(event["kind"] == "step" for event in self._kept):
             left_s = until_s - time.monotonic()
             if left_s <= 0:

@@ -74,7 +74,7 @@ def start_local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> 
 
 
 def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path, labels: Mapping[str, str] | None = None) -> Any:
-    """Start a raylet that joins the cluster at `address`, with these labels; returns Ray's private `Node`."""
+    """Start a raylet with these node labels that joins the cluster at `address`; returns Ray's private `Node`."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 

@@ -31,7 +31,7 @@ POLL_S = 0.5
 SAY_AGAIN_S = 30.0
 """Time between two equal lines about the wait."""
 SETTLED_S = 1.0
-"""How long what a run waits for must have been the same before a line says so: Ray's account of free CPUs lags a little."""
+"""How long the reason of a wait must be unchanged before a line tells it: Ray's count of free CPUs lags a little."""
 
 
 class TicketStore(Protocol):
@@ -161,33 +161,35 @@ class PlacementQueue:
         return min(living, key=lambda ticket: ticket.number, default=None)
 
     def wait_for_turn(
-        self, look: Callable[[], ClusterRoom], wait_s: float, say: Callable[[str], None], asked: Sequence[str] = ()
+        self, look: Callable[[], ClusterRoom], wait_s: float, say: Callable[[str], None], stop_signals: Sequence[str] = ()
     ) -> None:
         """Wait until this run is first and the cluster has room for it.
 
-        `asked`: the signals that ask this process to end. Raises `Interrupted` for one, `ClusterError` after `wait_s` seconds.
+        `say`: is called with each line about the wait. `stop_signals`: names of signals that have asked this process to end, to
+        which signal handlers add. Raises `Interrupted` once there is one, `ClusterError` after `wait_s` seconds.
         """
         began_s = self.clock()
-        told = news = ""
+        told = topic = ""
         told_s = since_s = began_s
         while True:
             before = self.first_before()
             text = placement_obstacle(self.cpus, look().without(self.run), before)
+            if stop_signals:
+                raise Interrupted(f"run {self.run} has not begun: {stop_signals[0]} while it was {text or 'about to begin'}")
             if text is None:
                 break
-            if asked:
-                raise Interrupted(f"run {self.run} has not begun: {asked[0]} while it was {text}")
             now = self.clock()
-            was, news = news, text if before is None else before.run  # what those before it get is no news for the others
-            since_s = since_s if news == was else now
+            # Behind another run only a change of that run is worth a line, not what the runs before it are given.
+            former, topic = topic, text if before is None else before.run
+            since_s = since_s if topic == former else now
             if now - began_s > wait_s:
                 raise ClusterError(
                     f"the cluster had no room for run {self.run} within {wait_s:.0f} s; it was {text}",
                     cure="wait for other jobs to end (`raypar runs`, `raypar stop`), add nodes, choose a smaller plan, or "
                     "raise wait_for_workers_s",
                 )
-            if now - since_s >= SETTLED_S and (news != told or now - told_s >= SAY_AGAIN_S):
-                told, told_s = news, now
+            if now - since_s >= SETTLED_S and (topic != told or now - told_s >= SAY_AGAIN_S):
+                told, told_s = topic, now
                 say(text)
             self.sleep(POLL_S)
         if told:
@@ -280,8 +282,9 @@ def placement_turn(run: str, cpus: int, wait_s: float, say: Callable[[str], None
 
     threading.Thread(target=keep_alive, name="raypar-queue", daemon=True).start()
     try:
-        with collecting_signals() as asked:  # as they stand Ray prints a stack, and the ticket stays for a while
-            queue.wait_for_turn(look_at_cluster, wait_s, say, asked)
+        # Otherwise Ray's signal handler would print a stack and end the process, and the ticket would stay for `DEAD_S`.
+        with collecting_signals() as stop_signals:
+            queue.wait_for_turn(look_at_cluster, wait_s, say, stop_signals)
         yield queue
     finally:
         with contextlib.suppress(Exception):  # Ray may be gone: the others see that the ticket does not change

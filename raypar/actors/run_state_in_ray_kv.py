@@ -22,10 +22,10 @@ from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 
 KEPT_STEPS = 1000
-"""How many of the last steps keep their reports here at least, for a new driver that does not find them in the run folder."""
+"""At least so many of the last steps keep their reports here, for a new driver that does not find them in the run folder."""
 
 STEPS_IN_BLOCK = 100
-"""How many steps have keys with the same prefix, by which they are removed with one call."""
+"""Number of steps whose keys share a prefix, so that one call removes their reports."""
 
 
 @dataclass(frozen=True)
@@ -241,5 +241,5 @@ class Journal:
         _internal_kv_del(self.prefix, del_by_prefix=True)
 
     def _numbers(self, kind: str) -> list[int]:
-        """The numbers at the ends of the keys that begin with `kind`."""
+        """The last parts of this run's keys below `kind`, which are numbers."""
         return [int(key.decode().rpartition("/")[2]) for key in _internal_kv_list(f"{self.prefix}{kind}/")]

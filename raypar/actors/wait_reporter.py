@@ -29,8 +29,8 @@ class WaitReporter:
     """The objects of the driver."""
     announcer: WaitAnnouncer = field(default_factory=WaitAnnouncer)
     """Decides when a line is due."""
-    said_at_start: dict[int, str] = field(default_factory=dict)
-    """Worker that has not said hello -> what it last said it was doing: while it loads it is often too busy to answer."""
+    last_start_activity: dict[int, str] = field(default_factory=dict)
+    """Worker that still starts -> the activity that it told last. While it loads code it is often too busy to answer."""
     pending: dict[int, asyncio.Future[str]] = field(default_factory=dict)
     """Worker -> call of its `activity` that had not been answered at the last check."""
 
@@ -64,8 +64,8 @@ class WaitReporter:
         starting = waited - parts.registry.hellos.keys()
         # a worker that has just said hello has no call, and waits for the others
         said = {number: WAITING_FOR_WORKERS if doing == IDLE else doing for number, doing in said.items()}
-        self.said_at_start |= {number: doing for number, doing in said.items() if number in starting}
-        silent = {n: self.said_at_start.get(n, STARTING) if n in starting else "not answering" for n in waited}
+        self.last_start_activity |= {number: doing for number, doing in said.items() if number in starting}
+        silent = {n: self.last_start_activity.get(n, STARTING) if n in starting else "not answering" for n in waited}
         plan = parts.machine.membership.plan or parts.request.plan
         return describe_waited_workers({**silent, **said}, plan.world, WAITING_FOR_WORKERS)
 

@@ -43,7 +43,7 @@ LOADING, LOADING_S = "loading PyTorch and the job's code", 600.0
 """What `doing` is while a worker loads its code, and how long that may take without a ping: torch from a cold disk needs
 minutes."""
 LOADING_PARTS = ("loading PyTorch", "loading Ray")
-"""Activities that are a part of `LOADING`, in turn with others: users would see them come and go."""
+"""Activities that are told as `LOADING`: they alternate with others, and users would see them come and go."""
 WRITING = "writing"
 """What a worker does that writes its part of a checkpoint, beside its steps."""
 ALLOCATORS_SAY = ("can't allocate memory", "not enough memory", "out of memory")

@@ -27,8 +27,8 @@ from raypar.plan import ParallelPlan
 STACKS_S = 5.0
 REPEAT_CALL_S = 0.5
 """Pause before a call is repeated whose connection broke before its answer came."""
-TOGETHER_S = 0.2
-"""How long the answers of all members to one call are awaited together. Later ones are awaited one by one."""
+BATCH_WAIT_S = 0.2
+"""How long the answers of all members to one call are awaited together, in a thread. Later ones are awaited one by one."""
 
 
 class AnswerLost(CommError):
@@ -48,8 +48,8 @@ def describe_seat(seats: Seats, number: int) -> str:
     return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
 
 
-NOT_THERE = object()
-"""In place of an answer that has not come."""
+UNANSWERED = object()
+"""Stands for an answer that has not come in time."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,18 @@ class _Raised:
     error: Exception
 
 
-def answers_within(refs: Sequence[Any], timeout_s: float) -> list[Any]:
-    """The answers, as far as they come in time: by ref the value, `_Raised` or `NOT_THERE`. Blocks."""
+def wait_for_answers(refs: Sequence[Any], timeout_s: float) -> list[Any]:
+    """The answers to calls, in the order of `refs`: the value, `_Raised`, or `UNANSWERED` after `timeout_s`. Blocks."""
     there, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
     if len(there) == len(refs):
         with contextlib.suppress(Exception):  # one of them has failed: they are read one by one below
             return ray.get(list(refs))
     known = set(there)
-    return [_value_or_raised(ref) if ref in known else NOT_THERE for ref in refs]
+    return [_value_or_raised(ref) if ref in known else UNANSWERED for ref in refs]
 
 
 def _value_or_raised(ref: Any) -> Any:
+    """The value of an answer that is there, or the exception in its place as `_Raised`."""
     try:
         return ray.get(ref)
     except Exception as error:
@@ -96,34 +97,37 @@ class WorkerCalls:
         """Worker -> number of its calls that are not answered yet."""
         self._answered: set[asyncio.Task[None]] = set()
         """Calls whose answer is awaited."""
-        self._together = ThreadPoolExecutor(MAX_OPEN_STEPS, "raypar-answers")
+        self._batch_threads = ThreadPoolExecutor(MAX_OPEN_STEPS, "raypar-answers")
         """Threads in which the answers of all members to one call are awaited."""
 
     def call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.RunEvent]) -> None:
         """Call every member; each answer becomes an event."""
-        there = [number for number in self.machine.membership.members if number in self.pool.workers]  # others are lost
-        refs = {number: call(self.pool.workers[number]) for number in there}
-        self._await_in_background(self._answers(self.machine.membership.generation, refs, event))
+        # Members that are not in the pool are lost, and the machine has been told so.
+        reachable = [number for number in self.machine.membership.members if number in self.pool.workers]
+        refs = {number: call(self.pool.workers[number]) for number in reachable}
+        self._await_in_background(self._answer_batch(self.machine.membership.generation, refs, event))
 
-    async def _answers(self, generation: int, refs: Mapping[int, Any], event: Callable[[int, Any], on.RunEvent]) -> None:
-        """Post the events of all these answers at once, or after `TOGETHER_S` those that are there.
+    async def _answer_batch(self, generation: int, refs: Mapping[int, Any], event: Callable[[int, Any], on.RunEvent]) -> None:
+        """Post the events of all answers at once; those that are late after `BATCH_WAIT_S` one by one.
 
-        A third less processor time than a task for each answer, which would wake this process as often as there are workers.
+        `refs`: worker -> its call. This takes a third less processor time than a task for each answer, each of which would wake
+        this process.
         """
         seats = self._seats()
         self._asked.update(list(refs))
         try:
             answers = await asyncio.get_running_loop().run_in_executor(
-                self._together, answers_within, list(refs.values()), TOGETHER_S
+                self._batch_threads, wait_for_answers, list(refs.values()), BATCH_WAIT_S
             )
         finally:
             self._asked.subtract(list(refs))
         for number, ref, answer in zip(refs, refs.values(), answers, strict=True):
-            if answer is NOT_THERE:
+            if answer is UNANSWERED:
                 self.call(number, generation, ref, event)
+            elif isinstance(answer, _Raised):
+                self._post(number, generation, self._failure(describe_seat(seats, number), answer.error), event)
             else:
-                kept = answer if not isinstance(answer, _Raised) else self._failure(describe_seat(seats, number), answer.error)
-                self._post(number, generation, kept, event)
+                self._post(number, generation, answer, event)
 
     def call(self, number: int, generation: int, ref: Any, event: Callable[[int, Any], on.RunEvent]) -> None:
         """Post `event(number, answer)` when the call is answered, or `CallFailed` of that generation when it fails."""
@@ -156,7 +160,7 @@ class WorkerCalls:
         self._post(number, generation, answer, event)
 
     def _post(self, number: int, generation: int, answer: Any, event: Callable[[int, Any], on.RunEvent]) -> None:
-        """Post the event of an answer or `CallFailure`."""
+        """Post `event(number, answer)`; if `answer` is a `CallFailure`, post the event `CallFailed`."""
         if not isinstance(answer, CallFailure):
             self.tasks.post(event(number, answer))
         else:
@@ -180,7 +184,7 @@ class WorkerCalls:
             self._asked[number] -= 1
 
     def _failure(self, who: str, error: Exception) -> CallFailure:
-        """What a call to the worker `who` has failed with."""
+        """The failure of a call that raised `error`. `who`: the called worker's seat in words."""
         if isinstance(error, ActorUnavailableError):
             what = f"{who}: the connection broke before its answer came: {error_first_line(error)}"
             return CallFailure("aborted", AnswerLost(what, cure="look at the network between its node and the driver's"))
@@ -197,7 +201,7 @@ class WorkerCalls:
         return CallFailure("error", error)
 
     def _seats(self) -> Seats:
-        """The present plan and members."""
+        """The current plan and the members by rank."""
         return self.machine.membership.plan, self.machine.membership.members
 
     def coordinate(self, number: int) -> str:

@@ -121,11 +121,12 @@ class WorkerPool:
     ) -> bool:
         """Wait until the group of these workers is placed, however long that takes. False if it was given back meanwhile.
 
-        No node of `avoid()` is taken; when there are fewer of them than before, the cluster is asked anew. If no node but
-        those of `shun` has had room for `SHUN_S`, those are taken too. Raises `ClusterError` when another removed the group.
+        No node of `avoid()` is taken. Nodes of `shun` are taken after `SHUN_S`, if no other node has had room until then. When
+        a node is allowed again, the group is requested anew, because a group's allowed nodes cannot be changed. Raises
+        `ClusterError` if somebody else has removed the group.
         """
         first, start_s = numbers[0], time.monotonic()
-        left_out = {*avoid(), *shun}
+        excluded = {*avoid(), *shun}
         while first in self.groups:
             group = self.groups[first]
             info = (await asyncio.to_thread(placement_group_table)).get(group.id.hex(), {})
@@ -134,14 +135,14 @@ class WorkerPool:
             if info.get("state") == "REMOVED" and self.groups.get(first) is group:
                 raise ClusterError("its placement group was removed", cure="look for who removes placement groups")
             waited_s = time.monotonic() - start_s
-            now_out = {*avoid(), *(shun if waited_s <= SHUN_S else ())}
-            if left_out - now_out:
-                left_out = now_out
+            excluded_now = {*avoid(), *(shun if waited_s <= SHUN_S else ())}
+            if excluded - excluded_now:
+                excluded = excluded_now
                 await asyncio.to_thread(remove_placement_group, group)
-                wider = await asyncio.to_thread(self._make_group, numbers, left_out, on_demand)
+                new_group = await asyncio.to_thread(self._make_group, numbers, excluded, on_demand)
                 if first not in self.groups:  # given back meanwhile
-                    await asyncio.to_thread(remove_placement_group, wider)
-                self.groups.update({number: wider for number in numbers if number in self.groups})
+                    await asyncio.to_thread(remove_placement_group, new_group)
+                self.groups.update({number: new_group for number in numbers if number in self.groups})
             await asyncio.sleep(min(1.0, max(4 * POLL_S, waited_s / 20)))
         return False
 

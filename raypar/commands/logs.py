@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
-from raypar.commands.submit import RUN_HELP, add_address_argument, follow_to_the_end, means_a_folder
+from raypar.commands.submit import RUN_HELP, add_address_argument, follow_to_the_end, names_run_folder
 
 if TYPE_CHECKING:
     from raypar.run_folder import RunFolder
@@ -22,7 +22,7 @@ POLL_STORAGE_S = 3.0
 GONE_S = 30.0
 """How long a followed run without a process on this machine may write nothing."""
 GONE_FROM_STORAGE_S = 600.0
-"""The same for a run on storage, which trains elsewhere, if that storage has no lease that would say that it trains."""
+"""The same for a run on storage whose lease cannot be read (only S3 has one): it may train on another machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.launch.job_server import connect_job_server, find_server_address
     from raypar.run_folder import RunFolder
 
-    address = None if means_a_folder(args.run, args.run_dir, args.address) else find_server_address(args.address)
+    address = None if names_run_folder(args.run, args.run_dir, args.address) else find_server_address(args.address)
     with json_stdout(args.json) as out:
         if address is None:
             with RunFolder.open_for_reading(args.run, args.run_dir or "runs/", with_job=False) as folder:
@@ -78,7 +78,7 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
     known = secrets_of_environment(os.environ)
     log, end = RunLogFormatter(read_job_step_count(folder)), None
     files = NewLines(folder.metrics), NewLines(folder.events)
-    trains = trains_elsewhere(folder)
+    may_train_elsewhere = make_remote_liveness_check(folder)
     heard_s = time.monotonic()
     while True:
         looked_s = time.monotonic()
@@ -99,11 +99,11 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
             return exit_code_of_end(str(end["end"]))
         heard_s = time.monotonic() if metrics or events or locked else heard_s
         silent_s = time.monotonic() - heard_s
-        if silent_s > GONE_S and not trains(silent_s):
-            who = "no process of this machine trains it" if folder.shared is None else "nothing says that a process trains it"
+        if silent_s > GONE_S and not may_train_elsewhere(silent_s):
+            who = "no process of this machine" if folder.shared is None else "no process that raypar knows of"
             place = resume_argument(folder.place)
             raise ClusterError(
-                f"run {folder.name} has written nothing for {silent_s:.0f} s, and {who}",
+                f"run {folder.name} has written nothing for {silent_s:.0f} s, and {who} trains it",
                 cure=f"`raypar status {place}` says what it was doing; `raypar resume {place}` goes on from its last "
                 "checkpoint",
             )
@@ -111,11 +111,11 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
         time.sleep(POLL_S if folder.shared is None else max(POLL_STORAGE_S, 9 * took_s))
 
 
-def trains_elsewhere(folder: RunFolder) -> Callable[[float], bool]:
-    """A function of how long a run has been silent (seconds): whether it may still train, on another machine.
+def make_remote_liveness_check(folder: RunFolder) -> Callable[[float], bool]:
+    """A function from the seconds of a run's silence to whether it may still train on another machine.
 
-    On S3 its lease says so; of other storage a run may be silent for `GONE_FROM_STORAGE_S`. A run in a folder of this machine
-    has its lock.
+    On S3 the run's lease tells it. On other storage a run may be silent for `GONE_FROM_STORAGE_S`. A run in a folder of this
+    machine never trains elsewhere: its lock tells whether it trains.
     """
     from raypar.errors import ConfigError
     from raypar.storage.run_lease import is_held

@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     if args.last < 0:
         raise ConfigError(f"--last {args.last}", cure="give a number of runs, or 0 for all")
     if args.run_dir is not None and args.run_dir_option is not None:
-        raise ConfigError(f"two places of runs: {args.run_dir} and --run-dir {args.run_dir_option}", cure="give one of them")
+        raise ConfigError(
+            f"two places of runs are given: {args.run_dir} and --run-dir {args.run_dir_option}", cure="give one of them"
+        )
     run_dir = args.run_dir if args.run_dir is not None else args.run_dir_option
     if args.address is not None and run_dir is not None:
         raise ConfigError("--address lists a cluster's jobs, --run-dir the runs in a folder", cure="give one of them")

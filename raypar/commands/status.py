@@ -126,7 +126,7 @@ def has_checkpoints(folder: RunFolder) -> bool:
 
 
 def read_job_step_count(folder: RunFolder) -> int | None:
-    """The run's number of steps, from job.yaml, or from members.json: functions without names leave no job file.
+    """The run's number of steps, from job.yaml; without one, as of a job with functions that have no names, from members.json.
 
     None if neither says. Raises `ConfigError` for a job file that is a link, a FIFO or large.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from raypar.commands.submit import RUN_HELP, add_address_argument, means_a_folder, print_to_stderr
+from raypar.commands.submit import RUN_HELP, add_address_argument, names_run_folder, print_to_stderr
 
 if TYPE_CHECKING:
     from raypar.launch.cluster_jobs import ClusterJob
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.wait_s > 0:
         raise ConfigError(f"--wait-s {args.wait_s:g}", cure="give the seconds that the run may take to end, more than 0")
-    address = None if means_a_folder(args.run, args.run_dir, args.address) else find_server_address(args.address)
+    address = None if names_run_folder(args.run, args.run_dir, args.address) else find_server_address(args.address)
     with json_stdout(args.json) as out:
         if address is None:
             facts = stop_run_of_folder(args.run, args.run_dir or "runs/", args.wait_s)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def stop_run_of_folder(run: str, run_dir: str, wait_s: float) -> dict[str, Any]:
-    """Stop the run in a folder or on storage; returns what it has come to, with a `text` for people. Raises `ConfigError`."""
+    """Stop the run in a folder or on S3; returns its facts afterwards, with a `text` for people. Raises `ConfigError`."""
     from raypar.launch.stop_local_run import stop_local_run
     from raypar.launch.stop_run_on_storage import stop_run_on_storage
     from raypar.run_folder import RunFolder
@@ -63,12 +63,12 @@ def stop_run_of_folder(run: str, run_dir: str, wait_s: float) -> dict[str, Any]:
             return describe_stopped_run(folder, stop_local_run(folder, wait_s, print_to_stderr))
         stopped = stop_run_on_storage(folder.shared.uri, wait_s, print_to_stderr)
         place = folder.place
-    with RunFolder.open_for_reading(place, with_job=False) as folder:  # as it is now
+    with RunFolder.open_for_reading(place, with_job=False) as folder:  # again: the copy above is from before its end
         return describe_stopped_run(folder, stopped)
 
 
 def describe_stopped_run(folder: RunFolder, stopped: bool) -> dict[str, Any]:
-    """What a run has come to, with a `text` for people. `stopped`: whether it was under way before."""
+    """Facts of a run that does not train any more, with a `text` for people. `stopped`: whether it did before."""
     import time
 
     from raypar.commands.runs import read_run_row

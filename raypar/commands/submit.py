@@ -45,9 +45,11 @@ def add_address_argument(parser: argparse.ArgumentParser, default: str = "RAY_AP
     parser.add_argument("--address", metavar="URL", help=f"the cluster's job server, http://HEAD:8265 (default: {default})")
 
 
-def means_a_folder(run: str, run_dir: str | None, address: str | None) -> bool:
-    """Whether RUN of logs and stop is that of a folder or of storage whatever the environment says of a cluster: --run-dir is
-    given, or RUN is a URI and no --address is."""
+def names_run_folder(run: str, run_dir: str | None, address: str | None) -> bool:
+    """Whether RUN of logs and stop names a run folder or a place on storage, not a job of a cluster.
+
+    It does if --run-dir is given, or if RUN is a URI and no --address is given; a cluster in the environment is then ignored.
+    """
     from raypar.worker.checkpoint.checkpoint_store import storage_scheme
 
     return run_dir is not None or (address is None and bool(storage_scheme(run)))
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.launch.cluster_jobs import parse_ray_job_record
     from raypar.launch.job_printer import JobPrinter
     from raypar.launch.job_server import connect_job_server, find_server_address
-    from raypar.launch.submit_to_job_server import describe_rival_job, make_entrypoint, make_runtime_env, submit_job
+    from raypar.launch.submit_to_job_server import make_entrypoint, make_runtime_env, same_name_warning, submit_job
 
     job = load_job(args.job, args.overrides)
     entrypoint = make_entrypoint(args.job, args.working_dir, args.overrides, args.resume)
@@ -68,8 +70,9 @@ def run(args: argparse.Namespace) -> int:
     with json_stdout(args.json) as out:
         printer = JobPrinter(out, as_json=args.json)
         server = connect_job_server(find_server_address(args.address) or os.environ.get("RAY_ADDRESS"))
-        if (rival := describe_rival_job(job.name, [*map(parse_ray_job_record, server.jobs())])) and args.resume is not False:
-            print_to_stderr(rival)
+        warning = same_name_warning(job.name, [*map(parse_ray_job_record, server.jobs())])
+        if warning is not None and args.resume is not False:
+            print_to_stderr(warning)
         submission_id = submit_job(server, job.name, entrypoint, runtime_env, args.submission_id)
         printer.submitted(submission_id, job.name, server.name, entrypoint)
         if args.no_wait:

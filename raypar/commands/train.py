@@ -91,7 +91,7 @@ def resume_existing_run(job: Job, former: RunFolder, console: EventPrinter, args
     from raypar.storage.run_lease import LEASE_S
 
     console.faults += [event for event in former.read_lines(former.events) if event["kind"] in COUNTED]
-    until_s, told = time.monotonic() + FORMER_S, ""
+    until_s, last_warning = time.monotonic() + FORMER_S, ""
     while True:
         try:
             return resume_job(
@@ -101,7 +101,7 @@ def resume_existing_run(job: Job, former: RunFolder, console: EventPrinter, args
             more_s = LEASE_S if isinstance(error, LeaseHeldError) else 0.0  # of a process that has died
             if not isinstance(error, OutlivedError) and time.monotonic() > until_s + more_s:
                 raise
-            if error.what != told:
-                told = error.what
-                console({"kind": "warning", "text": told})
+            if error.what != last_warning:
+                last_warning = error.what
+                console({"kind": "warning", "text": last_warning})
             time.sleep(1.0)

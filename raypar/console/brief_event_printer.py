@@ -22,32 +22,32 @@ class BriefEventPrinter:
         """Texts that are not printed."""
         self.out = out or sys.stdout
         """Where lines are printed."""
-        self.words = EventNarrator()
+        self.narrator = EventNarrator()
         """Makes the lines of events."""
         self.plan = ""
-        """The plan in words."""
+        """The plan in words; empty until the stage `planned`."""
 
     def __call__(self, event: dict[str, Any]) -> None:
-        """Show an event, if it is one of those."""
+        """Print an event, unless it is a step, a checkpoint, or a stage before training begins."""
         kind = event["kind"]
         if kind == "stage":
             self._show_stage(event)
-        elif kind not in ("started", "end", "checkpoint") and (line := self.words(event)) is not None:
+        elif kind not in ("started", "end", "checkpoint") and (line := self.narrator(event)) is not None:
             self.line(line)
 
     def _show_stage(self, event: dict[str, Any]) -> None:
-        """Show that training begins; the stages before that are not shown."""
+        """Print that training begins, with the plan; earlier stages are not printed."""
         if event["stage"] == "planned":
             self.plan = event["text"].splitlines()[0].partition(";")[0]
         elif event["stage"] == "built":
             self.line(f"training begins: {self.plan}")
 
     def finish(self, result: Result) -> None:
-        """Show how the run has ended."""
+        """Print how the run has ended, its last loss and its folder."""
         loss = result.metrics.get("loss")
         self.line(f"{result.why}" + (f", loss {loss:.4f}" if loss is not None else "") + f"; in {result.path}")
 
     def line(self, text: str) -> None:
-        """Print the lines of a text, each with the run's name."""
+        """Print the lines of a text, each behind the run's name."""
         for one in redact_certain_secrets(text, self.known_secrets).splitlines():
             print(f"{self.run}: {one}", file=self.out, flush=True)

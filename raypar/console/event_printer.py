@@ -54,7 +54,7 @@ class EventPrinter:
         self.faults: list[dict[str, Any]] = []
         """Events to be counted at the end of the run; for a resumed run also its earlier ones."""
         self.undrawn: dict[str, Any] | None = None
-        """The last step, if no progress line has shown it."""
+        """The last step, if no progress line was printed for it; None otherwise."""
         self.recent: deque[dict[str, Any]] = deque(maxlen=20)
         """The last steps, for their mean speed."""
         self.seconds = self.samples = self.counted = 0.0
@@ -182,7 +182,7 @@ class EventPrinter:
     def finish(self, result: Result, *, in_program: bool = False) -> int:
         """Print the result; its last line is the hash of the weights. Returns the exit code.
 
-        `in_program`: a program called `Trainer.fit`, and has the result as an object.
+        `in_program`: the advice is for a program that called `Trainer.fit`, which has the result as an object.
         """
         if self.as_json:
             facts = {k: v for k, v in vars(result).items() if k not in ("history", "error")}

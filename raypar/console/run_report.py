@@ -123,7 +123,7 @@ class RunReport:
     memory_chart: str
     swimlane: str
     swimlane_missing: str
-    """Why there is no drawing of a step."""
+    """Why there is no drawing of a step; empty if there is one."""
     step_prediction: str
     """What was predicted of a step, in a sentence."""
     stages: tuple[StageRow, ...]

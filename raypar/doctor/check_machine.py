@@ -27,7 +27,7 @@ GOOD_OPEN_FILES, LEAST_OPEN_FILES = 8192, 1024
 GOOD_PROCESSES = 4096
 LITTLE_DISK, LEAST_DISK = 10 << 30, 1 << 30
 SLOW_STORAGE_S = 5.0
-"""A storage that takes longer for one small object is slow."""
+"""Writing and removing one small object should take no longer."""
 RAY_FULL = 0.95
 """Share of the disk below Ray's folder that may be used: Ray stores no objects beyond."""
 
@@ -180,7 +180,7 @@ def check_shm(facts: FolderFacts | NotKnown) -> list[Finding]:
 
 
 def check_runs_folder(facts: FolderFacts | StorageFacts | NotKnown) -> list[Finding]:
-    """The folder of runs: writable, with room for checkpoints; or the storage."""
+    """The folder of runs, writable with room for checkpoints; or the storage that takes its place."""
     if isinstance(facts, NotKnown):
         return [not_checked("runs folder", facts)]
     if isinstance(facts, StorageFacts):
@@ -200,7 +200,7 @@ def check_runs_folder(facts: FolderFacts | StorageFacts | NotKnown) -> list[Find
 
 
 def _check_runs_storage(facts: StorageFacts) -> Finding:
-    """Runs on storage: writable, quick, with a lock between clusters."""
+    """Storage for runs: whether it is writable and quick, and has a lock between clusters."""
     if facts.error:
         return Finding("failure", "runs folder", facts.error, facts.cure)
     text = f"{facts.uri} is writable: a small object was written and removed in {facts.write_s:.1f} s"
@@ -321,8 +321,8 @@ def check_tls(facts: TlsFacts | NotKnown) -> list[Finding]:
         return [not_checked("TLS", facts)]
     if not facts.used:
         return [Finding("ok", "TLS", "not used (RAY_USE_TLS): nothing between the nodes is encrypted")]
-    if facts.unset or facts.missing:
-        wrong = [f"{name} is not set" for name in facts.unset] + [f"{text} cannot be read" for text in facts.missing]
+    if facts.unset or facts.unreadable:
+        wrong = [f"{name} is not set" for name in facts.unset] + [f"{text} cannot be read" for text in facts.unreadable]
         text = f"RAY_USE_TLS is set, and {', '.join(wrong)}: Ray cannot connect"
         return [Finding("failure", "TLS", text, "name the files of this node's certificate and key, or unset RAY_USE_TLS")]
     text = "Ray's connections are encrypted; those on which workers exchange tensors prove who they are, and are not encrypted"

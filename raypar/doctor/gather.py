@@ -155,7 +155,7 @@ def run_probe(module: str, words: Sequence[str], deadline_s: float) -> dict[str,
 
 
 def ask_cluster(address: str, run_dir: Path | StorageUri) -> ClusterFacts | NotKnown:
-    """What the nodes of a cluster say. Whether they see the runs folder is asked only of a folder."""
+    """What the nodes of a cluster say. Whether they see `run_dir` is asked only if it is a folder, not for storage."""
     folder = "" if isinstance(run_dir, StorageUri) else str(run_dir.resolve())
     found = run_probe("cluster_probe", [address, folder], CLUSTER_S)
     if "nodes" not in found:
@@ -292,5 +292,5 @@ def read_tls(environment: Mapping[str, str]) -> TlsFacts:
     if environment.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return TlsFacts(False)
     files = {name: environment.get(name, "") for name in TLS_FILES}
-    missing = tuple(f"{name}={path}" for name, path in files.items() if path and not os.access(path, os.R_OK))
-    return TlsFacts(True, tuple(name for name, path in files.items() if not path), missing)
+    unreadable = tuple(f"{name}={path}" for name, path in files.items() if path and not os.access(path, os.R_OK))
+    return TlsFacts(True, tuple(name for name, path in files.items() if not path), unreadable)

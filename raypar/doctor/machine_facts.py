@@ -104,7 +104,7 @@ class TlsFacts:
     """Whether RAY_USE_TLS asks for it."""
     unset: tuple[str, ...] = ()
     """Variables that must name a file and are not set."""
-    missing: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
     """`VARIABLE=path` of files that cannot be read."""
 
 

@@ -41,7 +41,7 @@ def begin_recovery(m: RunState, why: str, *, counts: bool = True) -> None:
 
 
 def _note_failed_move(m: RunState) -> None:
-    """Let the next move to a larger plan wait, if the present one was to give newcomers seats: a failed one costs seconds."""
+    """Delay the next move to a larger plan if the one that fails now was to give newcomers seats: a failure costs seconds."""
     order = m.recovery.order
     if order is not None and not set(order.members) <= set(m.membership.members):
         m.planned.not_before_s = m.timer.now_s + retry_pause_s(m.policy.capacity, m.planned.failed_moves)

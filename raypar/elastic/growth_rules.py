@@ -92,9 +92,9 @@ def ask_for_larger_plan(m: RunState, decision: DesiredCapacity) -> None:
 
 
 def seat_on_demand_workers(m: RunState) -> None:
-    """Plan a new generation in which on-demand workers that wait get seats in stages that have no on-demand worker.
+    """Plan a new generation in which on-demand workers in reserve get seats in stages that have no on-demand worker.
 
-    Such a stage arises when a worker on a spot node waited for a seat while an on-demand worker was lost.
+    A stage loses its last on-demand worker when a worker in reserve on a spot node takes the seat of a lost on-demand worker.
     """
     unchanged = m.planned.reason is None and not m.planned.asking and m.health.disturbed_at_s is None
     if not unchanged or m.stopping.request is not None or m.phase not in (Phase.RUNNING, Phase.FLUSHING):

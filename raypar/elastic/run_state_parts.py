@@ -187,11 +187,12 @@ class PlannedChange:
     ask_at_s: float | None = None
     """Latest time to ask the planner for a plan with seats for the spares; None: all spares have been considered."""
     failed_moves: int = 0
-    """Moves in a row that were to give newcomers seats and failed."""
+    """Number of moves in a row that failed although they were to give newcomers seats."""
     not_before_s: float = 0.0
     """No larger plan is asked for before this time, because the last move to one has failed."""
     unreachable: dict[int, set[frozenset[int]]] = field(default_factory=dict)
-    """Generation since newcomers last got seats -> pairs of a newcomer and another worker that could not reach each other."""
+    """Generation -> its pairs of a newcomer and another worker that could not reach each other. Emptied when newcomers get
+    seats."""
 
 
 @dataclass(slots=True)

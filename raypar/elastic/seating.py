@@ -70,17 +70,17 @@ def spread_replicas_over_nodes(plan: ParallelPlan, places: WorkerPlaces, groups:
 def refill_seats(m: RunState, usable: list[int]) -> tuple[ParallelPlan, tuple[int, ...]] | None:
     """The same stages with the workers that are left: (plan, members); None if a stage, or a shard of it, has no worker.
 
-    Waiting workers take the empty seats, and on-demand workers those of stages that have none; if seats remain empty, stages
-    get fewer replicas.
+    Workers in reserve take the empty seats. On-demand workers among them also take seats in stages that have no on-demand
+    worker. If seats remain empty, stages get fewer replicas.
     """
     assert m.membership.plan is not None
     plan, idle = m.membership.plan, [w for w in usable if w not in m.membership.members]
     full, at = Counter(plan.compute_keys), _members_by_place(plan, m.membership.members, usable)
     free_seats_for_on_demand_workers(plan, at, idle, m.hiring.on_demand)
     while idle and (lacking := [place for place in at if len(at[place]) < full[place]]):
-        spare_safe = any(worker in m.hiring.on_demand for worker in idle)
-        unsafe = {place for place in lacking if spare_safe and m.hiring.on_demand.isdisjoint(at[place])}
-        neediest = max(lacking, key=lambda place: (place in unsafe, (full[place] - len(at[place])) / full[place]))
+        on_demand_idle = any(worker in m.hiring.on_demand for worker in idle)
+        all_on_spot = {place for place in lacking if on_demand_idle and m.hiring.on_demand.isdisjoint(at[place])}
+        neediest = max(lacking, key=lambda place: (place in all_on_spot, (full[place] - len(at[place])) / full[place]))
         worker = choose_replacement_worker(m, plan, neediest, at, idle)
         idle.remove(worker)
         at[neediest].append(worker)
@@ -105,7 +105,7 @@ def _members_by_place(
 
 
 def find_seats_for_on_demand_workers(m: RunState, spares: Collection[int]) -> tuple[int, ...]:
-    """Members that should make room for on-demand workers among `spares`, because their stages have none."""
+    """Members that should give their seats to on-demand workers among `spares`, because their stages have none."""
     who = m.membership
     if who.plan is None or m.hiring.on_demand.isdisjoint(spares):
         return ()
@@ -116,10 +116,9 @@ def find_seats_for_on_demand_workers(m: RunState, spares: Collection[int]) -> tu
 def free_seats_for_on_demand_workers(
     plan: ParallelPlan, at: Mapping[tuple[int, int], list[int]], idle: list[int], on_demand: Collection[int]
 ) -> tuple[int, ...]:
-    """Take the workers of one replica out of each full stage that has no on-demand worker but could get some of `idle`.
+    """Empty one replica's seats in each full stage with no on-demand worker, if `idle` has enough of them; returns who leaves.
 
-    The workers that lose their seats are moved from `at` to `idle`, and returned. `at`: key of `ParallelPlan.compute_keys` ->
-    workers that are there.
+    Moves the workers that lose their seats from `at` to `idle`. `at`: key of `ParallelPlan.compute_keys` -> workers there.
     """
     waiting, freed = sum(worker in on_demand for worker in idle), list[int]()
     for stage in {stage.position: stage for stage in plan.stages}.values():
@@ -145,7 +144,7 @@ def choose_replacement_worker(
     workers that are there.
     """
     need, have = m.held_pieces(plan)[plan.compute_keys.index(place)], find_live_holders(m, m.recovery.done)
-    places, safe = WorkerPlaces(m.membership.nodes, m.membership.zones), m.hiring.on_demand
+    places, on_demand = WorkerPlaces(m.membership.nodes, m.membership.zones), m.hiring.on_demand
     copies = Counter(m.membership.nodes.get(worker) for worker in at[place])
     zone_copies = Counter(map(places.zone, at[place]))
     others = [Counter(m.membership.nodes.get(w) for w in at[other]) for other in at if other[0] == place[0] and other != place]
@@ -153,9 +152,9 @@ def choose_replacement_worker(
     def key(worker: int) -> tuple[bool, int, int, int, int, int]:
         node = m.membership.nodes.get(worker)
         lacking = max((count[node] for count in others), default=0) - copies[node]
-        unsafe = worker not in safe and safe.isdisjoint(at[place])
+        all_on_spot = worker not in on_demand and on_demand.isdisjoint(at[place])
         held = count_shared_elements(need, have.get(worker, ()))
-        return unsafe, -held, -max(0, lacking), zone_copies[places.zone(worker)], copies[node], worker
+        return all_on_spot, -held, -max(0, lacking), zone_copies[places.zone(worker)], copies[node], worker
 
     return min(idle, key=key)
 
@@ -177,8 +176,11 @@ def seat_whole_replicas(shards: Sequence[Sequence[int]], nodes: Mapping[int, str
 
 
 def assign_seats(m: RunState, plan: ParallelPlan, usable: list[int]) -> tuple[int, ...]:
-    """Who takes which seat of a new plan: a copy of every stage is on an on-demand node where that is asked for, as little as
-    possible moves, the shards of a replica sit on one node, and copies of a stage on different nodes and zones."""
+    """By rank: the worker that takes the seat of a new plan.
+
+    In this order: where on-demand workers are asked for, each stage has one; as few elements as possible move; the shards of a
+    replica sit on one node; copies of a stage sit in different zones and on different nodes.
+    """
     replicas = [(seat.position, seat.replica) for seat in plan.seats]
     have = find_live_holders(m, m.recovery.done)
     places = WorkerPlaces(m.membership.nodes, m.membership.zones, m.hiring.on_demand)
@@ -196,7 +198,7 @@ def match_workers_to_seats(
     """By seat: the worker that takes it. Workers that hold most of what a seat needs come first, then the lowest numbers.
 
     `need[rank]`: the pieces that a seat needs. `copies[rank]`: equal for seats that compute the same. `replicas[rank]`: equal
-    for the shards of one replica. One of the seats that compute the same gets an on-demand worker, as far as there are such.
+    for the shards of one replica. One of the seats that compute the same gets an on-demand worker, as far as they suffice.
     As far as nothing more has to move, the shards of a replica get workers on one node; as far as that allows, seats that
     compute the same get workers in different zones and on different nodes.
     Raises `PlanError` when there are fewer workers than seats.

@@ -20,7 +20,8 @@ from raypar.elastic.run_state import RunState
 from raypar.errors import CommError
 
 FAILED_GENERATIONS = 2
-"""Number of generations in a row that must fail to connect, so that an interruption of a few seconds costs no worker."""
+"""Number of generations that must fail to connect, so that an interruption of a few seconds costs no worker. In a row, except
+where newcomers fail."""
 
 
 def note_unreachable_workers(m: RunState, event: CallFailed) -> None:
@@ -39,7 +40,13 @@ def note_unreachable_workers(m: RunState, event: CallFailed) -> None:
 def choose_unreachable_workers(m: RunState) -> tuple[int, ...]:
     """The workers to give up. Empty if too few generations have failed to connect, or if every choice would lose state."""
     who = m.membership
-    chosen = _choose_from_pairs(m, m.planned.unreachable, who.spares, [])
+    # Failures of newcomers that were given up already do not count against those that are still there.
+    of_newcomers = {
+        generation: pairs
+        for generation, found in m.planned.unreachable.items()
+        if (pairs := {pair for pair in found if not pair & who.gone})
+    }
+    chosen = _choose_from_pairs(m, of_newcomers, who.spares, [])
     nodes = {who.nodes[worker] for worker in chosen if worker in who.nodes}
     for worker in sorted(who.spares - set(chosen)):
         if who.nodes.get(worker) in nodes and not find_only_holders(m, {*chosen, worker}):
@@ -50,11 +57,15 @@ def choose_unreachable_workers(m: RunState) -> tuple[int, ...]:
 def _choose_from_pairs(
     m: RunState, unreachable: Mapping[int, Collection[frozenset[int]]], among: Collection[int], chosen: list[int]
 ) -> list[int]:
-    """`chosen` and as many further workers of `among` that no pair is left; only `chosen` if that is not possible."""
+    """`chosen`, and the workers of `among` to give up besides, so that every pair loses one of its workers.
+
+    Only `chosen` if too few generations have failed, or if state would be lost. `unreachable`: generation -> its pairs of
+    workers that could not reach each other.
+    """
     if len(unreachable) < FAILED_GENERATIONS:
         return chosen
-    without = m.membership.gone | set(chosen)
-    pairs = {pair for found in unreachable.values() for pair in found if not pair & without}
+    given_up = m.membership.gone | set(chosen)
+    pairs = {pair for found in unreachable.values() for pair in found if not pair & given_up}
     more = list(chosen)
     while pairs:
         times = Counter(worker for pair in pairs for worker in pair if worker in among)

@@ -9,8 +9,8 @@ from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 SILENCE_S = 2.0
 """Length of a silence after which a line says what is waited for."""
 CHANGED_INTERVAL_S, REPEAT_INTERVAL_S = 5.0, 30.0
-"""Least time between two such lines of one silence: if the activity has changed, and if it has not. A change has a line only
-when the silence is twice as long as at the last line, so that a long start does not fill the screen."""
+"""Least time between two such lines of one silence: if the activity has changed, and if it has not. For a changed activity the
+silence must also be twice as long as at the last line, or the second interval over: so a long start has few lines."""
 
 
 class WaitAnnouncer:

@@ -168,7 +168,7 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
 
 
 def idle_replicas_text(plan: ParallelPlan, batching: Microbatches) -> str | None:
-    """A warning, with its cure, about replicas that get no block of microbatches in any step; None if all have work."""
+    """A warning, with its cure, about replicas that get no microbatches in any step; None if every replica gets some."""
     most, blocks = max(stage.replicas for stage in plan.stages), min(batching.blocks, batching.count)
     if most <= blocks:
         return None

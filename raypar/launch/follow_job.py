@@ -16,7 +16,7 @@ DUTY = 10.0
 AWAY_S = 60.0
 """How long the job server may be away while a job is followed."""
 AWAY_SAY_S = 10.0
-"""Time between two lines about that."""
+"""Time between two lines about a job server that does not answer."""
 PENDING_SAY_S = 5.0
 """Time between two lines about a job that has not started."""
 STOP_POLL_S, STOP_SAY_S = 0.3, 2.0
@@ -53,7 +53,7 @@ class JobFollower:
         self.away_since_s: float | None = None
         """Since when the job server has not answered; None while it does."""
         self.away_told_s = 0.0
-        """When a line said so last."""
+        """When the last line told that the job server does not answer."""
 
     def follow(self, until_s: float | None = None) -> ClusterJob:
         """Show the log until the job has ended; returns the job. Raises `ClusterError` after `AWAY_S` without an answer.

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from raypar.launch.cluster_jobs import ClusterJob
 
-
-ADVICE = "submit the same job again"
-"""How a stopped job goes on: what its log says too, if it came to that."""
+RESUBMIT_ADVICE = "submit the same job again"
+"""How a stopped job is resumed. A job that has begun to train says so in its log (`Result.resume_advice`)."""
 
 
 class JobPrinter:
@@ -24,7 +23,7 @@ class JobPrinter:
         self.partial = ""
         """The beginning of a line of the log whose end has not come; as JSON only whole lines are printed."""
         self.advised = False
-        """Whether the log has said how a stopped job goes on."""
+        """Whether `RESUBMIT_ADVICE` was in the job's log, so that the end need not repeat it."""
 
     def submitted(self, submission_id: str, name: str, server: str, entrypoint: str) -> None:
         """The job has been taken."""
@@ -36,7 +35,7 @@ class JobPrinter:
 
     def log(self, text: str) -> None:
         """A piece of the job's log."""
-        self.advised = self.advised or ADVICE in self.partial + text
+        self.advised = self.advised or RESUBMIT_ADVICE in self.partial + text
         if not self.as_json:
             self.out.write(text.encode(self.out.encoding or "ascii", "backslashreplace").decode(self.out.encoding or "ascii"))
             self.out.flush()
@@ -74,12 +73,14 @@ class JobPrinter:
 
 
 def describe_job_end(job: ClusterJob, *, advised: bool = False) -> str:
-    """How a job has ended, in a line: `job first is done`. `advised`: its log has said already how a stopped one goes on."""
+    """How a job has ended, in a line: `job first is done`. `advised`: its log has told `RESUBMIT_ADVICE` already."""
     what = f"job {job.submission_id}"
     if job.state == "done":
         return f"{what} is done"
     if job.state == "stopped":
-        return f"{what} was stopped" + f": {ADVICE}, and it goes on from its last checkpoint, if it has one" * (not advised)
+        return f"{what} was stopped" + f": {RESUBMIT_ADVICE}, and it goes on from its last checkpoint, if it has one" * (
+            not advised
+        )
     if job.exit_code is not None:
         return f"{what} has failed, with exit code {job.exit_code}"
     return f"{what} has failed: {job.message.strip().splitlines()[-1] if job.message.strip() else 'Ray does not say why'}"

@@ -108,7 +108,7 @@ def request_headers(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def token_place(environ: Mapping[str, str]) -> str:
-    """Where the token that `request_headers` puts into requests comes from, if it does."""
+    """Where `request_headers` takes the token from, for messages: `in RAY_AUTH_TOKEN`. It need not be there."""
     if any(key.lower() == "authorization" for key in json.loads(environ.get("RAY_JOB_HEADERS") or "{}")):
         return "in RAY_JOB_HEADERS"
     if environ.get("RAY_AUTH_TOKEN"):
@@ -155,7 +155,7 @@ class JobServer:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Headers of every request; may hold the token."""
     token_place: str = ""
-    """Where the token comes from, for messages."""
+    """Where the token was found (`token_place`), for messages."""
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from raypar.atomic_write import write_text_atomically
 from raypar.errors import Interrupted, LeaseLostError, RayparError
+from raypar.launch.job_printer import RESUBMIT_ADVICE
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.run_folder import ERROR_FILE, parse_storage_location, resume_argument
@@ -58,7 +59,7 @@ class Result:
     def resume_advice(self) -> str:
         """How the run is resumed: where a submitted job ran, on the cluster, nobody types commands."""
         if is_submitted_job():
-            return "submit the same job again, also under another plan: it goes on from there"
+            return f"{RESUBMIT_ADVICE}, also under another plan: it goes on from there"
         return f"raypar resume {self.handle}, also under another plan: raypar resume {self.handle} --set plan.stages=..."
 
     @property

@@ -1,4 +1,4 @@
-"""Stops a run on S3, wherever it trains: writes into its lease that it is to save and end, which its driver reads."""
+"""Stops a run on S3, wherever it trains: marks its lease; the run's driver reads the mark, saves and ends."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from raypar.storage.held_lease import WRITE_ATTEMPTS
 from raypar.storage.run_lease import RENEW_S, FoundLease, is_held
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri
+from raypar.untrusted_files import shorten
 
 if TYPE_CHECKING:
     from raypar.storage.run_lease import LeaseStore
 
 POLL_S = 1.0
-"""How often the lease is looked at."""
+"""Time between two reads of the lease."""
 SAY_S = 5.0
 """Time between two lines about the wait."""
 
 
 def stop_run_on_storage(uri: StorageUri, wait_s: float, say: Callable[[str], None]) -> bool:
-    """Stop the run as Ctrl-C does, and wait until its process has given the lease back. Returns False if none trains it.
+    """Stop the run as Ctrl-C does, and wait until its process has given the lease back. Returns False if no process trains it.
 
     Raises `ConfigError` for storage other than S3, `ClusterError` if the storage does not answer or the run goes on after
     `wait_s`.
@@ -35,16 +36,17 @@ def stop_run_on_storage(uri: StorageUri, wait_s: float, say: Callable[[str], Non
             f"raypar stop reaches a run on storage through its lease, which only S3 has: {uri}",
             cure="stop it where it was started (Ctrl-C, or SIGTERM), a submitted job by `raypar stop JOB --address URL`",
         )
-    asked = request_stop(store, uri)
-    if asked is None:
+    held = request_stop(store, uri)
+    if held is None:
         return False
-    say(f"asked {asked.lease.holder} to save and end, which it reads within {RENEW_S:.0f} s")
+    say(f"asked {shorten(held.lease.holder)} to save and end; it reads the request within {RENEW_S:.0f} s")
     began_s = told_s = time.monotonic()
-    while (found := store.read()) is not None and is_held(found) and found.lease.owner == asked.lease.owner:
+    while (found := store.read()) is not None and is_held(found) and found.lease.owner == held.lease.owner:
         now_s = time.monotonic()
         if now_s - began_s > wait_s:
             raise ClusterError(
-                f"run {uri.name} ({found.lease.holder}) was asked to save and end, and has not within {wait_s:.0f} s",
+                f"run {uri.name} ({shorten(found.lease.holder)}) was asked to save and end, and has not ended within "
+                f"{wait_s:.0f} s",
                 cure=f"`raypar status {shlex.quote(str(uri))}` says what it does; a second Ctrl-C where it was started ends it "
                 "at once, without saving",
             )
@@ -56,7 +58,7 @@ def stop_run_on_storage(uri: StorageUri, wait_s: float, say: Callable[[str], Non
 
 
 def request_stop(store: LeaseStore, uri: StorageUri) -> FoundLease | None:
-    """Write into the lease that its owner is to stop; returns that lease, None if no process holds it.
+    """Mark the lease so that its owner stops. Returns the lease as it was found; None if no process holds it.
 
     Raises `ClusterError` if the storage does not answer.
     """
@@ -67,5 +69,6 @@ def request_stop(store: LeaseStore, uri: StorageUri) -> FoundLease | None:
         if found.lease.stop_requested or store.put(replace(found.lease, stop_requested=True), found.version) is not None:
             return found
     raise ClusterError(
-        f"the lease of {uri} changed {WRITE_ATTEMPTS} times while it was asked to stop", cure="run the same command again"
+        f"the lease of {uri} changed at each of {WRITE_ATTEMPTS} attempts to ask the run to stop",
+        cure="run the same command again",
     )

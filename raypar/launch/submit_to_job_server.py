@@ -50,14 +50,14 @@ def make_runtime_env(working_dir: Path, environ: Mapping[str, str] = os.environ)
     return {"working_dir": os.path.abspath(working_dir), "excludes": list(EXCLUDES), "env_vars": {STOP_WAIT_VARIABLE: wait}}
 
 
-def describe_rival_job(name: str, jobs: Sequence[ClusterJob]) -> str | None:
-    """A warning about a job of this name that has not ended; None without one."""
-    rival = next((job for job in reversed(jobs) if job.name == name and not job.over), None)
-    if rival is None:
+def same_name_warning(name: str, jobs: Sequence[ClusterJob]) -> str | None:
+    """A warning, with its cure, about the last job of this name that has not ended; None if all have."""
+    other = next((job for job in reversed(jobs) if job.name == name and not job.over), None)
+    if other is None:
         return None
     return (
-        f"warning: job {rival.submission_id} of the same name ({name}) is {rival.state}, and two jobs do not train one run\n"
-        f"  cure: `raypar stop {rival.submission_id}` first, or give this one a name of its own (--set name=...)"
+        f"warning: job {other.submission_id} of the same name ({name}) is {other.state}, and two jobs cannot train one run\n"
+        f"  cure: `raypar stop {other.submission_id}` first, or give this one a name of its own (--set name=...)"
     )
 
 
@@ -119,7 +119,10 @@ def submission_error(error: Exception, server: JobServer, submission_id: str | N
 
 
 def describe_largest_files(folder: Path) -> str:
-    """`; its largest files are ...`: up to three of a MiB or more, of those that may be sent; empty if there are none."""
+    """`; its largest files are ...`: up to three files of a MiB or more in a folder; empty if there are none.
+
+    Folders that are never sent (`EXCLUDES`) are left out; files that .gitignore or .rayignore name are not.
+    """
     sizes: list[tuple[int, str]] = []
     for place, inside, files in os.walk(folder):
         inside[:] = [name for name in inside if f"{name}/" not in EXCLUDES]

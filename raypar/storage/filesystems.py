@@ -27,8 +27,8 @@ CONNECT_S, REQUEST_S = 5.0, 15.0
 WRITE_CHECK_S = 60.0
 """How long the storage may take to write and remove one small object, before a run begins."""
 LONGEST_KEY = 110
-"""Length of the object's name for that: about that of the longest one that a run writes below its run_dir, a worker's shard. A
-storage may limit it (S3 to 1,024 bytes in all)."""
+"""Length of the name of the object that this check writes: about that of the longest one that a run writes below its run_dir (a
+worker's part of a checkpoint). A storage may limit names (S3 to 1,024 bytes with all folders)."""
 SECRETS_IN = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_CLIENT_SECRET", "AZURE_STORAGE_KEY")
 """Environment variables whose values are removed from messages."""
 STORAGE_CURE = "look at its address, at the network, and at the credentials that this machine has for it"
@@ -239,19 +239,22 @@ def is_object_store(filesystem: Any) -> bool:
 def list_folders(filesystem: Any, path: str) -> list[str]:
     """The names of the folders in a folder; none if that is not there. Names that lead elsewhere are left out.
 
-    On GCS a folder is only a part of objects' names, and pyarrow lists no folder there that has no object of its own. So all
-    objects are listed. Raises what pyarrow raises.
+    On GCS a folder is only the beginning of objects' names, and pyarrow lists only folders that are objects themselves. So all
+    objects below `path` are listed there. Raises what pyarrow raises.
     """
     from pyarrow.fs import FileSelector, FileType
 
-    found = filesystem.get_file_info(FileSelector(path, allow_not_found=True, recursive=_kind(filesystem) == "gcs"))
-    below = [(info.path.removeprefix(f"{path}/").partition("/"), info.type) for info in found]
-    names = {name for (name, slash, _), kind in below if slash or kind is FileType.Directory}
+    all_below = _kind(filesystem) == "gcs"
+    found = filesystem.get_file_info(FileSelector(path, allow_not_found=True, recursive=all_below))
+    names = {info.base_name for info in found if info.type is FileType.Directory and not all_below}
+    if all_below:
+        below = [(info.path.removeprefix(f"{path}/").partition("/"), info.type) for info in found]
+        names = {name for (name, slash, _), kind in below if slash or kind is FileType.Directory}
     return sorted(name for name in names if name.isprintable() and name not in ("", ".", ".."))
 
 
 def _kind(filesystem: Any) -> str:
-    """pyarrow's name for the kind of a file system, of a part of one for that of the whole."""
+    """pyarrow's name for the kind of a file system, such as `s3`; for a part of a file system the kind of the whole."""
     from pyarrow.fs import SubTreeFileSystem
 
     while isinstance(filesystem, SubTreeFileSystem):

@@ -160,6 +160,7 @@ def upload_document(uri: StorageUri, name: str, text: str) -> None:
 
 def remove_run(uri: StorageUri) -> None:
     """Remove everything at a run's place. Raises `ConfigError`."""
-    with storage_errors(f"cannot remove {uri}", ConfigError), contextlib.suppress(FileNotFoundError):  # GCS: at the end
+    # On GCS pyarrow has removed all objects when it raises FileNotFoundError, for a folder that is no object itself.
+    with storage_errors(f"cannot remove {uri}", ConfigError), contextlib.suppress(FileNotFoundError):
         filesystem, path = open_filesystem(uri)
         filesystem.delete_dir(path)

@@ -22,13 +22,14 @@ from raypar.storage.run_lease import (
     may_write,
     renew_lease,
 )
+from raypar.untrusted_files import shorten
 
 WRITE_ATTEMPTS = 5
 """How often a conditional write is tried: it fails if another process of the same run has renewed the lease meanwhile."""
 STOP_S = 5.0
 """How long `stop_renewing` waits for the thread."""
 WATCH_S = 1.0
-"""Time between two looks at a lease in a store without a clock."""
+"""Time between two reads of another process's lease in a store without a clock."""
 
 
 def seconds_since_boot() -> float:
@@ -66,13 +67,13 @@ class HeldLease:
         self._thread: threading.Thread | None = None
         """The thread that renews; None before `start_renewing`."""
 
-    def take(self, waiting: Callable[[str], None] = lambda text: None) -> None:
+    def take(self, say: Callable[[str], None] = lambda text: None) -> None:
         """Take the lease. Raises `LeaseHeldError` if it is another's, `ClusterError` if the store does not answer.
 
-        `waiting` is called with a line before this takes longer: a lease of unknown age is watched for `LEASE_S`.
+        `say`: is called with a line before a wait. A lease of unknown age is watched for up to `LEASE_S`.
         """
         for _ in range(WRITE_ATTEMPTS):
-            found = self._with_watched_age(self.store.read(), waiting)
+            found = self._with_watched_age(self.store.read(), say)
             began_s = seconds_since_boot()
             lease, version = claim_lease(found, self.mine, self.run, self.place)
             if self.store.put(lease, version) is not None or self._is_there(lease):
@@ -83,14 +84,15 @@ class HeldLease:
             cure="run the same command again",
         )
 
-    def _with_watched_age(self, found: FoundLease | None, waiting: Callable[[str], None]) -> FoundLease | None:
-        """The lease with an age. One of unknown age is watched: it is over if nobody renews it for `LEASE_S`.
+    def _with_watched_age(self, found: FoundLease | None, say: Callable[[str], None]) -> FoundLease | None:
+        """The lease `found`, with an age if another process may hold it.
 
-        So the clocks of two machines are never compared. The owner renews it every `RENEW_S`, so a living one is soon seen.
+        A lease of unknown age is watched until it changes (age 0) or `LEASE_S` have passed. So the clocks of two machines are
+        never compared; an owner that lives is noticed within `RENEW_S`, because it renews the lease.
         """
         if found is None or found.age_s is not None or not is_held(found) or found.lease.owner == self.mine.owner:
             return found
-        waiting(f"looking whether {found.lease.holder}, which has trained in {self.place}, still does: up to {LEASE_S:.0f} s")
+        say(f"waiting up to {LEASE_S:.0f} s to see whether {shorten(found.lease.holder)} still trains in {self.place}")
         began_s = seconds_since_boot()
         while (watched_s := seconds_since_boot() - began_s) < LEASE_S:
             time.sleep(WATCH_S)

@@ -39,7 +39,7 @@ class Lease:
     released: bool = False
     """Whether its owner has ended, so that any process may take it at once."""
     stop_requested: bool = False
-    """Whether somebody has asked the owner to save and end (`raypar stop`). The owner keeps it when it renews."""
+    """Whether somebody has asked the owner to save and end (`raypar stop`). Renewals keep the mark, a new owner has none."""
 
     def to_bytes(self) -> bytes:
         """The lease as JSON."""
@@ -55,7 +55,7 @@ class FoundLease:
     version: str
     """The version that a conditional write must name to replace it."""
     age_s: float | None
-    """How long ago it was written, by the store's own clock; None: the store has no clock, and those of machines differ."""
+    """How long ago it was written, by the store's own clock; None: the store has no clock, and the machines' clocks differ."""
 
 
 class LeaseStore(Protocol):

@@ -30,7 +30,7 @@ QUERY_KEYS = {
 }
 """Scheme -> the settings that a URI may give. None is a secret."""
 ANONYMOUS = "anonymous"
-"""What pyarrow takes for a user in a URI of GCS that needs no credentials: `gs://anonymous@BUCKET/...`."""
+"""The user in a GCS URI for which pyarrow uses no credentials: `gs://anonymous@BUCKET/...`."""
 LOCAL_FILE = re.compile(r"file:(?://)?(?P<host>[^/]*)(?P<path>/.*)", re.DOTALL)
 _URI = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?", re.DOTALL)
 """One slash is accepted too: `pathlib.Path` turns `s3://` into `s3:/`."""

@@ -112,8 +112,10 @@ MASKED_LABEL = -100
 def _notes_about_data(
     spec: JobSpec, graph: Graph, names: Sequence[str], batch: Mapping[str, Tensor], samples: int
 ) -> list[str]:
-    """Lines about batches larger than the data set, fields that nobody reads, and masked labels of a model that takes the mean
-    over what is not masked."""
+    """Warnings about the data: batches larger than the data set, fields that nobody reads, masked labels.
+
+    Masked labels matter to a model that takes the mean over the others. `samples`: the size of the data set.
+    """
     lines, target = [], loss_target_name(spec)
     if spec.batch_size > samples:
         lines.append(

@@ -66,16 +66,17 @@ class Ref:
         return found  # type: ignore[no-any-return]
 
     def call(self, key: str = "args") -> Any:
-        """Call the function with `args`: for functions that make models and data sets.
+        """What the function returns for `args`: for functions that make models and data sets.
 
-        Raises `ConfigError` for arguments that it does not take. `key`: the job's key of the arguments, for the message.
+        Raises `ConfigError` for arguments that it does not take, or lacks. `key`: the job's key of the arguments, for messages.
         """
         function = self.resolve()
         try:
             return function(**self.args)
         except TypeError as error:
-            began = error.__traceback__ is None or error.__traceback__.tb_next is not None
-            refusal = None if began else argument_refusal(function, self.args, self.label, key)
+            # A second traceback entry means that the function itself has raised, after Python had accepted its arguments.
+            raised_inside = error.__traceback__ is None or error.__traceback__.tb_next is not None
+            refusal = None if raised_inside else argument_refusal(function, self.args, self.label, key)
             if refusal is None:
                 raise
             raise refusal from None
@@ -98,9 +99,9 @@ class Ref:
 
 
 def argument_refusal(function: Callable[..., Any], args: Mapping[str, Any], label: str, key: str) -> ConfigError | None:
-    """The error for keyword arguments that a function does not take, or needs and does not get.
+    """The error for arguments `args` that a function does not take, or for those that it needs and does not get.
 
-    None if its signature takes them, or is not known.
+    None if its signature takes `args`, or is not known. `label`: the function's name; `key`: the job's key of the arguments.
     """
     try:
         taken = inspect.signature(function).parameters.values()

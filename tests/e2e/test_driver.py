@@ -55,7 +55,7 @@ def test_what_the_client_has_is_forgotten_and_what_it_may_have_missed_is_not():
 
 def test_of_many_quick_steps_each_answer_tells_several_and_everything_else_is_told_at_once(monkeypatch):
     """Polls cost the driver of 8 workers as much as another worker."""
-    monkeypatch.setattr("raypar.actors.event_feed.ANSWERS_WITHIN_S", (3, 5.0))
+    monkeypatch.setattr("raypar.actors.event_feed.STEP_POLLS_LIMIT", (3, 5.0))
 
     async def scene():
         news, cursor, told = EventFeed(), 0, []

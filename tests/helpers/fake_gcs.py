@@ -1,7 +1,7 @@
 """Google Cloud Storage on this machine: an emulator with an empty bucket, in a process of its own.
 
-Not in a thread: pyarrow holds Python's lock while it waits for an answer. `python -m helpers.fake_gcs` prints its port, and
-ends with its standard input.
+It cannot be a thread of the test: pyarrow holds Python's lock while it waits for an answer. `python -m helpers.fake_gcs FOLDER`
+prints its port, and ends at the end of its standard input.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class FakeGcs:
     port: int
     """Where it answers."""
     control: Path
-    """A folder: `hold` there has a pattern, and writes of names that match it are not answered as long as it exists; `held` is
-    made by the first of them."""
+    """A folder. While it has a file `hold` with a pattern, writes of matching names are not answered; the first of them makes a
+    file `held` there."""
 
     def at(self, path: str) -> str:
         """The URI of a path in the bucket."""
@@ -44,7 +44,7 @@ class FakeGcs:
         return FileSystem.from_uri(self.at(""))[0]
 
     def all_keys(self, prefix: str = "") -> list[str]:
-        """The names of all objects that begin so."""
+        """The names of all objects that begin with `prefix`."""
         from pyarrow.fs import FileSelector
 
         found = self.filesystem.get_file_info(FileSelector("bucket", recursive=True))
@@ -101,7 +101,7 @@ def main(control: Path) -> None:
 
     storage = Storage(use_memory_fs=True)
     create_bucket("bucket", storage)
-    # The emulator's own server answers one request after the other, and so none while pyarrow leaves a download unread.
+    # The emulator's own server answers one request after the other: an unread download of pyarrow would block all others.
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, storage))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)

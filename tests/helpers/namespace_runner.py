@@ -28,9 +28,9 @@ CPUS = 2
 START_S, END_S, PROGRESS_S, LEFT_S = 180.0, 120.0, 180.0, 100.0
 """Limits for the first step, for the end after the last step, for a next step, and for everything of the run to be gone."""
 NOTICED_S = 100.0
-"""Limit for Ray to notice that a machine is gone."""
+"""Limit for Ray to notice that a machine has lost its power."""
 LEAST_LOSSES = 5
-"""Machines that must have joined and been lost in `churn`: on a busy machine it takes half a minute to join."""
+"""Fewest machines that `churn` lets join and be lost, however long that takes: on a busy machine a join takes half a minute."""
 SLACK = 2.0
 """How many times longer than on a quiet machine a stall may last."""
 SECOND_S, RESUME_S, WORKERS_BACK_S = 120.0, 240.0, 240.0
@@ -60,7 +60,7 @@ class Outcome:
     wrong: tuple[str, ...] = ()
     """Promises that were not kept."""
     load: float | None = None
-    """The load average of the last minute at its end: how busy the machine was beside it. None: not noted."""
+    """The load average of the last minute at its end: how busy the machine was. None: not noted."""
 
     def cells(self) -> list[str]:
         """A row of the table."""
@@ -76,8 +76,10 @@ class Outcome:
         ]
 
 
-HEADER = ["scenario", "end", "steps", "new generations", "workers lost", "steps again", "longest stall s", "wall s", "load"]
-HEADER += ["not kept"]
+HEADER = [
+    *("scenario", "end", "steps", "new generations", "workers lost", "steps again", "longest stall s", "wall s", "load"),
+    "not kept",
+]
 
 
 class ScenarioError(AssertionError):
@@ -310,11 +312,12 @@ class ScenarioRun:
             time.sleep(period_s)
 
     def churn(self, period_s: float, seconds: float) -> None:
-        """When a machine has joined, the first worker's one loses its power; for `seconds`, and at least `LEAST_LOSSES` times.
+        """Add machines; when one has joined, the machine of the first worker loses its power.
 
-        Every `period_s` one machine is added or lost, unless two are on their way or the run has not noticed the last loss.
+        This goes on for `seconds`, and for at least `LEAST_LOSSES` losses. Every `period_s` one machine is added or lost,
+        unless two are on their way or the run has not noticed the last loss.
         """
-        lost, added, most, began_s = 0, 0, len(self._machines("workers")), time.monotonic()
+        lost, added, at_first, began_s = 0, 0, len(self._machines("workers")), time.monotonic()
         while time.monotonic() - began_s < seconds or lost < LEAST_LOSSES:
             if time.monotonic() - began_s > PROGRESS_S:
                 raise ScenarioError(f"{self.scenario.name}: only {lost} machines had joined within {PROGRESS_S:.0f} s")
@@ -322,16 +325,16 @@ class ScenarioRun:
             names = {name: there.get(self.cluster.nodes[name].address, "") for name in self._machines("workers")}
             self.machine_of_node |= {id[:8]: name for name, id in names.items() if id}
             used = [self.machine_of_node.get(member.get("node", ""), "") for member in self.members()]
-            if sum(map(bool, names.values())) > most and used and set(used) <= set(names):
+            if sum(map(bool, names.values())) > at_first and used and set(used) <= set(names):
                 self.cluster.kill(used[0])
                 lost += 1
-            elif len(names) < most + 2:
+            elif len(names) < at_first + 2:
                 self.cluster.add_node(f"x{added}", CPUS, wait=False)
                 added += 1
             time.sleep(period_s)
 
     def await_event(self, kind: str, words: str = "") -> None:
-        """Wait until the run tells of an event of this kind, with these words, that it had not told when the last act began."""
+        """Wait for an event of this kind with these words that the run had not told when the last act but a wait began."""
 
         def told() -> bool:
             new = self.lines("events.jsonl")[self.seen_events :]
@@ -348,7 +351,7 @@ class ScenarioRun:
             time.sleep(0.002)
 
     def await_workers(self, count: int) -> None:
-        """Wait until so many workers train again."""
+        """Wait until so many workers have seats."""
         self.wait(f"{count} workers", lambda: len(self.members()) == count or self._ended(), WORKERS_BACK_S)
 
     def _machine_of_client(self) -> Machine:

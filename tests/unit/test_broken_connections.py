@@ -82,7 +82,7 @@ class Refs:
         monkeypatch.setattr(worker_calls.ray, "get", self.get)
 
     def wait(self, refs, num_returns, timeout):
-        assert num_returns == len(refs) and timeout == worker_calls.TOGETHER_S
+        assert num_returns == len(refs) and timeout == worker_calls.BATCH_WAIT_S
         there = [ref for ref in refs if self.answers[ref.name] is not None]
         return there, [ref for ref in refs if ref not in there]
 

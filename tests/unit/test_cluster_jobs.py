@@ -9,7 +9,7 @@ from raypar.errors import ClusterError, ConfigError
 from raypar.launch.cluster_jobs import match_job, parse_ray_job_record, read_log_facts
 from raypar.launch.follow_job import AWAY_S, JobFollower, wait_for_job_end
 from raypar.launch.job_printer import JobPrinter, describe_job_end
-from raypar.launch.submit_to_job_server import describe_rival_job
+from raypar.launch.submit_to_job_server import same_name_warning
 
 LOG = """Running entrypoint for job first: python -m raypar train jobs/quickstart.yaml
 [1/6] job quickstart read from jobs/quickstart.yaml: 160 steps ... 0.4 s
@@ -76,8 +76,8 @@ def test_a_job_is_meant_by_its_id_or_by_its_name_of_which_the_last_one_counts():
 
 def test_a_job_of_the_same_name_that_has_not_ended_is_warned_of():
     ended, other = job("a", status="STOPPED"), job("b", name="other")
-    assert describe_rival_job("quickstart", [ended, other]) is None
-    said = describe_rival_job("quickstart", [ended, other, job("c")])
+    assert same_name_warning("quickstart", [ended, other]) is None
+    said = same_name_warning("quickstart", [ended, other, job("c")])
     assert said.startswith("warning: job c of the same name (quickstart) is running") and "`raypar stop c` first" in said
 
 

@@ -87,7 +87,7 @@ def test_what_cannot_be_done_with_a_run_on_storage_is_one_error_with_its_cure(
         (["status", f"{runs}/../other"], "a part of its path is '..'", "give the path without it"),
         (["status", f"{runs}//small"], "a part of its path is ''", "give the path without it"),
         (["runs", "ftp://host/runs"], "does not read or write ftp storage", "give the path of a folder"),
-        (["runs", str(runs), "--run-dir", str(runs)], "two places of runs", "give one of them"),
+        (["runs", str(runs), "--run-dir", str(runs)], "two places of runs are given", "give one of them"),
         (["doctor", "--run-dir", "s3://key:hidden@bucket/runs"], "holds credentials", "leave them out"),
         (["top", "s3://", "--once"], "names no bucket", "give s3://BUCKET"),
     ]:
@@ -152,7 +152,7 @@ def test_stop_is_written_into_the_lease_and_waits_until_that_is_given_back(clock
     running.store.before = running.lease.renew  # the driver renews it at the same moment
     assert stop.stop_run_on_storage(uri, 60, said.append) is True
     assert running.store.read().lease.released and not running.store.read().lease.stop_requested  # type: ignore[union-attr]
-    assert "to save and end, which it reads within 10 s" in said[0] and "waiting for run mine" in said[1]
+    assert "to save and end; it reads the request within 10 s" in said[0] and "waiting for run mine" in said[1]
     assert stop.stop_run_on_storage(uri, 60, said.append) is False, "nothing trains it now"
     HeldLease(running.store, "two", "mine", "x").take()
     assert not running.store.read().lease.stop_requested, "the next start is not stopped by the former request"  # type: ignore[union-attr]
@@ -163,7 +163,7 @@ def test_a_run_that_does_not_stop_is_an_error_and_one_that_dies_meanwhile_has_en
 ):
     uri = StorageUri("s3", "bucket/runs/mine")
     running = Running(clock, monkeypatch, ends_after=1000)
-    with pytest.raises(ClusterError, match="was asked to save and end, and has not within 60 s"):
+    with pytest.raises(ClusterError, match="was asked to save and end, and has not ended within 60 s"):
         stop.stop_run_on_storage(uri, 60, lambda text: None)
     monkeypatch.setattr(running.lease, "renew", lambda: None)
     assert stop.stop_run_on_storage(uri, 2 * LEASE_S, lambda text: None) is True
@@ -177,15 +177,17 @@ def test_a_followed_run_elsewhere_is_waited_for_as_long_as_its_lease_is_held(clo
     lease = HeldLease(store, "one", "mine", "x")
     lease.take()
     monkeypatch.setattr("raypar.storage.s3_lease_store.s3_lease_store", lambda uri: store)
-    trains = logs.trains_elsewhere(folder)
+    trains = logs.make_remote_liveness_check(folder)
     clock.now_s += LEASE_S - 1
     assert trains(1000.0)
     clock.now_s += 1
     assert not trains(1000.0)
-    assert not logs.trains_elsewhere(replace(folder, shared=None))(31.0)
+    assert not logs.make_remote_liveness_check(replace(folder, shared=None))(31.0)
 
     def missing(uri: StorageUri) -> Any:
         raise ConfigError("boto3 is missing")
 
     monkeypatch.setattr("raypar.storage.s3_lease_store.s3_lease_store", missing)
-    assert logs.trains_elsewhere(folder)(31.0) and not logs.trains_elsewhere(folder)(logs.GONE_FROM_STORAGE_S)
+    assert logs.make_remote_liveness_check(folder)(31.0) and not logs.make_remote_liveness_check(folder)(
+        logs.GONE_FROM_STORAGE_S
+    )

@@ -120,6 +120,19 @@ def test_newcomers_that_a_member_cannot_reach_twice_are_given_up_with_all_others
     assert run.machine.membership.gone == {2, 3} and run.machine.membership.spares == {4}
 
 
+def test_failures_of_newcomers_that_are_gone_do_not_count_against_the_next_one():
+    """The next newcomer was given up after a single interruption."""
+    run = joined(2, 3, 4)
+    for _ in range(2):
+        run.cannot_reach(run.try_to_grow(4), 2, 0)
+    assert run.machine.membership.gone == {2, 3}
+    run.machine.planned.ask_at_s = run.now_s
+    run.cannot_reach(run.try_to_grow(3), 4, 0)
+    assert run.machine.membership.gone == {2, 3}, "a first failure costs no worker"
+    run.cannot_reach(run.try_to_grow(3), 4, 0)
+    assert run.machine.membership.gone == {2, 3, 4}
+
+
 def test_a_newcomer_is_given_up_and_not_the_member_that_cannot_reach_it():
     run = joined(4, 5)
     for _ in range(2):

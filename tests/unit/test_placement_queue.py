@@ -168,6 +168,12 @@ def test_a_run_that_is_stopped_while_it_waits_ends_as_interrupted_not_as_failed(
     assert time.now < 7 and stopped.value.exit_code == 130
 
 
+def test_a_signal_in_the_last_moment_of_the_wait_is_not_lost():
+    """It was forgotten if the cluster had room at the next look: the run began although somebody had stopped it."""
+    with pytest.raises(Interrupted, match="run second has not begun: Ctrl-C while it was about to begin"):
+        Time().queue(Store(), "second").wait_for_turn(lambda: EMPTY, 60, lambda text: None, ["Ctrl-C"])
+
+
 def test_a_run_that_gets_no_room_is_an_error_that_names_what_it_waited_for():
     with pytest.raises(ClusterError, match="no room for run second within 20 s; it was waiting for 4 CPUs: 1 of 6") as error:
         Time().queue(Store(), "second").wait_for_turn(lambda: FULL, 20, lambda text: None)

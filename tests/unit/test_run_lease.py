@@ -172,7 +172,7 @@ def test_without_a_clock_of_the_store_a_lease_is_watched_and_clocks_of_machines_
     began_s = clock.now_s
     with pytest.raises(LeaseHeldError, match="run mine is under way"):
         second.take(lines.append)
-    assert clock.now_s - began_s <= RENEW_S and "still does: up to 45 s" in lines[0]
+    assert clock.now_s - began_s <= RENEW_S and "waiting up to 45 s to see whether process" in lines[0]
     lives, began_s = False, clock.now_s
     second.take(lines.append)
     assert LEASE_S <= clock.now_s - began_s < LEASE_S + 2

@@ -95,3 +95,15 @@ def test_an_error_of_a_storage_is_one_line_without_secrets(monkeypatch: pytest.M
     text = storage_error_text(OSError("When getting https://u:p@host/x?X-Amz-Signature=abc: wJalrXUtnFEMI\nand more"))
     assert storage_error_text(OSError(f"When writing 'a/.raypar-check-0123{'-' * 90}': no")).endswith("raypar-check-0123': no")
     assert text == "When getting https://host/x?... [removed]"
+
+
+def test_the_folders_of_a_file_system_that_spells_paths_otherwise_are_found():
+    """fsspec's memory file system returns `/bucket/...` for `bucket/...`: no run and no checkpoint was found there."""
+    from fsspec.implementations.memory import MemoryFileSystem
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    filesystem = PyFileSystem(FSSpecHandler(MemoryFileSystem()))
+    for name in ("folders_of_a_test/b/below", "folders_of_a_test/a"):
+        filesystem.create_dir(name)
+    assert filesystems.list_folders(filesystem, "folders_of_a_test") == ["a", "b"]
+    assert filesystems.list_folders(filesystem, "folders_of_a_test/none") == []
