@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar import __version__
@@ -245,6 +245,11 @@ class RunFollower:
                 f"the driver could not begin: {error.cause!r}",
                 cure=f"if the cluster has another raypar than this machine (here {__version__}), install the same; else please "
                 "report it",
+            ) from error
+        except ActorUnschedulableError as error:
+            raise WorkerLost(
+                "the driver was lost: Ray has given up the node of this machine, which it could not reach",
+                cure="look at the network to Ray's control store; `raypar resume` goes on from the last checkpoint",
             ) from error
         except RayActorError as error:
             self._wait_for_restart(error)

@@ -35,6 +35,7 @@ def print_if_killed(text: str) -> Iterator[None]:
         ["sh", "-c", MESSAGE_SCRIPT, "raypar-notice", text],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
+        cwd="/",  # Ray may remove the folder that a job runs in, which the shell would complain of
         start_new_session=True,
     )
     try:

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from raypar.actors import driver_client
 from raypar.actors.driver_client import RunFollower
@@ -70,6 +70,13 @@ def test_a_driver_that_died_before_it_began_gets_its_request_again(follow):
 def test_a_lost_driver_ends_a_run_that_is_not_elastic(follow):
     with pytest.raises(WorkerLost, match="the driver was lost"):
         follow(Driver(RayActorError()), elastic=False)
+
+
+def test_a_driver_whose_node_ray_has_given_up_is_lost(follow):
+    """The driver's machine was cut off for 45 s; the command ended with a traceback of Ray."""
+    with pytest.raises(WorkerLost, match="the driver was lost") as raised:
+        follow(Driver([step(1)], ActorUnschedulableError("the node does not exist any more")))
+    assert "raypar resume" in raised.value.cure
 
 
 def test_the_loss_of_a_driver_is_told_before_anything_is_removed(follow):
