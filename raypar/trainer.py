@@ -213,18 +213,22 @@ class Trainer:
         from raypar.console.brief_event_printer import BriefEventPrinter
         from raypar.console.event_lines import count_noun
         from raypar.console.event_printer import EventPrinter
+        from raypar.launch.tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
 
         if isinstance(verbose, str) and verbose != "brief":
             raise ConfigError(f"verbose={verbose!r}", cure='give True, False or "brief"')
+        trial = current_trial_id()
+        check_run_dir_in_trial(self.job.run_dir, trial)
+        name, run_dir = name_of_run_in_trial(self.job.name, DEFAULTS["name"], trial), choose_lasting_run_dir(self.job.run_dir)
         console: EventPrinter | BriefEventPrinter | None = None
         if verbose == "brief":
-            console = BriefEventPrinter(self.job.name, secrets_of_environment(os.environ))
+            console = BriefEventPrinter(name, secrets_of_environment(os.environ))
         elif verbose:
             console = EventPrinter(steps=self.job.steps)
         tell: EventHandler = console or (lambda event: None)
-        tell({"kind": "stage", "stage": "read", "text": f"job {self.job.name}: {count_noun(self.job.steps, 'step')}"})
+        tell({"kind": "stage", "stage": "read", "text": f"job {name}: {count_noun(self.job.steps, 'step')}"})
         result = train_job_in_new_folder(
-            self.job.model_copy(update={"run_dir": str(choose_lasting_run_dir(self.job.run_dir))}),
+            self.job.model_copy(update={"name": name, "run_dir": str(run_dir)}),
             tell,
             stop_at_step=self.stop_at_step,
             address=self.address,

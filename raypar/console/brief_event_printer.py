@@ -17,7 +17,7 @@ class BriefEventPrinter:
 
     def __init__(self, run: str, known_secrets: list[str], out: TextIO | None = None) -> None:
         self.run = run
-        """The run's name."""
+        """The run's name: the job's, until the run has its folder."""
         self.known_secrets = known_secrets
         """Texts that are not printed."""
         self.out = out or sys.stdout
@@ -37,6 +37,7 @@ class BriefEventPrinter:
 
     def _show_stage(self, event: dict[str, Any]) -> None:
         """Print that training begins, with the plan; earlier stages are not printed."""
+        self.run = event.get("run", self.run)
         if event["stage"] == "planned":
             self.plan = event["text"].splitlines()[0].partition(";")[0]
         elif event["stage"] == "built":

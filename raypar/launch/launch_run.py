@@ -135,7 +135,7 @@ def _connect_and_follow(
         try:
             write_text_atomically(folder.cluster, json.dumps(connection.facts, indent=1) + "\n")
             text = f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.place}"
-            _tell_stage(tell, "connected", text)
+            _tell_stage(tell, "connected", text, run=folder.name)
             request = make_request(folder, connection.host)
             if connection.kind == "joined":  # Ray gives every worker its own processor, on some machine
                 request = replace(request, profile=replace(request.profile, processors=None))
@@ -213,6 +213,6 @@ def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler, on_answe
     return result
 
 
-def _tell_stage(tell: EventHandler, stage: str, text: str) -> None:
+def _tell_stage(tell: EventHandler, stage: str, text: str, **facts: str) -> None:
     """Tell that a stage of the start-up is over."""
-    tell({"kind": "stage", "stage": stage, "text": text})
+    tell({"kind": "stage", "stage": stage, "text": text, **facts})

@@ -68,7 +68,7 @@ class Result:
         export = f"raypar export {self.handle} --out model.safetensors"
         if is_submitted_job():
             return f"on the head: {export}"
-        return f"{export}; train again with --set plan.schedule=zb-h1"
+        return export
 
     @property
     def advice_in_program(self) -> list[str]:

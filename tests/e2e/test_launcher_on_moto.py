@@ -148,7 +148,7 @@ def test_ray_up_and_ray_down_with_the_aws_file(aws: Any, tmp_path: Path, request
     assert places == sorted(places), "commands run in the order in which they stand"
     start = remote[places[-1]]
     assert "RAY_enable_autoscaler_v2=1" in start
-    assert re.search(r"RAY_OVERRIDE_LABELS=.{0,20}market.{0,20}on-demand", start)
+    assert re.search(r"RAY_OVERRIDE_LABELS=.{0,40}ray\.io/market-type.{0,40}on-demand", start)
     assert re.search(r"RAY_OVERRIDE_RESOURCES=.{0,20}CPU\W{1,12}0\b", start)
     sent = {call[-1].partition(":")[2] for call in calls if call[0] == "rsync"}
     assert {mount.rstrip("/") for mount in sent} >= {mount.rstrip("/") for mount in config["file_mounts"]}
