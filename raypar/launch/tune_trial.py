@@ -30,6 +30,6 @@ def check_run_dir_in_trial(run_dir: str | os.PathLike[str], trial: str | None) -
     text = os.fspath(run_dir)
     if trial is not None and "://" not in text and not os.path.isabs(text):
         raise ConfigError(
-            f"run_dir {text!r} is relative, and this is trial {trial} of Ray Tune, whose working folder is temporary: {os.getcwd()}",
+            f"run_dir {text!r} is relative, and this is trial {trial} of Ray Tune, whose folder {os.getcwd()} is temporary",
             cure="give run_dir an absolute path, or a URI of shared storage",
         )

@@ -126,7 +126,10 @@ def test_the_page_has_every_metric_of_the_dashboard_and_counters_outlive_a_worke
     def missing() -> set[str]:
         return asked - {name for name, _, _ in SAMPLE.findall(head.page())}
 
-    wait_for("page with all metrics", run, log, lambda: not missing())
+    try:
+        wait_for("page with all metrics", run, log, lambda: not missing())
+    except AssertionError as error:
+        raise AssertionError(f"missing: {sorted(missing())}") from error
     page = head.page()
     (folder,) = (tmp_path / "runs").iterdir()
     run_labels = {re.search(r'run="([^"]*)"', labels)[1] for _, labels, _ in SAMPLE.findall(page)}
