@@ -20,7 +20,7 @@ from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.errors import ConfigError, Interrupted, RayparError
 from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.traceback_filter import remove_raypar_frames, shows_raypar_frames
-from raypar.untrusted_files import READABLE
+from raypar.untrusted_files import READABLE, printable
 from raypar.user_code_errors import recording_ctrl_c
 
 UNWRITABLE_DISK_ERRNOS = DISK_FULL_ERRNOS | {errno.EROFS}
@@ -107,7 +107,7 @@ def _run_and_explain_errors(argv: Sequence[str]) -> int:
         if not shows_raypar_frames():
             remove_raypar_frames(error)
         text = redact_certain_secrets(str(error), secrets_of_environment(os.environ))  # a job's log is read by others too
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {printable(text)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

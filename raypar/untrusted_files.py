@@ -152,6 +152,14 @@ def shorten(value: object, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
 
 
+def printable(value: object) -> str:
+    """The value as text in which `?` stands for every character that a terminal would obey, or an SVG file may not have.
+
+    Line breaks and tabs stay.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in str(value))
+
+
 def repr_text(value: object) -> str:
     """`repr(value)`; the name of its type where that raises, as of a number with thousands of digits."""
     try:

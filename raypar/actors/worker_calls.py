@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,8 @@ from raypar.plan import ParallelPlan
 STACKS_S = 5.0
 REPEAT_CALL_S = 0.5
 """Pause before a call is repeated whose connection broke before its answer came."""
+ABORTED_CALLS_S = 5.0
+"""How long the calls in flight may take to return after an abort."""
 BATCH_WAIT_S = 0.2
 """How long the answers of all members to one call are awaited together, in a thread. Later ones are awaited one by one."""
 
@@ -223,8 +226,10 @@ class WorkerCalls:
         """
         workers = {number: worker for number, worker in self.pool.workers.items() if number in self.started}
         await gather_answers_within([worker.abort.remote(why) for worker in workers.values()], 2.0)
-        if self._answered:
-            await asyncio.wait(set(self._answered), timeout=5.0)
+        until_s = time.monotonic() + ABORTED_CALLS_S
+        while self._answered and (left_s := until_s - time.monotonic()) > 0:  # a batch that ends leaves its late answers
+            await asyncio.wait(set(self._answered), timeout=left_s)
+            await asyncio.sleep(0)  # a task that has ended is removed only by the loop
         there = [number for number in self.machine.membership.members if number in workers]
         answers = dict(zip(there, await gather_answers_within([workers[n].ping.remote() for n in there], 2.0), strict=True))
         self.tasks.post(

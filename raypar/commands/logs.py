@@ -74,6 +74,7 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
     from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, without_certain_secrets
     from raypar.run_folder import resume_argument
     from raypar.storage.folder_download import download_run
+    from raypar.untrusted_files import printable
 
     known = secrets_of_environment(os.environ)
     log, end = RunLogFormatter(read_job_step_count(folder)), None
@@ -91,7 +92,7 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
             entries = sorted((*metrics, *events), key=lambda entry: entry.get("time") or 0.0)
             out.writelines(json_text(without_certain_secrets(with_kind(entry), known)) + "\n" for entry in entries)
         else:
-            out.writelines(redact_certain_secrets(line, known) + "\n" for line in log.lines(metrics, events))
+            out.writelines(printable(redact_certain_secrets(line, known)) + "\n" for line in log.lines(metrics, events))
         out.flush()
         if not follow:
             return 0

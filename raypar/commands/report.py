@@ -34,11 +34,12 @@ def run(args: argparse.Namespace) -> int:
     from raypar.commands.status import write_option_output_file
     from raypar.redact_secrets import redact_text, secrets_of_environment
     from raypar.run_folder import RunFolder
+    from raypar.untrusted_files import printable
 
     known = secrets_of_environment(os.environ)
     with RunFolder.open_for_reading(args.run, args.run_dir, with_job=False) as folder:
         out = args.out if args.out is not None else f"{folder.path.resolve().name}.html"
-        page = report_page(folder, time.time(), partial(redact_text, known=known), known)
+        page = printable(report_page(folder, time.time(), partial(redact_text, known=known), known))
     write_option_output_file(out, page, "--out")
     print(f"report: {out} ({len(page.encode()) / 1000:,.0f} kB)")
     return 0

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.run_table import format_run_table
     from raypar.errors import ConfigError
     from raypar.launch.job_server import connect_job_server, find_server_address
+    from raypar.untrusted_files import printable
 
     if args.last < 0:
         raise ConfigError(f"--last {args.last}", cure="give a number of runs, or 0 for all")
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json_text([row.facts() for row in rows]), file=out)
         else:
-            print(format_run_table(rows, now) if rows else f"no runs in {place}", file=out)
+            print(printable(format_run_table(rows, now)) if rows else f"no runs in {place}", file=out)
     return 0
 
 

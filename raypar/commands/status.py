@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.run_status import format_status
     from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
     from raypar.run_folder import RunFolder
+    from raypar.untrusted_files import printable
 
     known = secrets_of_environment(os.environ)
     with RunFolder.open_for_reading(args.run, args.run_dir, with_job=False) as folder:
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(tree_without_certain_secrets(found.facts(), known)))
     else:
-        print(redact_certain_secrets(format_status(found), known))
+        print(printable(redact_certain_secrets(format_status(found), known)))
     if not args.json:
         for what, file in (("picture", args.svg), ("trace", args.trace)):
             if file is not None:
@@ -56,12 +57,14 @@ def write_throughput_chart(folder: RunFolder, file: str, steps: int | None) -> N
     """Write the picture of the run's throughput. Raises `ConfigError`."""
     from raypar.console.throughput_chart_data import build_run_history
     from raypar.schedule.throughput_chart import throughput_svg
+    from raypar.untrusted_files import printable
 
     metrics = list(folder.read_lines(folder.metrics))
     seen = build_run_history(metrics, list(folder.read_lines(folder.events)))
     done = max((line["step"] for line in metrics if "samples_per_s" in line), default=0)
     of = f" of {steps}" if steps is not None else ""
-    write_option_output_file(file, throughput_svg(seen, title=f"{folder.name}: {done}{of} steps"), "--svg")
+    picture = throughput_svg(seen, title=f"{folder.name}: {done}{of} steps")
+    write_option_output_file(file, printable(picture), "--svg")
 
 
 def write_run_trace(folder: RunFolder, file: str) -> None:

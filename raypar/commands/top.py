@@ -22,6 +22,8 @@ FIRST_BYTES = 8 << 20
 """How much of the end of a file the first read takes, some ten thousand steps. Later reads take only new lines."""
 ONCE_LINES = 40
 """Height of the screen that is printed without a terminal."""
+LARGEST_NUMBER = 2**63
+"""A number of job.yaml that is as large as this, or NaN, is ignored: others may have written it."""
 QUIT_KEYS = ("q", "Q", "")
 """Keys that end the command; the empty text means that the terminal is gone."""
 
@@ -124,7 +126,8 @@ def read_job_numbers(folder: RunFolder) -> dict[str, Any]:
     except ConfigError:
         return {}
     kinds = {"steps": (int,), "price_per_worker_hour": (int, float)}
-    return {key: job[key] for key, kind in kinds.items() if type(job.get(key)) in kind} if isinstance(job, dict) else {}
+    given = {key: job[key] for key, kind in kinds.items() if type(job.get(key)) in kind} if isinstance(job, dict) else {}
+    return {key: value for key, value in given.items() if abs(value) < LARGEST_NUMBER}
 
 
 @contextlib.contextmanager

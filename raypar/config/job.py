@@ -565,7 +565,7 @@ class Job(Section):
     trace_every: NonNegativeInt = 0
     """Every how many steps one is measured, instruction by instruction; the last one that was measured is drawn in
     `swimlane.svg`. 0: a few steps, the first and the last among them."""
-    price_per_worker_hour: PositiveFloat | None = None
+    price_per_worker_hour: Annotated[PositiveFloat, Field(allow_inf_nan=False)] | None = None
     """What one worker costs an hour, in any currency, for the cost per sample among the metrics; None: it is not computed."""
 
     _source_dir: Path = PrivateAttr(default_factory=Path.cwd)

@@ -110,12 +110,19 @@ class LiveRun:
         """The last step in `losses`."""
 
     def add(self, metrics: Iterable[Line], events: Iterable[Line]) -> None:
-        """Add new lines. Steps that were added before are skipped: a file that is written anew contains them again."""
+        """Add new lines. Lines that were added before are skipped: a file that is written anew contains them again.
+
+        A later line about an earlier step is of a resumed run: it takes the place of what followed that step. The curve of the
+        loss stays, because the run has the same losses again.
+        """
         for line in metrics:
-            if "loss" not in line:
-                self.metrics.append(line)
-            elif line["step"] > self._last_step:
-                self.metrics.append(line)
+            again = bool(self.metrics) and line["step"] <= self.metrics[-1]["step"]
+            if again and (line.get("time") or 0.0) <= (self.metrics[-1].get("time") or 0.0):
+                continue
+            while again and "loss" in line and self.metrics and self.metrics[-1]["step"] >= line["step"]:
+                self.metrics.pop()
+            self.metrics.append(line)
+            if "loss" in line and line["step"] > self._last_step:
                 self._last_step = line["step"]
                 if is_finite_number(line["loss"]):
                     self.first_step = line["step"] if self.first_step is None else self.first_step

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from raypar.console.event_lines import short_node_id
@@ -74,10 +76,12 @@ def goodput_of_history(history: RunHistory) -> float | None:
 
 def make_clock_without_pauses(done: Sequence[Line], events: Sequence[Line]) -> Callable[[float], float]:
     """A function from Unix time to time without the pauses between the end of a run and its resumption."""
-    starts = [event["time"] for event in events if event["kind"] == "started" and "time" in event][1:]
-    written = [line["time"] for line in (*done, *events) if "time" in line]
-    idle = [(start, start - max((at for at in written if at < start), default=start)) for start in starts]
-    return lambda at: at - sum(seconds for start, seconds in idle if start <= at)
+    starts = sorted([event["time"] for event in events if event["kind"] == "started" and "time" in event][1:])
+    written = sorted(line["time"] for line in (*done, *events) if "time" in line)
+    before = [bisect_left(written, start) for start in starts]
+    idle = [start - written[number - 1] if number else 0.0 for start, number in zip(starts, before, strict=True)]
+    total = [0.0, *accumulate(idle)]
+    return lambda at: at - total[bisect_right(starts, at)]
 
 
 def step_intervals(done: Sequence[Line]) -> Iterator[tuple[float, float, float]]:

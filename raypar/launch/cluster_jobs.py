@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypar.errors import ConfigError
+from raypar.untrusted_files import printable
 
 NAME_KEY = "raypar_job"
 """Key of a submitted job's metadata that holds the name of the job file's job."""
@@ -75,11 +76,6 @@ def parse_ray_job_record(record: Mapping[str, Any]) -> ClusterJob:
         started_s=_seconds(record.get("start_time")),
         ended_s=_seconds(record.get("end_time")),
     )
-
-
-def printable(value: object) -> str:
-    """The value as text without what a terminal would obey: others may have chosen it."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in str(value))
 
 
 def _seconds(milliseconds: object) -> float | None:

@@ -46,12 +46,12 @@ def unfinished_run(job: Job) -> Iterator[tuple[RunFolder | None, str]]:
         return
     from raypar.storage.folder_download import list_runs_below
 
-    there = [uri for uri, _ in list_runs_below(shared) if is_name_of_run(uri.name, job)]
-    if not there:
-        yield None, ""
-        return
-    with RunFolder.open_for_reading(str(there[-1]), with_job=False) as folder:
-        yield can_be_resumed(job, folder)
+    for uri in reversed([uri for uri, _ in list_runs_below(shared) if is_name_of_run(uri.name, job)]):
+        with RunFolder.open_for_reading(str(uri), with_job=False) as folder:
+            if is_run_of_job(folder, job):
+                yield can_be_resumed(job, folder)
+                return
+    yield None, ""
 
 
 def find_unfinished_run(job: Job) -> tuple[RunFolder | None, str]:
@@ -61,9 +61,10 @@ def find_unfinished_run(job: Job) -> tuple[RunFolder | None, str]:
     steps left. The reason is empty if there has been no run, or if the run has done all its steps.
     """
     runs = [path for path in Path(job.run_dir).glob("*/job.yaml") if is_name_of_run(path.parent.name, job)]
-    if not runs:
+    runs.sort(key=lambda path: path.lstat().st_mtime, reverse=True)
+    folder = next((found for found in (RunFolder(path.parent) for path in runs) if is_run_of_job(found, job)), None)
+    if folder is None:
         return None, ""
-    folder = RunFolder(max(runs, key=lambda path: path.lstat().st_mtime).parent)
     folder.refuse_special_files()
     return can_be_resumed(job, folder)
 
@@ -71,6 +72,24 @@ def find_unfinished_run(job: Job) -> tuple[RunFolder | None, str]:
 def is_name_of_run(name: str, job: Job) -> bool:
     """Whether a run with this name may be one of the job."""
     return re.fullmatch(rf"{re.escape(job.name)}(-\d+)?", name) is not None
+
+
+def is_run_of_job(folder: RunFolder, job: Job) -> bool:
+    """Whether the run, whose name fits, is one of the job: `gpt-2` is the second run of `gpt`, or the first of a job `gpt-2`.
+
+    Its job.yaml says which; one that cannot be read counts as the job's.
+    """
+    from raypar.errors import ConfigError
+    from raypar.safe_yaml import parse_yaml
+    from raypar.untrusted_files import read_limited_text
+
+    if folder.name == job.name:
+        return True
+    try:
+        found = parse_yaml(read_limited_text(folder.job, follow=False), str(folder.job))
+    except ConfigError:
+        return True
+    return not isinstance(found, dict) or found.get("name", job.name) == job.name
 
 
 def can_be_resumed(job: Job, folder: RunFolder) -> tuple[RunFolder | None, str]:

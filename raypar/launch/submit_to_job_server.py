@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from raypar.errors import ClusterError, ConfigError, error_first_line
-from raypar.launch.cluster_jobs import NAME_KEY, ClusterJob, printable
+from raypar.launch.cluster_jobs import NAME_KEY, ClusterJob
 from raypar.launch.job_server import ADDRESS_VARIABLE, JobServer
+from raypar.untrusted_files import printable
 
 EXCLUDES = ("runs/", ".git/", ".venv/")
 """What of the working directory is not sent, beside what its .gitignore and .rayignore name."""

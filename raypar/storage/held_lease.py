@@ -157,5 +157,7 @@ class HeldLease:
     def release(self) -> None:
         """Give the lease back, if it is still held. If the storage does not answer, the lease expires after `LEASE_S`."""
         with contextlib.suppress(ClusterError):
-            lease, version = renew_lease(self.store.read(), self.mine, self.run, self.place)
-            self.store.put(Lease(lease.owner, lease.holder, lease.renewal, released=True), version)
+            for _ in range(WRITE_ATTEMPTS):
+                lease, version = renew_lease(self.store.read(), self.mine, self.run, self.place)
+                if self.store.put(Lease(lease.owner, lease.holder, lease.renewal, released=True), version) is not None:
+                    return

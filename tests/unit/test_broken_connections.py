@@ -1,6 +1,8 @@
 """The network to a worker breaks and comes back: what Ray says of that is no death, and no worker is given up for it."""
 
 import asyncio
+import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ from raypar.actors import worker_calls
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.worker_calls import AnswerLost, WorkerCalls
 from raypar.actors.worker_registry import WorkerRegistry
-from raypar.elastic.events import CallFailed, Tick
+from raypar.elastic.events import CallFailed, GroupsAborted, Tick
 
 BROKEN = ActorUnavailableError("The actor is temporarily unavailable: recvmsg:Connection reset by peer", None)
 
@@ -163,4 +165,44 @@ def test_a_ping_whose_connection_broke_is_silence():
         assert [event.kind for event in posted] == ["lost"]
 
     errors = [BROKEN, ActorDiedError()]
+    asyncio.run(run())
+
+
+class Answered:
+    """Ray's reference of a call that has its answer."""
+
+    def __init__(self, answer) -> None:
+        self.answer = answer
+
+    def future(self) -> Future:
+        found: Future = Future()
+        found.set_result(self.answer)
+        return found
+
+
+def test_an_abort_waits_for_a_late_step_before_it_asks_how_many_steps_are_done(monkeypatch):
+    """A late answer is awaited by itself, no more with those of the others; the worker may still apply the step meanwhile."""
+    monkeypatch.setattr(worker_calls, "wait_for_answers", lambda refs, timeout_s: time.sleep(0.05) or [worker_calls.UNANSWERED])
+    seen: list[str] = []
+
+    async def step() -> str:
+        await asyncio.sleep(0.3)
+        seen.append("the step is answered")
+        return "report"
+
+    def ping() -> Answered:
+        seen.append("asked how far it is")
+        return Answered((5,))
+
+    async def run() -> None:
+        scene = Scene()
+        scene.pool.workers[0] = SimpleNamespace(
+            abort=SimpleNamespace(remote=lambda why: Answered(None)), ping=SimpleNamespace(remote=ping)
+        )
+        scene.calls.call_all(lambda worker: step(), lambda number, report: report)
+        await asyncio.sleep(0)
+        await scene.calls.abort("a test")
+        assert seen == ["the step is answered", "asked how far it is"]
+        assert scene.posted == ["report", GroupsAborted((5,))]
+
     asyncio.run(run())

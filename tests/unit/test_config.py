@@ -124,6 +124,8 @@ def test_overrides_apply_in_order_and_reach_into_lists():
 
 
 BAD = {
+    "price_per_worker_hour=.inf": (ConfigError, "price_per_worker_hour: expected a finite number, got inf"),
+    "price_per_worker_hour=-1": (ConfigError, "price_per_worker_hour: expected greater than 0, got -1"),
     "plan.stagse=2": (ConfigError, "unknown key plan.stagse: did you mean plan.stages?"),
     "microbatchs=2": (ConfigError, "unknown key microbatchs: did you mean microbatches?"),
     "stages=2": (ConfigError, "unknown key stages: did you mean plan.stages?"),

@@ -70,6 +70,17 @@ def held(store: LeasesInMemory, owner: str) -> HeldLease:
     return HeldLease(store, owner, "mine", PLACE)
 
 
+def test_a_lease_is_given_back_although_the_driver_renews_it_or_somebody_asks_for_a_stop_at_that_moment(clock: Clock):
+    """Else the same command would be refused for the rest of the lease."""
+    store = LeasesInMemory(clock)
+    client, driver, second = held(store, "one"), held(store, "one"), held(store, "two")
+    client.take()
+    store.before = driver.renew
+    client.release()
+    second.take()
+    assert store.read().lease.owner == "two"
+
+
 def test_a_second_owner_is_refused_by_name_until_the_lease_ends(clock: Clock):
     store = LeasesInMemory(clock)
     first, second = held(store, "one"), held(store, "two")

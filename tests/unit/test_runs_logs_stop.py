@@ -318,3 +318,31 @@ def test_the_cure_for_a_run_that_trains_already_finds_it_from_every_folder(tmp_p
     with run.hold_lock(), pytest.raises(ConfigError, match="run small is under way") as caught, run.hold_lock():
         pass
     assert f"`raypar stop {run.path}` lets it save and end" in caught.value.cure
+
+
+def test_what_a_run_folder_says_does_not_move_the_cursor_nor_break_pictures(tmp_path, capsys):
+    """Others may have written the folder, on storage too. Line breaks and tabs stay."""
+    note = {"kind": "note", "text": "\x1b[2Ja\u202eb\x00c\td\ne", "time": 999.0}
+    lost = {
+        "kind": "lost",
+        "what": "worker 1\x1b[2J",
+        "why": "it\x1b[2J died",
+        "time": 999.5,
+        "worker": 1,
+        "pid": 7,
+        "node": "n",
+    }
+    end = {"kind": "end", "end": "failed", "why": "\x1b]0;title\x07", "step": 3, "time": 1001.0}
+    folder = make_run(tmp_path, "small", [step(1, 998.0), step(3, 1000.0)], [note, lost, end])
+    (tmp_path / "evil\x1b[2J").mkdir()
+    (tmp_path / "evil\x1b[2J" / "job.yaml").write_text(JOB)
+    drawn, page = tmp_path / "drawn.svg", tmp_path / "page.html"
+    assert main(["status", str(folder.path), "--svg", str(drawn)]) == 0
+    assert main(["logs", str(folder.path)]) == 0
+    assert main(["report", str(folder.path), "--out", str(page)]) == 0
+    assert main(["runs", str(tmp_path)]) == 0
+    assert main(["status", "none", "--run-dir", str(tmp_path)]) == ConfigError.exit_code
+    told = capsys.readouterr()
+    texts = (told.out, told.err, drawn.read_text(), page.read_text())
+    assert [sorted({c for c in text if not c.isprintable()} - {"\n", "\t"}) for text in texts] == [[]] * len(texts)
+    assert "?[2Ja?b?c\td\n" in told.out and "evil?[2J" in told.out and "evil?[2J" in told.err

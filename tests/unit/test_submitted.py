@@ -95,6 +95,17 @@ def test_the_last_run_of_the_name_is_the_one_to_go_on_with(home):
     assert find_unfinished_run(load_job("small.yaml", [f"run_dir={runs}", "steps=6"])) == (None, ""), "it has done them all"
 
 
+def test_the_first_run_of_a_job_called_small_2_is_no_second_run_of_small(home):
+    """It may be training: to go on with it would fail, or train it in the other's name."""
+    runs = home / "raypar/runs"
+    job, other = (load_job("small.yaml", [f"run_dir={runs}", f"name={name}"]) for name in ("small", "small-2"))
+    mine, others = stopped(runs, 5), stopped(runs, 6, "name=small-2")
+    assert (mine.name, others.name) == ("small", "small-2")
+    assert find_unfinished_run(job) == (mine, "") and find_unfinished_run(other) == (others, "")
+    mine.job.unlink()
+    assert find_unfinished_run(job) == (None, "")
+
+
 def test_a_run_of_another_job_is_left_alone_and_why_is_said(home, launched, capsys):
     stopped(home / "raypar/runs", 5, "seed=4")
     assert main(["train", "small.yaml"]) == 0

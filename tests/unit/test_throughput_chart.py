@@ -2,12 +2,13 @@
 
 import random
 import re
+import time
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from raypar.cli import main
-from raypar.console.throughput_chart_data import build_run_history
+from raypar.console.throughput_chart_data import build_run_history, make_clock_without_pauses
 from raypar.run_folder import RunFolder
 from raypar.schedule.throughput_chart import _LABEL, MARK_KINDS, ChartMark, RunHistory, throughput_bins, throughput_svg
 
@@ -191,3 +192,18 @@ def test_a_run_without_steps_is_still_a_drawing_and_the_command_writes_it(tmp_pa
     assert "tiny: 4 of 4 steps" in (tmp_path / "x.svg").read_text()
     assert main(["status", str(folder.path), "--svg", str(tmp_path / "no" / "x.svg")]) == 2
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_run_that_was_resumed_a_hundred_thousand_times_is_drawn_too():
+    """Others may have written the folder. The time must not be that of every start beside every line."""
+    count = 100_000
+    starts = [{"kind": "started", "time": 1000.0 + 10 * number} for number in range(count)]
+    steps = [
+        {"step": number + 1, "loss": 1.0, "seconds": 1.0, "samples_per_s": 8.0, "time": 1003.0 + 10 * number}
+        for number in range(count)
+    ]
+    began_s = time.monotonic()
+    clock = make_clock_without_pauses(steps, starts)
+    found = [clock(line["time"]) for line in steps]
+    assert time.monotonic() - began_s < 60
+    assert found == [1003.0 + 3 * number for number in range(count)], "7 s between an end and the next start"

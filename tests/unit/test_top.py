@@ -19,6 +19,7 @@ from raypar.commands.top import follow_run_folder
 from raypar.console.live_run import KEPT_LINES, BoundedSeries, LiveRun, live_workers
 from raypar.console.top_screen import make_console, sparkline, top_screen
 from raypar.run_folder import RunFolder
+from raypar.telemetry.run_totals import RunTotals
 
 ROOT = Path(__file__).parents[2]
 PLAN = {"schedule": "1f1b", "stages": [{"replicas": 2}, {"replicas": 2}]}
@@ -139,6 +140,32 @@ def test_damaged_and_missing_files_leave_a_screen(run_folder):
     assert "step 0" in "\n".join(shown(follow_run_folder(run_folder)()))
 
 
+def test_numbers_of_a_job_that_no_float_can_hold_leave_a_screen(run_folder):
+    for numbers in (
+        f"steps: 200\nprice_per_worker_hour: 1{'0' * 400}",
+        f"steps: 1{'0' * 400}",
+        "steps: 200\nprice_per_worker_hour: .nan",
+    ):
+        run_folder.job.write_text(numbers + "\n")
+        run_folder.totals.write_text(json.dumps(RunTotals(steps=50, worker_s=360.0).as_document()))
+        text = "\n".join(shown(follow_run_folder(run_folder)()))
+        assert "step 50" in text and "cost" not in text
+
+
+def test_a_run_that_is_resumed_from_an_earlier_step_is_shown_from_there(run_folder, monkeypatch):
+    """Its lines after that step are removed from the file. What was shown before is no reason to take the run for silent."""
+    look = follow_run_folder(run_folder)
+    assert "step 50 of 200" in "\n".join(shown(look()))
+    now_s = 1_000_000.0
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    run_folder.metrics.write_text("".join(json.dumps(step_line(step)) + "\n" for step in range(1, 31)))
+    for step in range(31, 41):
+        run_folder.append_line(run_folder.metrics, step_line(step, time=now_s - 40 + step))
+    for _ in range(2):
+        text = "\n".join(shown(look()))
+        assert "step 40 of 200" in text and "no news" not in text
+
+
 def test_a_look_reads_only_what_is_new_and_the_first_one_only_the_end_of_a_long_file(run_folder, monkeypatch):
     monkeypatch.setattr(top, "FIRST_BYTES", 4000)
     read: list[int] = []
@@ -169,6 +196,17 @@ def test_a_long_run_is_kept_within_bounds():
     assert len(live.metrics) == len(live.events) == KEPT_LINES and len(live.losses.values()) <= 1025
     live.add([step_line(step) for step in range(29_000, 30_001)], [])
     assert [line["step"] for line in live.metrics][-2:] == [29_999, 30_000], "a file that was written anew"
+
+
+def test_lines_that_are_read_again_are_added_once_validations_too():
+    live = LiveRun(None)
+    validation = {"step": 2, "validation_loss": 1.0, "time": 1000.25}
+    lines = [step_line(1), step_line(2), validation, step_line(3)]
+    live.add(lines, []), live.add(lines, []), live.add([step_line(4)], [])
+    assert list(live.metrics) == [*lines, step_line(4)]
+    live.add([step_line(3, time=2000.0)], [])
+    assert list(live.metrics) == [*lines[:3], step_line(3, time=2000.0)]
+    assert live.losses.values() == (4.0, 2.0, 4.0 / 3, 1.0)
 
 
 def test_a_bounded_series_keeps_the_course_of_its_values():
