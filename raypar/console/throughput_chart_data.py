@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from raypar.console.event_lines import short_node_id
@@ -23,12 +24,13 @@ WHOLE = {"driver": ("driver", "driver lost"), "started": ("resumed", "run resume
 def build_run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
     """The history from the lines of metrics.jsonl and events.jsonl. Time 0 is the start of the first step.
 
-    The time between the end of a run and its resumption is left out.
+    The time between a start's last sign of life and the next start is left out.
     """
     done = [line for line in metrics if "samples_per_s" in line and "time" in line]
     if not done:
         return RunHistory((), (), (), (), 0.0)
-    clock = make_clock_without_pauses(done, events)
+    idle = idle_times_between_starts(done, events)
+    clock = make_clock_without_idle_times(idle)
     done = [{**line, "at": clock(line["time"])} for line in done]
     origin = done[0]["at"] - done[0]["seconds"]
     told = [{**event, "at": clock(event["time"]) - origin} for event in events if "time" in event]
@@ -49,6 +51,7 @@ def build_run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHis
         last,
         finite_values_over_time(done, "loss"),
         finite_values_over_time([line for line in validated if line["at"] >= 0], "validation_loss"),
+        tuple(end - start for start, end in idle if clock(end) > origin),
     )
 
 
@@ -72,12 +75,27 @@ def goodput_of_history(history: RunHistory) -> float | None:
     return min(1.0, sum(end - start for start, end, _ in history.steps) / history.end_s)
 
 
-def make_clock_without_pauses(done: Sequence[Line], events: Sequence[Line]) -> Callable[[float], float]:
-    """A function from Unix time to time without the pauses between the end of a run and its resumption."""
-    starts = [event["time"] for event in events if event["kind"] == "started" and "time" in event][1:]
-    written = [line["time"] for line in (*done, *events) if "time" in line]
-    idle = [(start, start - max((at for at in written if at < start), default=start)) for start in starts]
-    return lambda at: at - sum(seconds for start, seconds in idle if start <= at)
+def idle_times_between_starts(done: Sequence[Line], events: Sequence[Line]) -> list[tuple[float, float]]:
+    """(beginning, end) of the times in which nothing ran: from the last sign of life of a start to the next start.
+
+    The event `resumed` knows that sign, as steps after the checkpoint have no lines any more; without it, it is the last line.
+    """
+    timed = [event for event in events if "time" in event]
+    starts = [event["time"] for event in timed if event["kind"] == "started"]
+    written = [line["time"] for line in (*done, *timed) if "time" in line]
+    idle = []
+    for before, start in pairwise(starts):
+        resumed = [e for e in timed if e["kind"] == "resumed" and before <= e["time"] <= start]
+        last = max((at for at in written if at < (resumed[0]["time"] if resumed else start)), default=start)
+        if resumed and is_finite_number(resumed[0].get("former_end_s")):
+            last = max(last, resumed[0]["former_end_s"])
+        idle.append((min(last, start), start))
+    return idle
+
+
+def make_clock_without_idle_times(idle: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """A function from Unix time to time that stands still in the idle times."""
+    return lambda at: at - sum(min(at, end) - start for start, end in idle if start < at)
 
 
 def step_intervals(done: Sequence[Line]) -> Iterator[tuple[float, float, float]]:
