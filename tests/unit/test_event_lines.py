@@ -264,7 +264,7 @@ def test_a_run_among_many_has_a_few_lines_with_its_name(capsys):
     console = BriefEventPrinter("lr_0.1", ["hunter2hunter2"])
     console({"kind": "stage", "stage": "read", "text": "job lr_0.1: 8 steps"})
     console({"kind": "stage", "stage": "planned", "text": "2 workers = 2 stages, schedule 1f1b; predicted step 9 ms\nmore"})
-    console({"kind": "waiting_for", "text": "loading PyTorch, for 2 s so far"})
+    console({"kind": "waiting_for", "text": "silent for 2 s; now loading PyTorch"})
     console({"kind": "waiting", "text": "waiting for 2 CPUs: 0 of 2 are free, run lr_0.2 has 2"})
     console({"kind": "stage", "stage": "built", "text": "stages built"})
     console(STEP)
