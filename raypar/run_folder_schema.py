@@ -69,11 +69,12 @@ EVENT: dict[str, Check] = WHO | {
     "done": STEP,
     "plan": _text, "schedule": _text, "schedule_was": _text, "schedule_why": _text, "shards": _text, "shards_was": _text,
     "pause_s": _number(MAX_TIME_S), "again": STEP, "moved_elements": _count(2**63), "state": _text, "path": _text,
+    "lost": lambda value: isinstance(value, bool), "former_end_s": TIME, "resumed_s": TIME,
     "end": _text, "precision": _text, "fingerprint": _mapping_of(_text),
 }  # fmt: skip
 NEEDED = {
     "lost": ("worker",), "joined": ("worker",), "draining": ("worker",), "generation": ("generation", "workers"),
-    "checkpoint": ("step", "path"), "end": ("end",), "warning": ("text",),
+    "checkpoint": ("step", "path"), "end": ("end",), "warning": ("text",), "resumed": ("text", "step"),
 }  # fmt: skip
 """Kind of event -> fields that its line for users needs."""
 METRICS: dict[str, Check] = {

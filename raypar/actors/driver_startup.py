@@ -49,9 +49,7 @@ class DriverStartup:
         """
         parts = self.parts
         request, recorder = parts.request, parts.recorder
-        swept = await asyncio.to_thread(remove_leftover_placement_groups, request.run)
-        if swept:
-            parts.feed.tell("warning", text=f"removed {swept} placement groups that an earlier driver of this run had left")
+        await self._clear_up()
         plan, members = await self._place_workers()
         for number in members:
             parts.pool.start_worker(number, request.spec, request.listen_host, request.orphan_timeout_s)
@@ -102,6 +100,15 @@ class DriverStartup:
         parts.feed.tell("built", text=f"stages built and connected; parameters by worker in MB: {megabytes}")
         await parts.side_effects.awaited(recorder.restart_step_timer)
         return on.WorkersReady()
+
+    async def _clear_up(self) -> None:
+        """Record that the run was resumed, if it was, and remove what an earlier driver has left in Ray."""
+        parts = self.parts
+        await parts.side_effects.awaited(parts.recorder.record_resumption)
+        parts.feed.pass_on(parts.recorder.new_events())
+        swept = await asyncio.to_thread(remove_leftover_placement_groups, parts.request.run)
+        if swept:
+            parts.feed.tell("warning", text=f"removed {swept} placement groups that an earlier driver of this run had left")
 
     def _assignments(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
         """By rank: the worker's assignment under the first plan."""

@@ -208,6 +208,20 @@ class RunRecorder:
             unseen=unseen,
         )
 
+    def record_resumption(self) -> None:
+        """Record that the run was resumed, and count the steps that are executed again; once, also if drivers die meanwhile."""
+        resumed = self.request.resumption
+        if not resumed:
+            return
+        if not self.events.opened:
+            self.events.open()
+        if any(json.loads(line).get("resumed_s") == resumed["resumed_s"] for line in self.events.recent.texts):
+            return
+        self.telemetry.totals.workers = 0  # those of the former start are gone
+        self.note(resumed)
+        self._new_events.append(dict(resumed))
+        self._save_totals(time.monotonic())
+
     def _completed(self, found: list[Line], known: Sequence[int], rebuilt: list[int]) -> list[Line]:
         """The lines of metrics as the user has seen them: `found`, without the lines of another run, and with missing lines.
 

@@ -52,6 +52,8 @@ class RunRequest:
     """How the samples of a whole validation pass are divided into microbatches; None without validation."""
     resume: str | None = None
     """The checkpoint folder that workers load; None for a new run."""
+    resumption: Mapping[str, Any] | None = None
+    """The event of the resumption, which the driver records; None for a new run."""
     keep_checkpoints: int = 2
     """How many checkpoints are kept."""
     listen_host: str | None = None

@@ -150,6 +150,7 @@ LINE_OF_KIND: dict[str, Callable[[Event], str | None]] = {
     "checkpoint": checkpoint_line,
     "stopping": own_text_line,
     "resuming": own_text_line,
+    "resumed": own_text_line,
     "end": end_line,
 }
 

@@ -59,6 +59,8 @@ class EventPrinter:
         """The last steps, for their mean speed."""
         self.seconds = self.samples = self.counted = 0.0
         """Sums over all steps shown: seconds, samples, and units that the loss is averaged over (tokens)."""
+        self.shown = 0
+        """How many steps these sums are of."""
         self.known_secrets = secrets_of_environment(os.environ)
         """Values of this process's environment that are not printed: others read the log of a submitted job."""
 
@@ -84,6 +86,7 @@ class EventPrinter:
             )
         elif kind == "step":
             self.recent.append(event)
+            self.shown += 1
             self.seconds += event["seconds"]
             self.samples += event["samples_per_s"] * event["seconds"]
             self.counted += event["count"]
@@ -188,7 +191,8 @@ class EventPrinter:
             facts = {k: v for k, v in vars(result).items() if k not in ("history", "error")}
             self.line(json_text({"kind": "result", **facts}))
             return 0
-        lines = [f"{result.why}: {result.done} steps, {self.speed()}"]
+        part = f" in the {count_noun(self.shown, 'step')} of this start" if 0 < self.shown < result.done else ""
+        lines = [f"{result.why}: {result.done} steps, {self.speed()}{part}"]
         survived = summarize_faults(self.faults)
         if survived is not None:
             lines.append(f"survived: {survived}")

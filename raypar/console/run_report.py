@@ -228,9 +228,11 @@ def summary_facts(
     samples = sum(line["samples_per_s"] * line["seconds"] for line in done)
     counted = sum(_number(line.get("count")) or 0.0 for line in done)
     step_s = statistics.median(line["seconds"] for line in done)
-    facts.append(Fact("time trained", format_duration(history.end_s), f"median step {format_seconds(step_s)}"))
+    starts = describe_starts(history.between_starts_s)
+    facts.append(Fact("time trained", format_duration(history.end_s), f"{starts}median step {format_seconds(step_s)}"))
     if history.end_s and seconds:
-        tokens = f"{counted / history.end_s:,.0f} tokens/s" if counted > 1.5 * samples else "all pauses included"
+        pauses = "pauses included, the time between starts not" if starts else "all pauses included"
+        tokens = f"{counted / history.end_s:,.0f} tokens/s" if counted > 1.5 * samples else pauses
         facts.append(Fact("samples per second", format_rate(samples / history.end_s), tokens))
         goodput = read_totals(files.totals).goodput
         if goodput is None:
@@ -248,12 +250,21 @@ def summary_facts(
     return facts
 
 
+def describe_starts(between_s: Sequence[float]) -> str:
+    """How many starts a run has had, and that the time between them is not counted; empty for one start."""
+    if not between_s:
+        return ""
+    return f"in {len(between_s) + 1:,} starts, without the {format_duration(sum(between_s))} between them; "
+
+
 def _recovery_fact(events: Sequence[Line]) -> Fact:
     """How often the workers or the plan have changed, and what that has cost."""
     changes = [event for event in events if event["kind"] == "generation"]
     pause_s = sum(event.get("pause_s") or 0.0 for event in changes)
-    again = sum(event.get("again") or 0 for event in changes)
-    note = f"{pause_s:.1f} s of pauses, {count_noun(again, 'step')} again" if changes else "no worker lost or joined"
+    again = sum(event.get("again") or 0 for event in events if event["kind"] in ("generation", "resumed"))
+    note = "no worker lost or joined" if not changes else f"{pause_s:.1f} s of pauses, {count_noun(again, 'step')} again"
+    if again and not changes:
+        note = f"none but a resumption, {count_noun(again, 'step')} again"
     return Fact("recoveries", f"{len(changes):,}", note)
 
 

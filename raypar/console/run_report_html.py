@@ -30,7 +30,7 @@ MEMORY_COLOURS = {
 STORY_TONES = {
     "lost": "bad", "driver": "bad", "node": "bad", "failed": "bad",
     "warning": "warn", "recovering": "warn", "draining": "warn", "waiting": "warn", "straggler": "warn",
-    "joined": "good", "generation": "good", "started": "good", "end": "good",
+    "resumed": "warn", "joined": "good", "generation": "good", "started": "good", "end": "good",
 }  # fmt: skip
 """Kind of event -> the tone of its line."""
 

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypar.console.event_lines import (
     EventNarrator,
@@ -56,6 +56,10 @@ class RunStatus:
     """The speed of the last steps."""
     step_s: float | None
     """The median time of the last steps."""
+    mean_step_s: float | None
+    """The mean time of the same steps, to which `samples_per_s` belongs."""
+    speed_steps: int
+    """How many steps `samples_per_s`, `step_s` and `mean_step_s` are of."""
     loss: float | None
     """The loss of the last step; None if that is not a finite number."""
     first_loss: float | None
@@ -123,7 +127,7 @@ def build_run_status(
     `gone`: nodes of the local Ray cluster whose raylet does not run any more; `resumable`: there is a checkpoint.
     """
     done = [line for line in metrics if "loss" in line and "step" in line]
-    samples_per_s, step_s = recent_training_speed(done, events, now)
+    speed = recent_training_speed(done, events, now)
     ended = find_end_event(metrics, events, members or {})
     phase = "ended" if ended else str(members["phase"]) if members else "running" if done else "starting"
     told = members or {}
@@ -136,8 +140,10 @@ def build_run_status(
         generation=told.get("generation"),
         step=max(done[-1]["step"] if done else 0, told.get("step") or 0),
         steps=steps,
-        samples_per_s=samples_per_s,
-        step_s=step_s,
+        samples_per_s=speed.samples_per_s,
+        step_s=speed.median_s,
+        mean_step_s=speed.mean_s,
+        speed_steps=speed.steps,
         **losses_of_run(metrics, done),
         plan=told.get("plan") or describe_plan_file(plan),
         schedule=told.get("schedule") or (plan or {}).get("schedule"),
@@ -148,7 +154,7 @@ def build_run_status(
         why=plain_failure_text(why),
         end=(ended or {}).get("end"),
         replaying=told.get("replaying") if phase in UNDER_WAY else None,
-        silent_s=overdue_silence_s(phase, last, step_s, now),
+        silent_s=overdue_silence_s(phase, last, speed.median_s, now),
         resume=resume_argument(path) if resumable else None,
         driver_pid=told.get("driver_pid") if phase != "ended" else None,
         nodes=tuple(local_node_states(cluster or {}, gone, events)) if phase != "ended" else (),
@@ -189,15 +195,28 @@ def format_loss(value: float) -> str:
     return f"{value:,.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
-def recent_training_speed(
-    done: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], now: float
-) -> tuple[float | None, float | None]:
-    """(samples per second, seconds per step) of the last steps of the present generation; None before the first step."""
+class RecentSpeed(NamedTuple):
+    """The speed of the last steps; None before the first step."""
+
+    samples_per_s: float | None
+    """Their samples over the sum of their times."""
+    mean_s: float | None
+    """The mean of their times."""
+    median_s: float | None
+    """The median of their times."""
+    steps: int
+    """How many steps they are."""
+
+
+def recent_training_speed(done: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], now: float) -> RecentSpeed:
+    """The speed of the last steps of the present generation."""
     since = max((e.get("time", 0.0) for e in events if e["kind"] == "generation"), default=0.0)
     recent = [line for line in done if line.get("time", now) - line["seconds"] >= since][-RECENT:] or done[-1:]
     seconds = sum(line["seconds"] for line in recent)
     speed = sum(line["samples_per_s"] * line["seconds"] for line in recent) / seconds if seconds else None
-    return speed, statistics.median(line["seconds"] for line in recent) if recent else None
+    if not recent:
+        return RecentSpeed(None, None, None, 0)
+    return RecentSpeed(speed, seconds / len(recent), statistics.median(line["seconds"] for line in recent), len(recent))
 
 
 def overdue_silence_s(phase: str, last: float | None, step_s: float | None, now: float) -> float | None:
@@ -217,7 +236,7 @@ def find_end_event(
         return None
     number, event = ends[-1]
     at = event.get("time", 0.0)
-    started = any(later["kind"] in ("started", "generation") for later in events[number:])
+    started = any(later["kind"] in ("resumed", "started", "generation") for later in events[number:])
     stepped = bool(metrics) and metrics[-1].get("time", 0.0) > at
     under_way = members.get("phase") in UNDER_WAY and members.get("time", 0.0) > at
     return None if started or stepped or under_way else event
@@ -270,8 +289,10 @@ def format_status(status: RunStatus) -> str:
     was = ", when it was last heard of" if status.silent_s is not None else ""
     if status.silent_s is not None or status.end in ("stopped", "interrupted", "failed"):
         rows.append(("next", resume_advice(status.resume)))
-    if status.samples_per_s is not None and status.step_s is not None:
-        rows.append(("speed", f"{status.samples_per_s:,.0f} samples/s, {format_step_time(status.step_s)}"))
+    if status.samples_per_s is not None:
+        time_of_step, median = format_step_times(status)
+        of = "mean of the last " + count_noun(status.speed_steps, "step") if status.speed_steps > 1 else "the last step"
+        rows.append(("speed", f"{status.samples_per_s:,.0f} samples/s, {time_of_step} ({'; '.join([of, *median])})"))
     if (losses := format_losses(status)) is not None:
         rows.append(("loss", losses))
     if status.plan:
@@ -341,6 +362,11 @@ def indent_further_lines(line: str) -> str:
     return line.replace("\n", "\n" + " " * 12)
 
 
-def format_step_time(seconds: float) -> str:
-    """The time of a step as text: `103 ms a step`, `2.1 s a step`."""
-    return f"{1000 * seconds:.0f} ms a step" if seconds < 1 else f"{seconds:.1f} s a step"
+def format_step_times(status: RunStatus) -> tuple[str, list[str]]:
+    """The mean time of a step, to which samples a second belong, and its median if that is another: (`244 ms a step`,
+    [`median 126 ms`])."""
+    mean, median = (
+        f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+        for seconds in (status.mean_step_s or 0.0, status.step_s or 0.0)
+    )
+    return f"{mean} a step", [f"median {median}"] * (median != mean)

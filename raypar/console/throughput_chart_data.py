@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from raypar.console.event_lines import short_node_id
@@ -25,12 +25,13 @@ WHOLE = {"driver": ("driver", "driver lost"), "started": ("resumed", "run resume
 def build_run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
     """The history from the lines of metrics.jsonl and events.jsonl. Time 0 is the start of the first step.
 
-    The time between the end of a run and its resumption is left out.
+    The time between a start's last sign of life and the next start is left out.
     """
     done = [line for line in metrics if "samples_per_s" in line and "time" in line]
     if not done:
         return RunHistory((), (), (), (), 0.0)
-    clock = make_clock_without_pauses(done, events)
+    idle = idle_times_between_starts(done, events)
+    clock = make_clock_without_idle_times(idle)
     done = [{**line, "at": clock(line["time"])} for line in done]
     origin = done[0]["at"] - done[0]["seconds"]
     told = [{**event, "at": clock(event["time"]) - origin} for event in events if "time" in event]
@@ -51,6 +52,7 @@ def build_run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHis
         last,
         finite_values_over_time(done, "loss"),
         finite_values_over_time([line for line in validated if line["at"] >= 0], "validation_loss"),
+        tuple(end - start for start, end in idle if clock(end) > origin),
     )
 
 
@@ -74,14 +76,38 @@ def goodput_of_history(history: RunHistory) -> float | None:
     return min(1.0, sum(end - start for start, end, _ in history.steps) / history.end_s)
 
 
-def make_clock_without_pauses(done: Sequence[Line], events: Sequence[Line]) -> Callable[[float], float]:
-    """A function from Unix time to time without the pauses between the end of a run and its resumption."""
-    starts = sorted([event["time"] for event in events if event["kind"] == "started" and "time" in event][1:])
-    written = sorted(line["time"] for line in (*done, *events) if "time" in line)
-    before = [bisect_left(written, start) for start in starts]
-    idle = [start - written[number - 1] if number else 0.0 for start, number in zip(starts, before, strict=True)]
-    total = [0.0, *accumulate(idle)]
-    return lambda at: at - total[bisect_right(starts, at)]
+def idle_times_between_starts(done: Sequence[Line], events: Sequence[Line]) -> list[tuple[float, float]]:
+    """(beginning, end) of the times in which nothing ran: from the last sign of life of a start to the next start, in order.
+
+    The event `resumed` knows that sign, as steps after the checkpoint have no lines any more; without it, it is the last line.
+    """
+    timed = sorted((event for event in events if "time" in event), key=lambda event: event["time"])
+    starts = [event["time"] for event in timed if event["kind"] == "started"]
+    resumptions = [event for event in timed if event["kind"] == "resumed"]
+    resumed_at = [event["time"] for event in resumptions]
+    written = sorted(line["time"] for line in (*done, *timed) if "time" in line)
+    idle = []
+    for before, start in pairwise(starts):
+        number = bisect_left(resumed_at, before)
+        resumed = resumptions[number] if number < len(resumptions) and resumed_at[number] <= start else None
+        until = bisect_left(written, resumed["time"] if resumed is not None else start)
+        last = written[until - 1] if until else start
+        if resumed is not None and is_finite_number(resumed.get("former_end_s")):
+            last = max(last, resumed["former_end_s"])
+        idle.append((min(last, start), start))
+    return idle
+
+
+def make_clock_without_idle_times(idle: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """A function from Unix time to time that stands still in the idle times, which are in order and do not overlap."""
+    begun = [start for start, _ in idle]
+    total = [0.0, *accumulate(end - start for start, end in idle)]
+
+    def clock(at: float) -> float:
+        number = bisect_left(begun, at)
+        return at - total[number] + (max(0.0, idle[number - 1][1] - at) if number else 0.0)
+
+    return clock
 
 
 def step_intervals(done: Sequence[Line]) -> Iterator[tuple[float, float, float]]:

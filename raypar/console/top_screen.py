@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raypar.console.event_printer import format_duration
 from raypar.console.live_run import LiveView, LiveWorker
-from raypar.console.run_status import format_loss, format_step_time, local_time
+from raypar.console.run_status import format_loss, format_step_times, local_time
 from raypar.errors import ConfigError
 from raypar.schedule.line_chart import LOG_FROM
 
@@ -151,8 +151,9 @@ def fact_lines(view: LiveView, width: int, show: Show) -> list[Text]:
         text.append(after)
         lines.append(text)
     facts = []
-    if status.samples_per_s is not None and status.step_s is not None:
-        facts += [("", f"{status.samples_per_s:,.0f} samples/s"), ("", format_step_time(status.step_s))]
+    if status.samples_per_s is not None:
+        time_of_step, median = format_step_times(status)
+        facts += [("", f"{status.samples_per_s:,.0f} samples/s"), ("", " ".join([time_of_step, *(f"({m})" for m in median)]))]
     if view.bubble is not None:
         facts.append(("bubble ", f"{100 * view.bubble:.1f} %"))
     if view.goodput is not None:

@@ -25,7 +25,9 @@ class WaitAnnouncer:
         """The activity that it named; None if this silence has had no line."""
 
     def due_line(self, doing: str | None, now_s: float, since_s: float, patience_s: float = SILENCE_S) -> str | None:
-        """The line to print now, such as `loading PyTorch, for 3 s so far`, or None.
+        """The line to print now, such as `silent for 3 s; now loading PyTorch`, or None.
+
+        The seconds are those of the silence: what is done now may have begun just before.
 
         `doing`: the activity that is waited for; None if unknown. `since_s`: when the silence began. `patience_s`: how long a
         silence may last without a line.
@@ -39,19 +41,23 @@ class WaitAnnouncer:
             if now_s - self.said_s < (changed_s if doing != self.said else REPEAT_INTERVAL_S):
                 return None
         self.said, self.said_s = doing, now_s
-        return f"{doing}, for {now_s - since_s:.0f} s so far"
+        return f"silent for {now_s - since_s:.0f} s; now {doing}"
 
 
 def describe_waited_workers(activities: Mapping[int, str], workers: int, idle: str) -> str:
     """`waiting for 1 of 4 workers (worker 2 is reading sample 17)`. `activities`: worker -> what it is doing.
 
     Workers whose activity is `idle`, those that only wait for other workers, are left out unless all of them are idle.
+    The only worker of a run is named without numbers: `waiting for worker 0 (it is loading PyTorch)`.
     """
     busy = {number: doing for number, doing in activities.items() if doing != idle} or dict(activities)
+    if workers == 1 and len(busy) == 1:
+        ((number, doing),) = busy.items()
+        return f"waiting for the answer of worker {number}" if doing == idle else f"waiting for worker {number} (it is {doing})"
     together: dict[str, list[int]] = {}
     for number, doing in sorted(busy.items()):
         together.setdefault(doing, []).append(number)
     each = [
         f"{format_worker_numbers(numbers)} {verb_form(numbers, 'is', 'are')} {doing}" for doing, numbers in together.items()
     ]
-    return f"waiting for {len(busy)} of {max(workers, len(busy))} worker{'s' * (workers != 1)} ({'; '.join(each)})"
+    return f"waiting for {len(busy)} of {max(workers, len(busy))} workers ({'; '.join(each)})"

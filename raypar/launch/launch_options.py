@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ class LaunchOptions:
     """Makes or finds the run folder and writes job and plan into it; called when all input has been checked."""
     resume: CheckpointRef | None = None
     """The checkpoint to resume from."""
+    resumption: Mapping[str, Any] | None = None
+    """The event of a resumption (`describe_resumption`), which `make_folder` fills in; None for a new run."""
     steps_done: int = 0
     """Steps that are done in the checkpoint to resume from."""
     save_every: int = 0

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from raypar.plan import ParallelPlan
     from raypar.worker.job_preflight import PreflightResult
 
-OPTIONS_OF_REQUESTS = ("keep_checkpoints", "max_time_s", "wait_for_workers_s", "orphan_timeout_s", "price_per_worker_hour")
+OPTIONS_OF_REQUESTS = (
+    "keep_checkpoints", "max_time_s", "wait_for_workers_s", "orphan_timeout_s", "price_per_worker_hour", "resumption",
+)  # fmt: skip
 """Options of a run that its request has too, under the same names."""
 
 

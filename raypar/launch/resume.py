@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from raypar.launch.client_storage_session import (
 from raypar.launch.launch_options import EventHandler, LaunchOptions, launch_options_from_job
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
+from raypar.launch.resumption import describe_resumption
 from raypar.run_folder import ERROR_FILE, RunFolder, SharedStoragePlace, parse_storage_location
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.folder_download import has_run
@@ -51,7 +53,7 @@ def resume_job(
     Raises `CheckpointError` if there is no such checkpoint, `ConfigError` or `ClusterError` if the run is under way.
     """
     make_importable(job.source_dir)
-    spec = job.to_spec()
+    spec, resumption = job.to_spec(), dict[str, Any]()
 
     def rewind_folder(chosen: ChosenPlan) -> RunFolder:
         from raypar.actors.driver_client import refuse_active_run
@@ -60,11 +62,7 @@ def resume_job(
         held = hold()
         if held.shared is not None:
             refuse_new_checkpoints(held, before)
-        kept = [line for line in folder.read_lines(folder.metrics) if line["step"] <= options.steps_done]
-        text = "".join(json.dumps(line) + "\n" for line in kept).encode()
-        if not file_has_content(folder.metrics, text):
-            with explain_write_errors(folder.metrics):
-                replace_file_atomically(folder.metrics, text)
+        resumption.update(rewind_metrics(folder, options.steps_done, chosen.plan.describe()))
         (folder.path / ERROR_FILE).unlink(missing_ok=True)
         write_text_atomically(folder.plan, plan_json(chosen))
         folder.rewrite_job(job.to_yaml())  # last: the next resumption goes by it
@@ -80,8 +78,23 @@ def resume_job(
         for _ in folder.read_lines(folder.metrics):  # raises for an unreadable file before anything is started
             pass
         options = launch_options_from_job(job, rewind_folder, stop_at_step, address, local_nodes)
+        options = replace(options, resumption=resumption)
         options, choose = prepare_resumed_run(checkpoint, options, spec, make_plan_chooser(job, spec), tell)
         return launch_run(spec, choose, options, tell)
+
+
+def rewind_metrics(folder: RunFolder, steps_done: int, plan: str) -> dict[str, Any]:
+    """Remove the lines of steps after `steps_done` from metrics.jsonl; returns the event of the resumption, for events.jsonl.
+
+    `plan`: the plan under which the run goes on, in words.
+    """
+    lines, events = list(folder.read_lines(folder.metrics)), list(folder.read_lines(folder.events))
+    members = folder.read_document(folder.members, damaged=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= steps_done).encode()
+    if not file_has_content(folder.metrics, text):
+        with explain_write_errors(folder.metrics):
+            replace_file_atomically(folder.metrics, text)
+    return describe_resumption(steps_done, lines, events, members, plan, time.time())
 
 
 def holding_run(folder: RunFolder, tell: EventHandler) -> AbstractContextManager[Callable[[], RunFolder]]:

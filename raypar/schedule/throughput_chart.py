@@ -72,6 +72,8 @@ class RunHistory:
     """(end of the step, loss) of every committed step with a finite loss, in order."""
     validation_losses: Sequence[tuple[float, float]] = ()
     """(time, validation loss) of every validation with a finite loss, in order."""
+    between_starts_s: Sequence[float] = ()
+    """Time in which nothing ran before each start since the first step, which is left out of all times."""
 
 
 def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str:

@@ -76,7 +76,9 @@ METRIC_DEFINITIONS: tuple[MetricDefinition, ...] = (
     MetricDefinition("raypar_worker_seconds_total", "counter", "Time for which the run has held workers, idle ones too"),
     MetricDefinition("raypar_recoveries_total", "counter", "Changes of workers or plan during the run"),
     MetricDefinition("raypar_recovery_pause_seconds_total", "counter", "Time without a step because of such changes"),
-    MetricDefinition("raypar_replayed_steps_total", "counter", "Steps that were executed again because of such changes"),
+    MetricDefinition(
+        "raypar_replayed_steps_total", "counter", "Steps that were executed again because of such changes or resumptions"
+    ),
     MetricDefinition("raypar_lost_workers_total", "counter", "Workers that were lost"),
     MetricDefinition("raypar_joined_workers_total", "counter", "Workers that have joined during the run"),
     MetricDefinition("raypar_driver_failovers_total", "counter", "Drivers that were lost and replaced"),

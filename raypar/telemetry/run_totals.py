@@ -40,7 +40,7 @@ class RunTotals:
     recovery_pause_s: float = 0.0
     """Time without a step because of such changes."""
     replayed_steps: int = 0
-    """Steps executed again because of such changes."""
+    """Steps executed again because of such changes, or because the run was resumed from a checkpoint before them."""
     lost_workers: int = 0
     """Workers that were lost."""
     joined_workers: int = 0
@@ -90,6 +90,8 @@ class RunTotals:
             case "generation":
                 self.recoveries += 1
                 self.recovery_pause_s += event.get("pause_s") or 0.0
+                self.replayed_steps += event.get("again") or 0
+            case "resumed":
                 self.replayed_steps += event.get("again") or 0
             case "lost":
                 self.lost_workers += 1

@@ -120,10 +120,19 @@ def test_shards_are_told_with_the_plan_and_with_each_worker():
     assert "  1       stage 0, replica 0, shard 1  b09ad58f" in shown
 
 
+def test_samples_a_second_and_the_time_of_a_step_are_of_the_same_steps_and_say_of_which_kind():
+    """A mean speed stood beside the median time, as if they belonged together: 263 samples/s, 126 ms."""
+    uneven = [line(step, 1000 + step, seconds) for step, seconds in enumerate([9.0] + [0.126] * 15 + [0.6] * 5, start=1)]
+    status = of(metrics=uneven, events=[])
+    assert (status.speed_steps, status.step_s, status.mean_step_s) == (20, 0.126, pytest.approx(0.2445))
+    assert status.samples_per_s == pytest.approx(8 / status.mean_step_s)
+    assert "speed    33 samples/s, 244 ms a step (mean of the last 20 steps; median 126 ms)" in format_status(status)
+
+
 def test_an_elastic_run_is_told_with_its_members_spares_and_story():
     assert format_status(of()).splitlines()[:10] == [
         "run tiny: running, generation 2, step 51 of 200",
-        "  speed    40 samples/s, 200 ms a step",
+        "  speed    40 samples/s, 200 ms a step (mean of the last 2 steps)",
         "  loss     2.0000 (2.0000 at first)",
         "  plan     3 stages x 1 replica, schedule 1f1b",
         "  workers  3 of 4 wanted",

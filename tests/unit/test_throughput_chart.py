@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from raypar.cli import main
-from raypar.console.throughput_chart_data import build_run_history, make_clock_without_pauses
+from raypar.console.throughput_chart_data import build_run_history, idle_times_between_starts, make_clock_without_idle_times
 from raypar.run_folder import RunFolder
 from raypar.schedule.throughput_chart import _LABEL, MARK_KINDS, ChartMark, RunHistory, throughput_bins, throughput_svg
 
@@ -203,7 +203,7 @@ def test_a_run_that_was_resumed_a_hundred_thousand_times_is_drawn_too():
         for number in range(count)
     ]
     began_s = time.monotonic()
-    clock = make_clock_without_pauses(steps, starts)
+    clock = make_clock_without_idle_times(idle_times_between_starts(steps, starts))
     found = [clock(line["time"]) for line in steps]
     assert time.monotonic() - began_s < 60
     assert found == [1003.0 + 3 * number for number in range(count)], "7 s between an end and the next start"

@@ -68,6 +68,13 @@ def shown(view, width: int = 80, height: int = 24, clean=str) -> list[str]:
     return [re.sub(r"\x1b\[[0-9;]*m", "", text).rstrip() for text in captured.get().splitlines()]
 
 
+def test_a_screen_says_of_which_kind_the_time_of_a_step_is(run_folder):
+    for step in range(51, 61):
+        run_folder.append_line(run_folder.metrics, step_line(step, seconds=0.5, samples_per_s=64.0))
+    text = "\n".join(shown(follow_run_folder(run_folder)()))
+    assert "91 samples/s  350 ms a step (median 500 ms)" in text, "of the same steps, those of the generation"
+
+
 def test_a_screen_says_how_far_the_run_is_how_fast_who_computes_and_what_happened(run_folder):
     lines = shown(follow_run_folder(run_folder)())
     text = "\n".join(lines)

@@ -35,10 +35,10 @@ def test_a_silence_is_broken_after_two_seconds_again_for_another_wait_and_every_
         if (line := announcer.due_line(doing, now, since)) is not None:
             told[now] = line
     assert told == {
-        2.0: "loading PyTorch, for 2 s so far",
-        7.0: "reading sample 17, for 7 s so far",
-        37.0: "reading sample 17, for 37 s so far",
-        52.0: "idling, for 2 s so far",
+        2.0: "silent for 2 s; now loading PyTorch",
+        7.0: "silent for 7 s; now reading sample 17",
+        37.0: "silent for 37 s; now reading sample 17",
+        52.0: "silent for 2 s; now idling",
     }
 
 
@@ -58,7 +58,20 @@ def test_waits_that_change_all_the_time_get_ever_fewer_lines_and_unknown_ones_no
 ])  # fmt: skip
 def test_workers_that_only_wait_for_others_are_left_out(activities, text):
     assert describe_waited_workers(activities, 4, "idle") == text
-    assert describe_waited_workers({7: "loading PyTorch"}, 1, "") == "waiting for 1 of 1 worker (worker 7 is loading PyTorch)"
+
+
+def test_an_only_worker_does_not_wait_for_others_and_is_not_counted():
+    assert describe_waited_workers({7: "loading PyTorch"}, 1, "idle") == "waiting for worker 7 (it is loading PyTorch)"
+    assert describe_waited_workers({0: "idle"}, 1, "idle") == "waiting for the answer of worker 0"
+    both = describe_waited_workers({0: "a", 1: "b"}, 1, "idle")
+    assert both == "waiting for 2 of 2 workers (worker 0 is a; worker 1 is b)", "one starts beside it"
+
+
+def test_the_seconds_are_those_of_the_silence_and_not_of_what_is_done_now():
+    """A data set that takes a quarter of a second was said to be made for 9 s."""
+    announcer = WaitAnnouncer()
+    assert announcer.due_line("loading PyTorch", 4.0, 0.0) == "silent for 4 s; now loading PyTorch"
+    assert announcer.due_line("making the data set", 9.0, 0.0) == "silent for 9 s; now making the data set"
 
 
 @pytest.mark.parametrize("file, function, words", [row for row in ACTIVITIES if row[0].startswith("raypar/")])
@@ -134,14 +147,14 @@ def test_a_command_says_what_it_is_doing_unless_it_or_the_driver_has_told_someth
         read["_sample"](10, lambda: reporter({"kind": "step"}))
         assert {event["kind"] for event in told} == {"step"}
         read["_sample"](12, lambda: None)
-    assert told[10:] == [{"kind": "waiting_for", "text": "reading sample 17, for 0 s so far"}]
+    assert told[10:] == [{"kind": "waiting_for", "text": "silent for 0 s; now reading sample 17"}]
     read["_sample"](10, lambda: None)
     assert len(told) == 11  # over
 
 
 def test_what_is_waited_for_is_a_line_for_people_and_none_in_json():
-    event = {"kind": "waiting_for", "text": "loading PyTorch, for 3 s so far"}
-    for as_json, expected in ((False, "      loading PyTorch, for 3 s so far\n"), (True, "")):
+    event = {"kind": "waiting_for", "text": "silent for 3 s; now loading PyTorch"}
+    for as_json, expected in ((False, "      silent for 3 s; now loading PyTorch\n"), (True, "")):
         out = io.StringIO()
         EventPrinter(steps=4, as_json=as_json, out=out)(event)
         assert out.getvalue() == expected
@@ -203,11 +216,11 @@ def reported(monkeypatch, unanswered: set[int], hellos: set[int], tells: bool = 
 
 def test_a_driver_names_the_workers_that_it_waits_for(monkeypatch):
     (line,) = reported(monkeypatch, {0, 1}, {0, 1, 2, 3})
-    assert line.startswith("waiting for 1 of 4 workers (worker 0 is reading sample 17), for 0 s")
+    assert line == "silent for 0 s; now waiting for 1 of 4 workers (worker 0 is reading sample 17)"
     (line,) = reported(monkeypatch, set(), {0, 1, 3})
-    assert line.startswith("waiting for 1 of 4 workers (worker 2 is starting up), for 0 s")
+    assert line == "silent for 0 s; now waiting for 1 of 4 workers (worker 2 is starting up)"
     (line,) = reported(monkeypatch, {2}, {0, 1, 2, 3})
-    assert line.startswith("waiting for 1 of 4 workers (worker 2 is not answering), for 0 s")
+    assert line == "silent for 0 s; now waiting for 1 of 4 workers (worker 2 is not answering)"
 
 
 def test_a_worker_that_is_too_busy_loading_to_answer_is_not_said_to_start_up_again(monkeypatch):
