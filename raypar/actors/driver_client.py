@@ -101,15 +101,16 @@ def start_driver(request: RunRequest) -> Any:
 def remove_run_from_cluster(driver: Any, run: str) -> None:
     """Remove the driver and whatever the run has left on the cluster; without a control store only the driver."""
     watch = current_watch()
-    if watch is not None and watch.is_lost:
-        end_driver_without_control_store(driver, watch.silence)
-        return
-    with contextlib.suppress(Exception):
-        call_ray(lambda: ray.kill(driver, no_restart=True))
-    with contextlib.suppress(Exception):
-        call_ray(lambda: remove_leftover_placement_groups(run))
-    with contextlib.suppress(Exception):
-        call_ray(lambda: Journal(run).erase())
+    for removal in (
+        lambda: ray.kill(driver, no_restart=True),
+        lambda: remove_leftover_placement_groups(run),
+        lambda: Journal(run).erase(),
+    ):
+        if watch is not None and watch.is_lost:  # it may be given up while one of them blocks
+            end_driver_without_control_store(driver, watch.silence)
+            return
+        with contextlib.suppress(Exception):
+            call_ray(removal)
 
 
 def end_driver_without_control_store(driver: Any, why: str) -> None:
@@ -225,7 +226,7 @@ class RunFollower:
         """How the run can go on, and from which step."""
         saved = max(self.last_step["checkpoint"], self.request.policy.steps_before_run)
         if saved <= 0:
-            return "the run has no checkpoint yet: begin it anew (`raypar resume` goes on from a run's last checkpoint)"
+            return "begin the run anew (it has no checkpoint yet, from which `raypar resume` would go on)"
         return f"`raypar resume {self.request.run}` goes on from the run's last checkpoint, after {saved} steps"
 
     def _poll_until_end(self) -> RunEnd:

@@ -144,3 +144,16 @@ def test_without_a_watch_and_with_one_a_call_returns_and_raises_as_it_would_itse
     with watch_control_store("10.0.0.7:6379", probe=answers(True), **FAST):
         check()
     assert not [thread for thread in threading.enumerate() if thread.name == "raypar-control-store"]
+
+
+@pytest.mark.parametrize("lost_before", [True, False])
+def test_a_driver_is_told_to_end_even_if_the_store_is_given_up_while_it_is_being_removed(lost_before, monkeypatch):
+    told: list[str] = []
+    driver = SimpleNamespace(leave_without_control_store=SimpleNamespace(remote=told.append))
+    monkeypatch.setattr(driver_client, "ray", SimpleNamespace(kill=blocks, wait=lambda calls, timeout: (calls, [])))
+    with watch_control_store("10.0.0.7:6379", probe=answers(True, False), **FAST) as watch:
+        until_s = time.monotonic() + DEADLINE_S
+        while lost_before and not watch.is_lost and time.monotonic() < until_s:
+            time.sleep(0.01)
+        driver_client.remove_run_from_cluster(driver, "r")
+    assert len(told) == 1 and "has not answered for" in told[0]
