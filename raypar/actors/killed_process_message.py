@@ -30,7 +30,7 @@ SHELL_END_S = 5.0
 def killed_client_text(run: str, address: str) -> str:
     """The message for a client process, which follows a run, that is killed before the run is over."""
     return (
-        f"error: the process that followed run {run!r} was ended from outside before the run was over. Ray does that, with "
+        f"error: the process that followed run {run!r} was ended from outside before it had told the end. Ray does that, with "
         "exit code 1, to all processes of a node that has not reached the control store for about half a minute, or whose "
         f"raylet has died\n  cure: look at the network between this node and the control store at {address}, and at the "
         f"raylet's log; `raypar resume {run}` goes on from the last checkpoint"

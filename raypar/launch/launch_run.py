@@ -125,9 +125,10 @@ def _connect_and_follow(
     from raypar.worker.backend import make_backend
 
     gpus = make_backend(spec.device).gpus_per_worker
-    with connect_ray(
-        options.address, _most_workers(chosen, options), Path.cwd(), options.local_nodes, bool(gpus)
-    ) as connection:
+    with (
+        contextlib.ExitStack() as until_disconnected,
+        connect_ray(options.address, _most_workers(chosen, options), Path.cwd(), options.local_nodes, bool(gpus)) as connection,
+    ):
         capacity = call_ray(cluster_capacity)
         least = _least_workers(chosen, options) if capacity.may_add_nodes else chosen.plan.world
         require_capacity(least, capacity, gpus, chosen.plan.describe())
@@ -145,7 +146,8 @@ def _connect_and_follow(
                 queue = None
                 if connection.kind != "own":
                     where = folder.name, connection.address
-                    notice = stack.enter_context(print_if_killed(killed_client_text(*where)))
+                    # Ray also ends processes that are about to disconnect.
+                    notice = until_disconnected.enter_context(print_if_killed(killed_client_text(*where)))
                     if (watch := current_watch()) is not None:
                         watch.on_silence = lambda silent: notice.replace(killed_while_silent_text(*where) if silent else None)
                     queue = stack.enter_context(_placement_turn(folder.name, chosen.plan.world, options, tell))
