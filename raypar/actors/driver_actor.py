@@ -25,7 +25,7 @@ from raypar.actors import membership_event_text
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.checkpoint_task import CheckpointTask
 from raypar.actors.driver_parts import DriverParts
-from raypar.actors.driver_shutdown import DriverShutdown
+from raypar.actors.driver_shutdown import DriverShutdown, leave_after
 from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.event_feed import EventFeed
@@ -243,6 +243,11 @@ class DriverActor:
     async def stop(self, reason: str, grace_s: float) -> None:
         """End the run on a Ctrl-C: finish the steps in flight within `grace_s`, or void them; then save."""
         self.queue.put_nowait(on.StopRequested(reason, interrupt=True, grace_s=grace_s))
+
+    async def leave_without_control_store(self, why: str) -> None:
+        """Record the failed end in the run folder and end this process: its client has given Ray's control store up."""
+        record = self.shutdown.record_lost_control_store if self.has_request else lambda why: None
+        threading.Thread(target=leave_after, args=(lambda: record(why),), name="raypar-leave", daemon=True).start()
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 

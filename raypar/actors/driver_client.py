@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayActorErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar import __version__
+from raypar.actors.control_store_watch import ControlStoreLost, call_ray, current_watch, finish_within
 from raypar.actors.driver_actor import ABANDONED_S, DriverActor
 from raypar.actors.driver_shutdown import CLIENT_GONE_S
 from raypar.actors.run_request import GRACE_S, RunRequest
@@ -38,6 +39,9 @@ ALONE_S = 10.0
 
 DRIVER_BACK_S = 60.0
 """How long Ray may take to restart the driver of an elastic run."""
+
+LEAVE_S = 5.0
+"""How long a driver whose control store is lost may take to hear that it shall end."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +66,26 @@ def follow_run(
     `on_answer` is called with every answer of the driver.
 
     The first Ctrl-C (SIGTERM, SIGHUP) asks the driver to save and end, the second one removes everything at once.
-    Raises `ActiveError` when a run of this name is active already, `WorkerLost` when the driver itself is lost.
+    Raises `ActiveError` when a run of this name is active already, `WorkerLost` when the driver itself is lost,
+    `ControlStoreLost` when Ray's control store has not answered for too long.
     """
-    place = run_namespace(request.run)
+    driver = call_ray(lambda: start_driver(request))
+    try:
+        with collecting_signals() as asked:
+            return _follow(driver, request, tell, asked, on_answer)
+    finally:
+        remove_run_from_cluster(driver, request.run)
+
+
+def start_driver(request: RunRequest) -> Any:
+    """The new driver actor of a run. Raises `ActiveError` when a run of this name is active already."""
     home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     try:
-        driver = (
+        return (
             ray.remote(DriverActor)
             .options(
                 name="driver",
-                namespace=place,
+                namespace=run_namespace(request.run),
                 lifetime="detached",
                 num_cpus=0,
                 max_restarts=-1 if request.policy.elastic else 0,
@@ -82,21 +96,26 @@ def follow_run(
         )
     except ValueError as error:
         raise active_run_error(request.run) from error
-    try:
-        with collecting_signals() as asked:
-            return _follow(driver, request, tell, asked, on_answer)
-    finally:
-        remove_run_from_cluster(driver, request.run)
 
 
 def remove_run_from_cluster(driver: Any, run: str) -> None:
-    """Remove the driver and whatever the run has left on the cluster."""
-    with contextlib.suppress(Exception):
-        ray.kill(driver, no_restart=True)
-    with contextlib.suppress(Exception):
-        remove_leftover_placement_groups(run)
-    with contextlib.suppress(Exception):
-        Journal(run).erase()
+    """Remove the driver and whatever the run has left on the cluster; without a control store only the driver."""
+    watch = current_watch()
+    for removal in (
+        lambda: ray.kill(driver, no_restart=True),
+        lambda: remove_leftover_placement_groups(run),
+        lambda: Journal(run).erase(),
+    ):
+        if watch is not None and watch.is_lost:  # it may be given up while one of them blocks
+            end_driver_without_control_store(driver, watch.silence)
+            return
+        with contextlib.suppress(Exception):
+            call_ray(removal)
+
+
+def end_driver_without_control_store(driver: Any, why: str) -> None:
+    """Have the driver record the end and exit, which a call between two processes suffices for. Its workers end as orphans."""
+    finish_within(LEAVE_S, lambda: ray.wait([driver.leave_without_control_store.remote(why)], timeout=LEAVE_S))
 
 
 def refuse_active_run(run: str) -> None:
@@ -106,7 +125,7 @@ def refuse_active_run(run: str) -> None:
     resume finds the newer checkpoint.
     """
     try:
-        driver = ray.get_actor("driver", namespace=run_namespace(run))
+        driver = call_ray(lambda: ray.get_actor("driver", namespace=run_namespace(run)))
     except ValueError:
         return
     epoch = cursor = 0
@@ -183,25 +202,38 @@ class RunFollower:
         """Since when the driver has been dead; None while it lives."""
         self.patience_s = DRIVER_START_S
         """How long the driver may take for its next answer."""
-        self.started: Any = driver.start.remote(request)
+        self.started: Any = call_ray(lambda: driver.start.remote(request))
         """The pending call that starts the run; None once it has returned."""
+        self.watch = current_watch()
+        """Says for how long Ray's control store has been silent; None where nobody watches it."""
 
     def follow(self) -> RunEnd:
         """Poll until an event says how the run ended. Raises `WorkerLost` or `ClusterError` for a driver that is lost.
 
-        The error is also told at once: without its control store Ray may end this process while the run is being removed.
+        The error is also told at once: Ray may end this process while the run is being removed. Raises `ControlStoreLost`
+        alone if Ray's control store is silent: then it is what the driver was lost by.
         """
         try:
             return self._poll_until_end()
         except (WorkerLost, ClusterError) as error:
+            if self.watch is not None and (isinstance(error, ControlStoreLost) or self.watch.is_silent):
+                raise self.watch.error(self._how_to_resume()) from error
             with contextlib.suppress(OSError):  # the terminal is gone
                 self._say({"kind": "warning", "text": f"{error.what}; what is left of the run is removed now ({error.cure})"})
             raise
 
+    def _how_to_resume(self) -> str:
+        """How the run can go on, and from which step."""
+        saved = max(self.last_step["checkpoint"], self.request.policy.steps_before_run)
+        if saved <= 0:
+            return "begin the run anew (it has no checkpoint yet, from which `raypar resume` would go on)"
+        return f"`raypar resume {self.request.run}` goes on from the run's last checkpoint, after {saved} steps"
+
     def _poll_until_end(self) -> RunEnd:
         """Poll until an event says how the run ended."""
         while True:
-            asking = self.driver.events.remote(self.epoch, self.cursor, 0.3)
+            self._look_at_control_store()
+            asking = call_ray(lambda: self.driver.events.remote(self.epoch, self.cursor, 0.3))
             self._await_answer(asking)
             if len(self.asked) > 1:
                 return RunEnd("interrupted", f"{self.asked[1]} again: ended without waiting", self.last_step["step"], None)
@@ -215,7 +247,16 @@ class RunFollower:
                 self.stop_sent = True
                 text = f"{self.asked[0]}: finishing the step and saving"
                 self._say({"kind": "stopping", "time": time.time(), "text": text})
-                self.driver.stop.remote(self.asked[0], GRACE_S)
+                call_ray(lambda: self.driver.stop.remote(self.asked[0], GRACE_S))
+
+    def _look_at_control_store(self) -> None:
+        """Tell of a control store that is silent, or answers again. Raises `ControlStoreLost` once it is given up."""
+        if self.watch is None:
+            return
+        for line in self.watch.new_lines():
+            self._say({"kind": "warning", "text": line})
+        if self.watch.is_lost:
+            raise self.watch.error()
 
     def _await_answer(self, asking: Any) -> None:
         """Wait for an answer of the driver. The silent driver of an elastic run is killed, and Ray starts another one."""
@@ -227,16 +268,16 @@ class RunFollower:
         if not self.request.policy.elastic:
             raise WorkerLost(what, cure=cure)
         self._say({"kind": "warning", "text": f"{what}: it is ended and started again"})
-        ray.kill(self.driver, no_restart=False)
+        call_ray(lambda: ray.kill(self.driver, no_restart=False))
         if not wait_for_driver_answer(asking, self.asked, DRIVER_BACK_S):
             raise WorkerLost(f"{what}, nor another one {DRIVER_BACK_S:.0f} s later", cure=cure)
 
     def _receive(self, asking: Any) -> list[dict[str, Any]]:
         """The events in the driver's answer; none while the driver is dead and may be restarted."""
         try:
-            events, self.epoch, self.cursor = ray.get(asking)
-            if self.started is not None and ray.wait([self.started], timeout=0)[0]:
-                ray.get(self.started)
+            events, self.epoch, self.cursor = call_ray(lambda: ray.get(asking))
+            if self.started is not None and call_ray(lambda: ray.wait([self.started], timeout=0))[0]:
+                call_ray(lambda: ray.get(self.started))
                 self.started = None
         except RayTaskError as error:  # unforeseen; for example another version of raypar on the cluster
             if isinstance(error, RayparError):
@@ -267,7 +308,7 @@ class RunFollower:
             cure = "`raypar resume` goes on from the last checkpoint"
             raise WorkerLost(f"the driver was lost: {str(error).strip().splitlines()[0]}", cure=cure) from error
         if self.started is not None:  # it died before it had begun
-            self.started = self.driver.start.remote(self.request)
+            self.started = call_ray(lambda: self.driver.start.remote(self.request))
         self.stop_sent = False
         time.sleep(0.1)
 
@@ -279,6 +320,8 @@ class RunFollower:
         if event["step"] <= self.last_step[kind]:
             return False
         self.last_step[kind] = event["step"]
+        if kind == "step" and self.watch is not None:
+            self.watch.note_progress()  # a step is told once it is in the control store
         return True
 
     def _say(self, event: dict[str, Any]) -> None:
@@ -297,7 +340,7 @@ def wait_for_driver_answer(asking: Any, asked: list[str], patience_s: float) -> 
     in which this process itself was stopped (Ctrl-Z, a frozen container) does not count.
     """
     turns = patience_s / TURN_S
-    while not ray.wait([asking], timeout=TURN_S)[0] and len(asked) < 2:
+    while not call_ray(lambda: ray.wait([asking], timeout=TURN_S))[0] and len(asked) < 2:
         turns = min(turns, DRIVER_SILENT_S / TURN_S) - 1 if asked else turns - 1
         if turns < 0:
             return False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +17,22 @@ from raypar.actors.driver_parts import DriverParts
 from raypar.actors.hello_and_failure_messages import pickle_error_for_client
 from raypar.actors.worker_pool import remove_leftover_placement_groups
 from raypar.elastic import actions as do
+from raypar.errors import ClusterError
 
 CLIENT_GONE_S = 60.0
 """How long the end of a run waits to be seen by the client."""
+
+
+RECORD_S = 5.0
+"""How long a driver without a control store may take to record the end of its run."""
+
+
+def leave_after(record: Callable[[], None]) -> None:
+    """End this process once `record` has returned or failed, or after `RECORD_S`. Nothing of Ray is called, which may block."""
+    recording = threading.Thread(target=record, name="raypar-record-end", daemon=True)
+    recording.start()
+    recording.join(RECORD_S)
+    os._exit(1)
 
 
 @dataclass
@@ -59,6 +74,15 @@ class DriverShutdown:
         if parts.storage_session is not None:
             await parts.storage_session.finish(parts.feed.tell)
         await self._leave(facts)
+
+    def record_lost_control_store(self, why: str) -> None:
+        """Record in the run folder that the run has failed, since Ray's control store does not answer.
+
+        The thread that else calls the recorder waits for the store.
+        """
+        parts = self.parts
+        error = ClusterError(why, cure="`raypar resume` goes on from the last checkpoint")
+        parts.recorder.record_end(do.Teardown("failed", why, parts.machine.progress.emitted, error), None)
 
     async def finish_former_end(self, facts: dict[str, Any]) -> None:
         """Finish the end that a former driver had begun when it was killed; a failing part does not stop the others."""

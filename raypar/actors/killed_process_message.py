@@ -11,9 +11,18 @@ import subprocess
 from collections.abc import Iterator
 
 MESSAGE_SCRIPT = """
-read -r word || printf '%s\\n' "$1" >&2
+text=$1
+while read -r line; do
+    case "$line" in
+        over) exit ;;
+        again) text=$1 ;;
+        *) text=$line ;;
+    esac
+done
+printf '%s\\n' "$text" | tr '\\t' '\\n' >&2
 """
-"""The shell's script: prints `$1` if its input ends before a line has come, which this process writes when all is well."""
+"""The shell's script: prints `$1` if its input ends before the line `over`, which this process writes when all is well.
+Another line than `again` is a text to print instead, with tabs for its line breaks."""
 SHELL_END_S = 5.0
 """How long the shell may take to end after that line."""
 
@@ -21,15 +30,40 @@ SHELL_END_S = 5.0
 def killed_client_text(run: str, address: str) -> str:
     """The message for a client process, which follows a run, that is killed before the run is over."""
     return (
-        f"error: the process that followed run {run!r} was ended from outside before the run was over. Ray does that, with "
+        f"error: the process that followed run {run!r} was ended from outside before it had told the end. Ray does that, with "
         "exit code 1, to all processes of a node that has not reached the control store for about half a minute, or whose "
         f"raylet has died\n  cure: look at the network between this node and the control store at {address}, and at the "
         f"raylet's log; `raypar resume {run}` goes on from the last checkpoint"
     )
 
 
+def killed_while_silent_text(run: str, address: str) -> str:
+    """The message for a client process that is killed while Ray's control store does not answer."""
+    return (
+        f"error: Ray's control store at {address} does not answer, and the process that followed run {run!r} was ended from "
+        "outside: Ray does that, with exit code 1, after about a minute\n  cure: look at the head node of the cluster; "
+        f"`raypar resume {run}` goes on from the run's last checkpoint, on this cluster when its head is back or on another one"
+    )
+
+
+class KilledNotice:
+    """What will be printed if this process is killed."""
+
+    def __init__(self, shell: subprocess.Popen[bytes]) -> None:
+        self.shell = shell
+        """Waits for the end of this process."""
+
+    def replace(self, text: str | None) -> None:
+        """Print `text` instead; None: the first text again."""
+        assert self.shell.stdin is not None
+        line = "again" if text is None else text.replace("\n", "\t")
+        with contextlib.suppress(OSError, ValueError):  # the shell, or the block, has ended
+            self.shell.stdin.write(f"{line}\n".encode())
+            self.shell.stdin.flush()
+
+
 @contextlib.contextmanager
-def print_if_killed(text: str) -> Iterator[None]:
+def print_if_killed(text: str) -> Iterator[KilledNotice]:
     """Print `text` to stderr if this process is killed in the block. The shell has its own session: Ctrl-C does not end it."""
     shell = subprocess.Popen(
         ["sh", "-c", MESSAGE_SCRIPT, "raypar-notice", text],
@@ -39,7 +73,7 @@ def print_if_killed(text: str) -> Iterator[None]:
         start_new_session=True,
     )
     try:
-        yield
+        yield KilledNotice(shell)
     finally:
         with contextlib.suppress(BrokenPipeError):
             shell.communicate(b"over\n", timeout=SHELL_END_S)

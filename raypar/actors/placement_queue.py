@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from raypar.actors.control_store_watch import call_ray
 from raypar.elastic.plural_wording import count_of
 from raypar.errors import ClusterError, Interrupted
 
@@ -227,26 +228,26 @@ class RayTicketStore:
         """Store the value unless the key exists. A call that Ray has repeated finds its own value."""
         from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-        return not _internal_kv_put(key, value, overwrite=False) or _internal_kv_get(key) == value
+        return call_ray(lambda: not _internal_kv_put(key, value, overwrite=False) or _internal_kv_get(key) == value)
 
     def put(self, key: str, value: bytes) -> None:
         """Store the value."""
         from ray.experimental.internal_kv import _internal_kv_put
 
-        _internal_kv_put(key, value, overwrite=True)
+        call_ray(lambda: _internal_kv_put(key, value, overwrite=True))
 
     def delete(self, key: str) -> None:
         """Remove the key."""
         from ray.experimental.internal_kv import _internal_kv_del
 
-        _internal_kv_del(key)
+        call_ray(lambda: _internal_kv_del(key))
 
     def items(self) -> dict[str, bytes]:
         """All tickets by key."""
         from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
-        keys = [key.decode() for key in _internal_kv_list(PREFIX)]
-        values = {key: _internal_kv_get(key) for key in keys}
+        keys = [key.decode() for key in call_ray(lambda: _internal_kv_list(PREFIX))]
+        values = call_ray(lambda: {key: _internal_kv_get(key) for key in keys})
         return {key: value for key, value in values.items() if value is not None}
 
 
@@ -284,7 +285,7 @@ def placement_turn(run: str, cpus: int, wait_s: float, say: Callable[[str], None
     try:
         # Otherwise Ray's signal handler would print a stack and end the process, and the ticket would stay for `DEAD_S`.
         with collecting_signals() as stop_signals:
-            queue.wait_for_turn(look_at_cluster, wait_s, say, stop_signals)
+            queue.wait_for_turn(lambda: call_ray(look_at_cluster), wait_s, say, stop_signals)
         yield queue
     finally:
         with contextlib.suppress(Exception):  # Ray may be gone: the others see that the ticket does not change

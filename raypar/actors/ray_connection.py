@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import logging
@@ -19,6 +20,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from raypar.actors.control_store_watch import (
+    RECONNECT_VARIABLE,
+    ControlStoreLost,
+    call_ray,
+    current_watch,
+    finish_within,
+    silence_limit_s,
+    watch_control_store,
+)
 from raypar.actors.local_nodes import LocalNode, cpus_per_node, start_local_nodes
 from raypar.actors.local_ray_cleanup import remove_local_ray_on_exit
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError, error_first_line
@@ -40,6 +50,9 @@ while before Ray calls it lost (Ray's own limit of 7 minutes is meant for machin
 
 ATTEMPTS = 3
 """How often the start of Ray is attempted: Ray gives its raylet 30 s, which no setting changes."""
+
+SHUTDOWN_S = 5.0
+"""How long Ray may take to disconnect from a cluster whose control store is lost."""
 
 CONNECT_S = 10.0
 """How long the head of a cluster may take to accept a connection."""
@@ -121,7 +134,8 @@ def connect_ray(
                     cure="leave the address out, or call ray.shutdown() before",
                 )
             wait_until_working_dir_unpacked()
-            yield RayConnection("found", f"using the Ray this process has joined, {there}", there)
+            with watch_control_store(there):
+                yield RayConnection("found", f"using the Ray this process has joined, {there}", there)
         elif address:
             with without_autoscaler_lines(), without_ray_death_notices(), join_cluster(address, working_dir) as connection:
                 yield connection
@@ -175,8 +189,11 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
     runtime_env = None
     if not is_head_on_this_machine(address) and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         runtime_env = {"working_dir": str(working_dir), "excludes": ["runs/", ".git/", ".venv/", "*.safetensors"]}
+    limit_s = silence_limit_s(os.environ)
+    # Ray ends a process that has waited for the control store for so long: this one gives up before, and says why.
+    patient = temporary_environment_variables({RECONNECT_VARIABLE: f"{2 * limit_s:.0f}"})
     try:
-        with delay_ctrl_c(), fresh_python_random_state():
+        with patient, delay_ctrl_c(), fresh_python_random_state():
             ray.init(address=address, logging_level=logging.ERROR, runtime_env=runtime_env)
             wait_until_working_dir_unpacked()
     except AuthenticationError as error:
@@ -193,10 +210,27 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
             f"cannot join a Ray cluster at {address!r}: {error_first_line(error)}",
             cure="check `ray status --address ...`, or leave the address out: raypar then starts a local Ray cluster",
         ) from error
-    try:
-        yield RayConnection("joined", f"joined the Ray cluster at {address}", ray.get_runtime_context().gcs_address)
-    finally:
-        ray.shutdown()
+    there = ray.get_runtime_context().gcs_address
+    with watch_control_store(there, limit_s=limit_s):
+        try:
+            yield RayConnection("joined", f"joined the Ray cluster at {address}", there)
+        finally:
+            leave_cluster()
+
+
+def leave_cluster() -> None:
+    """Disconnect this process from Ray. If the control store is lost that may block: after `SHUTDOWN_S` it is abandoned."""
+    import ray
+
+    watch = current_watch()
+    if watch is None or not watch.is_lost:
+        with contextlib.suppress(ControlStoreLost):
+            call_ray(ray.shutdown)
+            return
+    if not finish_within(SHUTDOWN_S, ray.shutdown):
+        from ray._private import worker
+
+        atexit.unregister(worker.shutdown)  # it would block the end of this process in the same way
 
 
 def check_address_answers(address: str) -> None:

@@ -119,15 +119,17 @@ def _connect_and_follow(
 ) -> Result:
     """Connect to Ray, make the run folder, and run. If the run ends before its first step the folder is removed."""
     from raypar.actors.cluster_info import cluster_capacity, require_capacity
-    from raypar.actors.killed_process_message import killed_client_text, print_if_killed
+    from raypar.actors.control_store_watch import call_ray, current_watch
+    from raypar.actors.killed_process_message import killed_client_text, killed_while_silent_text, print_if_killed
     from raypar.actors.ray_connection import connect_ray
     from raypar.worker.backend import make_backend
 
     gpus = make_backend(spec.device).gpus_per_worker
-    with connect_ray(
-        options.address, _most_workers(chosen, options), Path.cwd(), options.local_nodes, bool(gpus)
-    ) as connection:
-        capacity = cluster_capacity()
+    with (
+        contextlib.ExitStack() as until_disconnected,
+        connect_ray(options.address, _most_workers(chosen, options), Path.cwd(), options.local_nodes, bool(gpus)) as connection,
+    ):
+        capacity = call_ray(cluster_capacity)
         least = _least_workers(chosen, options) if capacity.may_add_nodes else chosen.plan.world
         require_capacity(least, capacity, gpus, chosen.plan.describe())
         folder = options.make_folder(chosen)
@@ -143,7 +145,11 @@ def _connect_and_follow(
             with contextlib.ExitStack() as stack:
                 queue = None
                 if connection.kind != "own":
-                    stack.enter_context(print_if_killed(killed_client_text(folder.name, connection.address)))
+                    where = folder.name, connection.address
+                    # Ray also ends processes that are about to disconnect.
+                    notice = until_disconnected.enter_context(print_if_killed(killed_client_text(*where)))
+                    if (watch := current_watch()) is not None:
+                        watch.on_silence = lambda silent: notice.replace(killed_while_silent_text(*where) if silent else None)
                     queue = stack.enter_context(_placement_turn(folder.name, chosen.plan.world, options, tell))
 
                 def tell_and_watch(event: dict[str, Any]) -> None:

@@ -84,9 +84,11 @@ def split(name: str, a: str, b: str, seconds: float, direction: str = "both", **
     return Scenario(name, (at_step(8, "partition", a, b, direction), after(seconds, "heal")), **more)
 
 
-STORE_GONE = ("control store",)
-"""What the error of a run says that could not reach Ray's control store for longer than Ray allows."""
-DRIVER_GONE = ("the driver was lost", "control store")
+STORE_LOST = ("error: Ray's control store at",)
+"""How the error of a run begins whose control store has not answered for longer than the run waits for it."""
+STORE_GONE = (*STORE_LOST, "error: the process that followed run")
+"""How the error of a run begins that could not reach Ray's control store for longer than Ray allows."""
+DRIVER_GONE = ("error: the driver was lost", *STORE_GONE)
 STATE_GONE = ("no mirror and no checkpoint has it",)
 
 SCENARIOS: tuple[Scenario, ...] = (
@@ -136,12 +138,12 @@ SCENARIOS: tuple[Scenario, ...] = (
         "store",
         100,
         stall_s=150,
-        errors=(*DRIVER_GONE, *STATE_GONE),
+        errors=STORE_LOST,
         must_fail=True,
         fresh_after=True,
     ),
     Scenario(
-        "the control store's machine dies", (at_step(8, "kill", "store"),), errors=STORE_GONE, must_fail=True, fresh_after=True
+        "the control store's machine dies", (at_step(8, "kill", "store"),), errors=STORE_LOST, must_fail=True, fresh_after=True
     ),
     # Losses, delay, bandwidth.
     Scenario(

@@ -34,6 +34,7 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/planner/plan_search.py", "search_plans", "comparing plans"),
     ("raypar/actors/ray_connection.py", "start_ray_with_retries", "starting Ray on this machine"),
     ("raypar/actors/ray_connection.py", "join_cluster", "joining the Ray cluster at {address}"),
+    ("raypar/actors/ray_connection.py", "leave_cluster", "leaving the Ray cluster"),
     ("raypar/actors/local_nodes.py", "start_local_nodes", "starting the nodes of the local Ray cluster"),
     ("raypar/actors/local_ray_cleanup.py", "remove_local_ray_on_exit", "ending the local Ray cluster"),
     ("raypar/actors/driver_client.py", "wait_for_driver_answer", "waiting for the driver's process"),
