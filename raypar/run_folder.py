@@ -50,7 +50,7 @@ DOCUMENT_BYTES = 16 << 20
 
 
 class NoSuchRun(ConfigError):
-    """No run has the name or the path."""
+    """No run has the name or the path, or there is none at all."""
 
 
 def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
@@ -327,7 +327,7 @@ class RunFolder:
             records = [run / "cluster.json" for run in runs if run.is_dir()]
             started = sorted((path for path in records if path.exists()), key=lambda path: path.lstat().st_mtime)
         if not started:
-            raise ConfigError(
+            raise NoSuchRun(
                 f"no run lies under {run_dir}",
                 cure="give the path of the run's folder, or --run-dir with the folder of your runs",
             )

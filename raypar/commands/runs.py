@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.run_table import format_run_table
     from raypar.errors import ConfigError
     from raypar.launch.job_server import connect_job_server, find_server_address
-    from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
+    from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
 
     if args.last < 0:
         raise ConfigError(f"--last {args.last}", cure="give a number of runs, or 0 for all")
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.address is not None and run_dir is not None:
         raise ConfigError("--address lists a cluster's jobs, --run-dir the runs in a folder", cure="give one of them")
     address = find_server_address(args.address) if run_dir is None else None
-    now = time.time()
+    now, known = time.time(), secrets_of_environment(os.environ)
     with json_stdout(args.json) as out:
         if address is None:
             place = run_dir or "runs/"
@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
             place = server.name
             rows = list_cluster_runs(server, args.last)
         if args.json:
-            print(json_text([row.facts() for row in rows]), file=out)
+            print(json_text(tree_without_certain_secrets([row.facts() for row in rows], known)), file=out)
         else:
             table = format_run_table(rows, now) if rows else f"no runs in {place}"
-            print(redact_certain_secrets(table, secrets_of_environment(os.environ)), file=out)
+            print(redact_certain_secrets(table, known), file=out)
     return 0
 
 

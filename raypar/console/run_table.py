@@ -105,7 +105,7 @@ def _reason(row: RunRow) -> str:
     first = row.why.strip().splitlines()[0]
     if row.state in ("waiting", "pending"):
         return first
-    return "error: " + shorten(first.removeprefix("error: "))
+    return "error: " + shorten(first)
 
 
 def _step(row: RunRow) -> str:

@@ -139,4 +139,4 @@ def describe_failure(job: ClusterJob, said: LogFacts) -> str:
     """Why a job has failed, in a line: the error in its log, else in what Ray says of it."""
     last = next((line.strip() for line in reversed(job.message.splitlines()) if line.strip()), "")
     why = said.error or read_log_facts(job.message).error or last
-    return f"error: {shorten(why)}" if why else "error: Ray does not say why"
+    return shorten(why) if why else "Ray does not say why"

@@ -114,16 +114,18 @@ def open_run_folder(run: str | None, run_dir: str) -> Iterator[RunFolder]:
             folder = stack.enter_context(RunFolder.open_for_reading(run, run_dir, with_job=False))
         except NoSuchRun as error:
             address = find_server_address(None)
-            if run is None or address is None:
+            if address is None:
                 raise
             raise _no_such_run_here(error, run, address) from None
         yield folder
 
 
-def _no_such_run_here(error: NoSuchRun, run: str, address: str) -> NoSuchRun:
+def _no_such_run_here(error: NoSuchRun, run: str | None, address: str) -> NoSuchRun:
     """The error for a name that no run folder of this machine has, with what the job server at `address` knows of it."""
-    from_here = f"`raypar runs` and `raypar logs {run}` show a cluster's job from here"
+    from_here = f"`raypar runs` and `raypar logs {run or 'NAME'}` show a cluster's job from here"
     try:
+        if run is None:
+            raise error
         found = find_cluster_job(connect_job_server(address), run).found
     except RayparError:  # it does not answer, or knows no such job
         folder = "status, top and report read run folders, and that of a cluster's job is where its log says"

@@ -117,12 +117,16 @@ def find_what_leaves_out(root: Path, file: Path) -> str | None:
 
 
 def _files_at(path: Path) -> Iterator[Path]:
-    """The file at the path, or those below it without hidden ones, which other programs keep there; none if there is none."""
+    """The file at the path, or those that `init_from` reads of a folder: checkpoints of a run, a checkpoint, weights."""
+    from raypar.worker.checkpoint.manifest import MANIFEST
+
     if path.is_file():
         yield path
-    for place, inside, files in os.walk(path):
-        inside[:] = sorted(name for name in inside if not name.startswith("."))
-        yield from (Path(place, name) for name in sorted(files) if not name.startswith("."))
+    elif (path / MANIFEST).exists() or (path / "checkpoints").is_dir():
+        below = path if (path / MANIFEST).exists() else path / "checkpoints"
+        yield from sorted(file for file in below.rglob("*") if file.is_file())
+    elif path.is_dir():
+        yield from sorted(file for file in path.iterdir() if file.name.endswith((".safetensors", ".safetensors.index.json")))
 
 
 def _unsent_file_error(key: str, file: str, why: str) -> ConfigError:

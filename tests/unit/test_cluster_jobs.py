@@ -141,15 +141,15 @@ def test_no_more_logs_are_read_than_a_name_needs():
 
 def test_a_failed_job_says_why():
     said = read_log_facts(log_of("a") + "error: no data\x1b[2J at all\n  cure: give some\n")
-    assert describe_failure(job(status="FAILED"), said) == "error: no data\\x1b[2J at all"
+    assert describe_failure(job(status="FAILED"), said) == "no data\\x1b[2J at all"
     assert read_log_facts(log_of("a")).folder == "/home/me/raypar/runs/a"
     again = read_log_facts("[1/6] run text found in s3://b/runs/text: 9 steps ... 0.4 s\n")
     assert (again.run, again.folder) == ("text", "s3://b/runs/text")
     message = "Job entrypoint command failed with exit code 2, last available logs:\nerror: job.yaml: no key\n  cure: x\n"
-    assert describe_failure(job(status="FAILED", message=message), read_log_facts("")) == "error: job.yaml: no key"
+    assert describe_failure(job(status="FAILED", message=message), read_log_facts("")) == "job.yaml: no key"
     message = "runtime_env setup failed\nno such package\n"
-    assert describe_failure(job(status="FAILED", message=message), read_log_facts("")) == "error: no such package"
-    assert describe_failure(job(status="FAILED"), read_log_facts("")) == "error: Ray does not say why"
+    assert describe_failure(job(status="FAILED", message=message), read_log_facts("")) == "no such package"
+    assert describe_failure(job(status="FAILED"), read_log_facts("")) == "Ray does not say why"
 
 
 def test_a_job_of_the_same_name_that_has_not_ended_is_warned_of():

@@ -144,6 +144,7 @@ def test_where_the_run_folder_of_a_submitted_job_is(jobs, capfd, command):
     error = capfd.readouterr().err
     assert "status, top and report read run folders" in error and "job a of the cluster is /home/me/raypar/runs/text" in error
     assert "`raypar status /home/me/raypar/runs/text`" in error and "`raypar logs text`" in error
+    assert main([command]) == 2 and "`raypar logs NAME` show a cluster's job from here" in capfd.readouterr().err
     assert main([command, "unknown"]) == 2
     error = capfd.readouterr().err
     assert "no run 'unknown'" in error and "status, top and report read run folders" in error and "`raypar runs`" in error
@@ -246,6 +247,7 @@ def test_what_rays_variable_and_other_rules_leave_to_the_job(jobs, sent, capfd, 
     Path(".rayignore").unlink()
     Path("runs/old").mkdir(parents=True)
     Path("runs/old/model.safetensors").write_bytes(b"")
+    assert submit(["--no-wait", "--set", "init_from=."], capfd) == (0, ""), "of a folder only the weights in it count"
     said = submit(["--no-wait", "--set", "init_from=runs/old"], capfd)[1]
     assert "needs runs/old/model.safetensors, and `raypar submit` never sends runs/" in said
     said = submit(["--no-wait", "--set", "init_from=../model.pt"], capfd)[1]
