@@ -49,6 +49,10 @@ DOCUMENT_BYTES = 16 << 20
 """Size limit of plan.json, members.json, cluster.json and totals.json: enough for tens of thousands of workers."""
 
 
+class NoSuchRun(ConfigError):
+    """No run has the name or the path, or there is none at all."""
+
+
 def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
     """`given` as a path, with `~` as the home folder. Raises `ConfigError` for a URI: as a path it would name a folder on this
     machine's disk.
@@ -269,7 +273,7 @@ class RunFolder:
         root = Path(run_dir)
         there = sorted({p.parent.name for mark in ("job.yaml", "checkpoints") for p in root.glob(f"*/{mark}")})
         near = difflib.get_close_matches(str(run), there, n=1, cutoff=0.5)
-        raise ConfigError(
+        raise NoSuchRun(
             f"no run {str(run)!r}, neither as a path nor under {root}",
             cure=(f"did you mean {near[0]}? " if near else "")
             + (
@@ -323,7 +327,7 @@ class RunFolder:
             records = [run / "cluster.json" for run in runs if run.is_dir()]
             started = sorted((path for path in records if path.exists()), key=lambda path: path.lstat().st_mtime)
         if not started:
-            raise ConfigError(
+            raise NoSuchRun(
                 f"no run lies under {run_dir}",
                 cure="give the path of the run's folder, or --run-dir with the folder of your runs",
             )

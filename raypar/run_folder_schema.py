@@ -94,7 +94,9 @@ MEMBERS: dict[str, Check] = {
     "replaying": lambda value: isinstance(value, dict) and all(STEP(value.get(key)) for key in ("step", "until")),
 }  # fmt: skip
 _NODE: dict[str, Check] = {"node": _text, "pid": _count(2**31), "head": lambda value: isinstance(value, bool)}
-CLUSTER: dict[str, Check] = {"kind": _text, "address": _text, "nodes": _records(_NODE, *_NODE)}
+CLUSTER: dict[str, Check] = {
+    "kind": _text, "address": _text, "nodes": _records(_NODE, *_NODE), "submitted": lambda value: isinstance(value, bool),
+}  # fmt: skip
 TOTALS: dict[str, Check] = {"time": TIME}
 """The rest is checked where it is read (`telemetry.run_totals.read_totals`)."""
 

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
-from raypar.commands.submit import RUN_HELP, add_address_argument, follow_to_the_end, names_run_folder
+from raypar.commands.submit import RUN_HELP, add_address_argument, follow_to_the_end, names_run_folder, print_to_stderr
 
 if TYPE_CHECKING:
     from raypar.run_folder import RunFolder
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the log; see above for the exit codes."""
     from raypar.console.json_stdout import json_stdout
-    from raypar.launch.cluster_jobs import match_job, parse_ray_job_record
+    from raypar.launch.find_cluster_job import find_cluster_job
     from raypar.launch.job_printer import JobPrinter
     from raypar.launch.job_server import connect_job_server, find_server_address
     from raypar.run_folder import RunFolder
@@ -48,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
             with RunFolder.open_for_reading(args.run, args.run_dir or "runs/", with_job=False) as folder:
                 return print_run_log(folder, out, follow=args.follow, as_json=args.json)
         server = connect_job_server(address)
-        job = match_job(args.run, [*map(parse_ray_job_record, server.jobs())], server.name)
+        matched = find_cluster_job(server, args.run)
+        job = matched.found.job
+        for other in matched.also:
+            print_to_stderr(f"note: this is the log of job {job.submission_id}; {args.run} is also {other.describe()}")
         printer = JobPrinter(out, as_json=args.json)
         if args.follow:
             return printer.ended(follow_to_the_end(server, job, printer))

@@ -32,12 +32,12 @@ def run(args: argparse.Namespace) -> int:
     from functools import partial
 
     from raypar.commands.status import write_option_output_file
+    from raypar.launch.find_cluster_job import open_run_folder
     from raypar.redact_secrets import redact_text, secrets_of_environment
-    from raypar.run_folder import RunFolder
     from raypar.untrusted_files import printable
 
     known = secrets_of_environment(os.environ)
-    with RunFolder.open_for_reading(args.run, args.run_dir, with_job=False) as folder:
+    with open_run_folder(args.run, args.run_dir) as folder:
         out = args.out if args.out is not None else f"{folder.path.resolve().name}.html"
         page = printable(report_page(folder, time.time(), partial(redact_text, known=known), known))
     write_option_output_file(out, page, "--out")

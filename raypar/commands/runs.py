@@ -36,12 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the list, the last one last; exit code 0, also if it is empty."""
+    import os
     import time
 
     from raypar.console.json_stdout import json_stdout, json_text
     from raypar.console.run_table import format_run_table
     from raypar.errors import ConfigError
     from raypar.launch.job_server import connect_job_server, find_server_address
+    from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
     from raypar.untrusted_files import printable
 
     if args.last < 0:
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.address is not None and run_dir is not None:
         raise ConfigError("--address lists a cluster's jobs, --run-dir the runs in a folder", cure="give one of them")
     address = find_server_address(args.address) if run_dir is None else None
-    now = time.time()
+    now, known = time.time(), secrets_of_environment(os.environ)
     with json_stdout(args.json) as out:
         if address is None:
             place = run_dir or "runs/"
@@ -64,9 +66,10 @@ def run(args: argparse.Namespace) -> int:
             place = server.name
             rows = list_cluster_runs(server, args.last)
         if args.json:
-            print(json_text([row.facts() for row in rows]), file=out)
+            print(json_text(tree_without_certain_secrets([row.facts() for row in rows], known)), file=out)
         else:
-            print(printable(format_run_table(rows, now)) if rows else f"no runs in {place}", file=out)
+            table = format_run_table(rows, now) if rows else f"no runs in {place}"
+            print(printable(redact_certain_secrets(table, known)), file=out)
     return 0
 
 
@@ -143,23 +146,25 @@ def list_cluster_runs(server: JobServer, last: int) -> list[RunRow]:
 def read_job_row(server: JobServer, job: ClusterJob, *, with_log: bool) -> RunRow:
     """The row of a job, with what its log says of its run."""
     from raypar.console.run_table import RunRow
-    from raypar.errors import ClusterError
-    from raypar.launch.cluster_jobs import LogFacts, read_log_facts
+    from raypar.launch.cluster_jobs import LogFacts, describe_failure
+    from raypar.launch.find_cluster_job import JobWithLog, read_job_with_log
 
-    said = LogFacts()
-    if with_log and job.state != "pending":
-        with contextlib.suppress(ClusterError):  # its node is gone
-            said = read_log_facts(server.log(job.submission_id))
-    waits = said.waiting is not None and job.state == "running"
-    starting = job.state == "running" and said.step is None
+    found = read_job_with_log(server, job) if with_log else JobWithLog(job, LogFacts())
+    said = found.said
+    if found.state == "waiting":
+        why = said.waiting or ""
+    elif found.state == "failed":
+        why = describe_failure(job, said)
+    else:
+        why = said.end or job.message
     return RunRow(
-        name=said.run or job.name,
-        state="waiting" if waits else "starting" if starting else job.state,
+        name=found.name,
+        state=found.state,
         step=said.step,
         steps=said.steps,
         loss=said.loss,
         started_s=job.started_s,
         updated_s=job.ended_s,
-        why=said.waiting or "" if waits else said.end or job.message,
+        why=why,
         submission_id=job.submission_id,
     )

@@ -31,12 +31,12 @@ def run(args: argparse.Namespace) -> int:
     import time
 
     from raypar.console.run_status import format_status
+    from raypar.launch.find_cluster_job import open_run_folder
     from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
-    from raypar.run_folder import RunFolder
     from raypar.untrusted_files import printable
 
     known = secrets_of_environment(os.environ)
-    with RunFolder.open_for_reading(args.run, args.run_dir, with_job=False) as folder:
+    with open_run_folder(args.run, args.run_dir) as folder:
         found = read_status(folder, time.time())
         if args.svg is not None:
             write_throughput_chart(folder, args.svg, found.steps)

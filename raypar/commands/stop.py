@@ -1,7 +1,8 @@
 """`raypar stop RUN`: lets a run finish its step, save a checkpoint and end, as Ctrl-C does. A run of this machine, a run on S3
 wherever it trains, or, with --address (or RAY_API_SERVER_ADDRESS), a cluster's submitted job.
 
-Exit codes: 0 it has ended (or had before), 1 it has not within --wait-s, 2 no such run.
+Exit codes: 0 it has ended (or had before); 1 it has not within --wait-s, or it had, and another job of this name has not;
+2 no such run, or several that have not ended have this name.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Stop the run and say what it has left; see above for the exit codes."""
     from raypar.console.json_stdout import json_stdout, json_text
     from raypar.errors import ConfigError
-    from raypar.launch.cluster_jobs import match_job, parse_ray_job_record
+    from raypar.launch.find_cluster_job import find_cluster_job, the_one_to_stop
     from raypar.launch.job_server import connect_job_server, find_server_address
 
     if not args.wait_s > 0:
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             facts = stop_run_of_folder(args.run, args.run_dir or "runs/", args.wait_s)
         else:
             server = connect_job_server(address)
-            facts = stop_job(server, match_job(args.run, [*map(parse_ray_job_record, server.jobs())], server.name), args.wait_s)
+            facts = stop_job(server, the_one_to_stop(find_cluster_job(server, args.run), args.run), args.wait_s)
         text = facts.pop("text")
         print(json_text(facts) if args.json else text, file=out)
     return 0

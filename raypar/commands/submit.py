@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from raypar.launch.job_printer import JobPrinter
     from raypar.launch.job_server import JobServer
 
-RUN_HELP = "of a cluster: submission id or name of a job; else name of a run under --run-dir, or its path or URI"
+RUN_HELP = (
+    "of a cluster: submission id, or name as `raypar runs` shows it; else name of a run under --run-dir, or its path or URI"
+)
 """What names a run, for logs and stop."""
 
 
@@ -48,11 +50,14 @@ def add_address_argument(parser: argparse.ArgumentParser, default: str = "RAY_AP
 def names_run_folder(run: str, run_dir: str | None, address: str | None) -> bool:
     """Whether RUN of logs and stop names a run folder or a place on storage, not a job of a cluster.
 
-    It does if --run-dir is given, or if RUN is a URI and no --address is given; a cluster in the environment is then ignored.
+    It does if --run-dir is given, if RUN has a slash and is a folder of this machine, or if RUN is a URI and no --address is
+    given; a cluster in the environment is then ignored.
     """
     from raypar.worker.checkpoint.checkpoint_store import storage_scheme
 
-    return run_dir is not None or (address is None and bool(storage_scheme(run)))
+    if run_dir is not None or (os.sep in run and os.path.isdir(os.path.expanduser(run))):
+        return True
+    return address is None and bool(storage_scheme(run))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +67,13 @@ def run(args: argparse.Namespace) -> int:
     from raypar.launch.cluster_jobs import parse_ray_job_record
     from raypar.launch.job_printer import JobPrinter
     from raypar.launch.job_server import connect_job_server, find_server_address
-    from raypar.launch.submit_to_job_server import make_entrypoint, make_runtime_env, same_name_warning, submit_job
+    from raypar.launch.submit_to_job_server import (
+        check_files_are_sent,
+        make_entrypoint,
+        make_runtime_env,
+        same_name_warning,
+        submit_job,
+    )
 
     job = load_job(args.job, args.overrides)
     entrypoint = make_entrypoint(args.job, args.working_dir, args.overrides, args.resume)
@@ -70,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     with json_stdout(args.json) as out:
         printer = JobPrinter(out, as_json=args.json)
         server = connect_job_server(find_server_address(args.address) or os.environ.get("RAY_ADDRESS"))
+        check_files_are_sent(job, args.job, args.working_dir)
         warning = same_name_warning(job.name, [*map(parse_ray_job_record, server.jobs())])
         if warning is not None and args.resume is not False:
             print_to_stderr(warning)

@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
 
     from raypar.console.top_screen import make_console, require_rich, top_screen
     from raypar.errors import ConfigError
+    from raypar.launch.find_cluster_job import open_run_folder
     from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
-    from raypar.run_folder import RunFolder
 
     require_rich()
     clean = partial(redact_certain_secrets, known=secrets_of_environment(os.environ))
     console = make_console()
-    with RunFolder.open_for_reading(args.run, args.run_dir, with_job=False) as folder:
+    with open_run_folder(args.run, args.run_dir) as folder:
         look = follow_run_folder(folder)
         if args.once:
             height = console.height if console.is_terminal else ONCE_LINES

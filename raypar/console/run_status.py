@@ -98,6 +98,8 @@ class RunStatus:
     """The raylets of a local Ray cluster: node, pid, cpus, head, and `state`: there, leaving (it is drained) or gone."""
     address: str | None
     """The address of the Ray cluster."""
+    submitted: bool
+    """Whether a submitted job trains it."""
     survived: str | None
     """The faults of the run, counted, in one line."""
     story: tuple[tuple[float | None, str], ...]
@@ -159,6 +161,7 @@ def build_run_status(
         driver_pid=told.get("driver_pid") if phase != "ended" else None,
         nodes=tuple(local_node_states(cluster or {}, gone, events)) if phase != "ended" else (),
         address=(cluster or {}).get("address") if not ended else None,
+        submitted=bool((cluster or {}).get("submitted")),
         survived=summarize_faults(events),
         story=tuple(recent_event_lines(events)),
     )
@@ -288,7 +291,7 @@ def format_status(status: RunStatus) -> str:
     rows: list[tuple[str, str]] = []
     was = ", when it was last heard of" if status.silent_s is not None else ""
     if status.silent_s is not None or status.end in ("stopped", "interrupted", "failed"):
-        rows.append(("next", resume_advice(status.resume)))
+        rows.append(("next", resume_advice(status.resume, submitted=status.submitted)))
     if status.samples_per_s is not None:
         time_of_step, median = format_step_times(status)
         of = "mean of the last " + count_noun(status.speed_steps, "step") if status.speed_steps > 1 else "the last step"
@@ -327,10 +330,10 @@ def format_status(status: RunStatus) -> str:
     return "\n".join(parts)
 
 
-def resume_advice(resume: str | None) -> str:
+def resume_advice(resume: str | None, *, submitted: bool = False) -> str:
     """The advice about a run that was killed or has ended early. A run that is only stuck refuses to be resumed."""
     if resume is None:
-        return "`raypar train` anew: there is no checkpoint to go on from"
+        return f"`raypar {'submit' if submitted else 'train'}` anew: there is no checkpoint to go on from"
     return f"`raypar resume {resume}` goes on from the last checkpoint"
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from raypar.console.event_printer import format_duration
 from raypar.console.run_status import find_end_event, overdue_silence_s
+from raypar.elastic.plain_failure_text import plain_failure_text
+from raypar.untrusted_files import shorten
 
 DAY_S = 24 * 3600.0
 
@@ -77,7 +79,7 @@ def build_run_row(
         loss=done[-1]["loss"] if done else None,
         started_s=started_s,
         updated_s=updated_s,
-        why=str((end or told).get("why") or ""),
+        why=plain_failure_text(str((end or told).get("why") or "")),
     )
 
 
@@ -93,9 +95,17 @@ def format_run_table(rows: Sequence[RunRow], now: float) -> str:
     widths = [max(len(cell[column]) for cell in cells) for column in range(len(cells[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(cell, widths, strict=True)).rstrip() for cell in cells]
     for number, row in reversed([*enumerate(rows, start=1)]):
-        if row.why and row.state in ("waiting", "pending"):
-            lines.insert(number + 1, f"  {row.why.splitlines()[0]}")
+        if row.why.strip() and row.state in ("waiting", "pending", "failed", "unreadable"):
+            lines.insert(number + 1, f"  {_reason(row)}")
     return "\n".join(lines)
+
+
+def _reason(row: RunRow) -> str:
+    """What a run waits for, or why it has failed, as one line: `error: no module m`."""
+    first = row.why.strip().splitlines()[0]
+    if row.state in ("waiting", "pending"):
+        return first
+    return "error: " + shorten(first)
 
 
 def _step(row: RunRow) -> str:

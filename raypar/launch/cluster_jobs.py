@@ -1,15 +1,13 @@
-"""Jobs of a cluster's job server as data: their state, what their logs say, and which one a user means. Pure."""
+"""Jobs of a cluster's job server as data: their state, and what their logs say. Pure."""
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raypar.errors import ConfigError
-from raypar.untrusted_files import printable
+from raypar.untrusted_files import printable, shorten
 
 NAME_KEY = "raypar_job"
 """Key of a submitted job's metadata that holds the name of the job file's job."""
@@ -21,8 +19,12 @@ STOPPED_CODE = 130
 """Exit code of a run that was stopped at a user's request, as after Ctrl-C."""
 
 _STEP = re.compile(r"^step (?P<step>\d+)/(?P<steps>\d+)  loss (?P<loss>\S+)")
-_RUN = re.compile(r"the run is called (?P<run>\S+); its folder is (?P<path>.+)$|^\[1/\d+\] run (?P<again>\S+) found in ")
+_RUN = re.compile(
+    r"the run is called (?P<run>\S+); its folder is (?P<path>.+)$"
+    r"|^\[1/\d+\] run (?P<again>\S+) found in (?P<found>.+): \d+ steps( |$)"
+)
 _END = re.compile(r"^stopped after (?P<step>\d+) steps .*|^.*: (?P<done>\d+) steps, .*samples/s.*$")
+_ERROR = re.compile(r"^error: (.*\S)")
 _WAITING = re.compile(r"^ *(waiting for (?:\d+ more workers?|\d+ CPUs?|run )\b.*)$")
 """Lines about the cluster's room; those about what started workers do are a part of the start."""
 
@@ -82,23 +84,6 @@ def _seconds(milliseconds: object) -> float | None:
     return milliseconds / 1000 if isinstance(milliseconds, (int, float)) and milliseconds > 0 else None
 
 
-def match_job(given: str, jobs: Sequence[ClusterJob], server: str) -> ClusterJob:
-    """The job that `given` means: its submission id, or the name of the job file's job; of several of one name the one that was
-    submitted last. Raises `ConfigError` with the nearest names."""
-    by_id = [job for job in jobs if job.submission_id == given]
-    named = sorted((job for job in jobs if job.name == given), key=lambda job: job.started_s or 0.0)
-    if by_id or named:
-        return (by_id or named)[-1]
-    latest = sorted(jobs, key=lambda job: job.started_s or 0.0)[-10:]
-    there = [*dict.fromkeys(name for job in latest for name in (job.name, job.submission_id) if name)]
-    near = difflib.get_close_matches(given, there, n=1, cutoff=0.5)
-    raise ConfigError(
-        f"no job {given!r} at {server}, neither as a submission id nor as a name",
-        cure=(f"did you mean {near[0]}? " if near else "")
-        + (f"the last jobs there: {', '.join(there)}" if there else "no job has been submitted there"),
-    )
-
-
 @dataclass(frozen=True)
 class LogFacts:
     """What a job's log says of its run; None where it says nothing."""
@@ -115,6 +100,10 @@ class LogFacts:
     """What the run waits for, if that is the last that was said."""
     end: str | None = None
     """The line about the end: steps done, and where the checkpoint is."""
+    folder: str | None = None
+    """Where the run's folder is: a path on the machine where the job ran, or a URI."""
+    error: str | None = None
+    """The first line of the last error, without its `error:`."""
 
 
 def read_log_facts(log: str) -> LogFacts:
@@ -129,10 +118,20 @@ def read_log_facts(log: str) -> LogFacts:
                 facts["loss"] = None
         elif found := _RUN.search(line):
             facts |= {"run": printable(found["run"] or found["again"]), "waiting": None}
+            facts["folder"] = printable(found["path"] or found["found"]).strip()
         elif found := _END.match(line):
             facts |= {"step": int(found["step"] or found["done"]), "end": printable(line.strip()), "waiting": None}
         elif found := _WAITING.match(line):
             facts["waiting"] = printable(found[1])
+        elif found := _ERROR.match(line):
+            facts["error"] = shorten(found[1])
         elif line.startswith(("[", "the cluster has room for ")):  # a stage of the start-up; the end of a wait
             facts["waiting"] = None
     return LogFacts(**facts)
+
+
+def describe_failure(job: ClusterJob, said: LogFacts) -> str:
+    """Why a job has failed, in a line: the error in its log, else in what Ray says of it."""
+    last = next((line.strip() for line in reversed(job.message.splitlines()) if line.strip()), "")
+    why = said.error or read_log_facts(job.message).error or last
+    return shorten(why) if why else "Ray does not say why"

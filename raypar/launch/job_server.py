@@ -212,7 +212,7 @@ class JobServer:
             late = isinstance(error.reason, TimeoutError)
             raise ClusterError(f"no answer within {limit_s:.0f} s" if late else _reason(error.reason)) from None
         except (OSError, http.client.HTTPException) as error:
-            raise ClusterError(f"it does not speak HTTP: {_reason(error)}") from None
+            raise ClusterError(_no_http(error)) from None
         except ValueError:
             raise ClusterError("it is not Ray's job server: its answer is not JSON") from None
 
@@ -243,6 +243,12 @@ class JobServer:
 def _quoted(submission_id: str) -> str:
     """The id as a part of a path."""
     return urllib.parse.quote(submission_id, safe="")
+
+
+def _no_http(error: Exception) -> str:
+    """What to say of a server that is none for HTTP, without the bytes that it has sent, such as those of Ray's own port."""
+    why = f" ({_reason(error)})" if isinstance(error, OSError) and error.strerror else ""
+    return f"it does not speak HTTP{why}: this is not a job server's port, which is usually {DASHBOARD_PORT}"
 
 
 def _reason(error: object) -> str:

@@ -17,6 +17,7 @@ from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
 from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.make_run_request import make_run_request
+from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.launch.result import Result
 from raypar.launch.sample_from_trained_model import generate_text_with_checkpoint
 from raypar.run_folder import RunFolder
@@ -135,7 +136,8 @@ def _connect_and_follow(
         folder = options.make_folder(chosen)
         begun = options.resume is not None
         try:
-            write_text_atomically(folder.cluster, json.dumps(connection.facts, indent=1) + "\n")
+            facts = {**connection.facts, "submitted": is_submitted_job()}
+            write_text_atomically(folder.cluster, json.dumps(facts, indent=1) + "\n")
             text = f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.place}"
             _tell_stage(tell, "connected", text, run=folder.name)
             request = make_request(folder, connection.host)

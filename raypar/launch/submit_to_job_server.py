@@ -9,15 +9,20 @@ import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ClusterError, ConfigError, error_first_line
 from raypar.launch.cluster_jobs import NAME_KEY, ClusterJob
 from raypar.launch.job_server import ADDRESS_VARIABLE, JobServer
-from raypar.untrusted_files import printable
+from raypar.untrusted_files import printable, shorten
+
+if TYPE_CHECKING:
+    from raypar.config import Job
 
 EXCLUDES = ("runs/", ".git/", ".venv/")
 """What of the working directory is not sent, beside what its .gitignore and .rayignore name."""
+IGNORE_GITIGNORE_VARIABLE = "RAY_RUNTIME_ENV_IGNORE_GITIGNORE"
+"""Environment variable that lets Ray send what a .gitignore names, if it is 1."""
 SUBMIT_S = 300.0
 """How long packing and sending the working directory may take."""
 STOP_WAIT_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
@@ -49,6 +54,99 @@ def make_runtime_env(working_dir: Path, environ: Mapping[str, str] = os.environ)
     if not wait.isdecimal():
         raise ConfigError(f"{STOP_WAIT_VARIABLE}={wait!r}", cure="give whole seconds, such as 120")
     return {"working_dir": os.path.abspath(working_dir), "excludes": list(EXCLUDES), "env_vars": {STOP_WAIT_VARIABLE: wait}}
+
+
+def check_files_are_sent(job: Job, job_file: str, working_dir: Path) -> None:
+    """Raise `ConfigError` for a file that the job names and that lies in the working directory, but is not sent along.
+
+    These are the job file, `init_from` and `plan.schedule_file`. Absolute paths and URIs are read where the job runs.
+    """
+    root = Path(os.path.abspath(working_dir))
+    named = {"the job file": os.path.relpath(job_file, root)}
+    if job.init_from is not None:
+        named["init_from"] = job.init_from.path
+    if job.plan != "auto" and job.plan.schedule_file is not None:
+        named["plan.schedule_file"] = job.plan.schedule_file
+    for key, given in named.items():
+        if os.path.isabs(given) or given.startswith("~") or "://" in given:
+            continue
+        path = Path(os.path.normpath(root / given))
+        if not path.is_relative_to(root):
+            raise ConfigError(
+                f"{key} {shorten(given)} is not in the working directory {root}, so the cluster would not get it",
+                cure="put it there, or give an absolute path or a URI that all nodes of the cluster reach",
+            )
+        for file in _files_at(path):
+            if (why := find_what_leaves_out(root, file)) is not None:
+                raise _unsent_file_error(key, str(file.relative_to(root)), why)
+
+
+def find_what_leaves_out(root: Path, file: Path) -> str | None:
+    """What keeps Ray from sending `file`, below `root`: the path of an ignore file there, or one of `EXCLUDES`; else None.
+
+    As Ray does it, a folder's .gitignore and .rayignore count for all that is below, and no rule takes another file's back.
+    """
+    inside = file.relative_to(root)
+    for part in inside.parts:
+        if f"{part}/" in EXCLUDES and root.joinpath(*inside.parts[: inside.parts.index(part) + 1]).is_dir():
+            return f"{part}/"
+    try:
+        from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
+    except ImportError:  # the submission says how to install it
+        return None
+    with_git = os.environ.get(IGNORE_GITIGNORE_VARIABLE, "0") != "1"
+    rules: list[tuple[Path, Any]] = []
+    for place in (*reversed(file.parents), file):
+        if not place.is_relative_to(root):
+            continue
+        try:
+            with _quiet_ray_log():
+                ray_only = get_excludes_from_ignore_files(place, include_gitignore=False)
+                both = get_excludes_from_ignore_files(place, include_gitignore=with_git)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"the .gitignore or .rayignore in {place} cannot be read: {error_first_line(error)}",
+                cure="mend it, or remove it",
+            ) from error
+        names = [".gitignore"] * (len(both) - len(ray_only)) + [".rayignore"] * len(ray_only)
+        rules += [(place / name, matches) for name, matches in zip(names, both, strict=True)]
+        for source, matches in rules:
+            if matches(place):
+                return str(source.relative_to(root))
+    return None
+
+
+def _files_at(path: Path) -> Iterator[Path]:
+    """The file at the path, or those that `init_from` reads of a folder: checkpoints of a run, a checkpoint, weights."""
+    from raypar.worker.checkpoint.manifest import MANIFEST
+
+    if path.is_file():
+        yield path
+    elif (path / MANIFEST).exists() or (path / "checkpoints").is_dir():
+        below = path if (path / MANIFEST).exists() else path / "checkpoints"
+        yield from sorted(file for file in below.rglob("*") if file.is_file())
+    elif path.is_dir():
+        yield from sorted(file for file in path.iterdir() if file.name.endswith((".safetensors", ".safetensors.index.json")))
+
+
+def _unsent_file_error(key: str, file: str, why: str) -> ConfigError:
+    """The error for a file that is needed and that `why`, an ignore file or one of `EXCLUDES`, leaves out."""
+    elsewhere = "give an absolute path or a URI that all nodes of the cluster reach"
+    if why in EXCLUDES:
+        return ConfigError(
+            f"{key} needs {shorten(file)}, and `raypar submit` never sends {why}, so the cluster would not get it",
+            cure=f"copy it to another folder of the working directory, or {elsewhere}",
+        )
+    instead = f", or set {IGNORE_GITIGNORE_VARIABLE}=1 (then only .rayignore counts)" * why.endswith(".gitignore")
+    if key == "the job file":
+        return ConfigError(
+            f"the job file {shorten(file)} is not sent along, because {why} names it, so the cluster would not get it",
+            cure=f"take it out of {why}{instead}",
+        )
+    return ConfigError(
+        f"{key} needs {shorten(file)}, which is not sent along, because {why} names it, so the cluster would not get it",
+        cure=f"take it out of {why}{instead}, or {elsewhere}",
+    )
 
 
 def same_name_warning(name: str, jobs: Sequence[ClusterJob]) -> str | None:

@@ -103,6 +103,8 @@ def test_bad_input_of_a_submitted_job_has_its_exit_code_and_an_id_is_used_once(r
     )
     assert code == 2, out + err
     assert "error: " in out and "cure: " in out and out.splitlines()[-1] == "job c has failed, with exit code 2"
+    why = rows(raypar)["c"]["why"]
+    assert why and f"error: {why}" in out, "`raypar runs` says why it has failed"
     code, out, err = ended(raypar("submit", "jobs/quickstart.yaml", "--submission-id", "c"))
     assert code == 2 and "a job 'c' has been submitted" in err and "Traceback" not in err
     code, _, err = ended(raypar("logs", "nobody"))

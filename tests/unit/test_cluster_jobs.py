@@ -6,7 +6,8 @@ import json
 import pytest
 
 from raypar.errors import ClusterError, ConfigError
-from raypar.launch.cluster_jobs import match_job, parse_ray_job_record, read_log_facts
+from raypar.launch.cluster_jobs import describe_failure, parse_ray_job_record, read_log_facts
+from raypar.launch.find_cluster_job import JobWithLog, OtherJobIsActive, match_job, the_one_to_stop
 from raypar.launch.follow_job import AWAY_S, JobFollower, wait_for_job_end
 from raypar.launch.job_printer import JobPrinter, describe_job_end
 from raypar.launch.submit_to_job_server import same_name_warning
@@ -63,15 +64,92 @@ def test_what_a_log_says():
     assert read_log_facts("") == read_log_facts("anything else\n")
 
 
+def match(given, *jobs, logs=()):
+    logs = dict(logs)
+    return match_job(given, jobs, "s", lambda one: JobWithLog(one, read_log_facts(logs.get(one.submission_id, ""))))
+
+
+def log_of(run, said=""):
+    return f"      the run is called {run}; its folder is /home/me/raypar/runs/{run}\n{said}"
+
+
+def stop_id(given, *jobs, logs=()):
+    return the_one_to_stop(match(given, *jobs, logs=logs), given).submission_id
+
+
 def test_a_job_is_meant_by_its_id_or_by_its_name_of_which_the_last_one_counts():
-    jobs = [job("a", start=1), job("b", start=3), job("c", start=2), job("quick", name="other", start=9)]
-    assert match_job("a", jobs, "s").submission_id == "a"
-    assert match_job("quickstart", jobs, "s").submission_id == "b"
+    jobs = [job("a", "STOPPED", start=1), job("b", "STOPPED", start=3), job("c", "FAILED", start=2), job("quick", name="other")]
+    assert match("a", *jobs).found.job.submission_id == "a"
+    assert match("quickstart", *jobs).found.job.submission_id == "b"
     with pytest.raises(ConfigError, match="no job 'quickstrat' at s") as error:
-        match_job("quickstrat", jobs, "s")
+        match("quickstrat", *jobs)
     assert "did you mean quickstart?" in error.value.cure and "the last jobs there: quickstart, a, c, b" in error.value.cure
     with pytest.raises(ConfigError, match="no job has been submitted there"):
-        match_job("a", [], "s")
+        match("a")
+
+
+def test_the_name_that_runs_shows_works_for_logs_and_stop():
+    """The second submission of a job `dup` became run dup-2, which neither knew, and `stop dup` stopped it."""
+    both = job("one", name="dup", start=1), job("two", name="dup", start=2)
+    logs = {"one": log_of("dup", STEPS), "two": log_of("dup-2", STEPS)}
+    assert [stop_id(name, *both, logs=logs) for name in ("dup", "dup-2", "one", "two")] == ["one", "two", "one", "two"]
+    unnamed = job("three", metadata={})
+    assert stop_id("mine", *both, unnamed, logs={**logs, "three": log_of("mine")}) == "three", "ray job submit"
+    assert match("dup-2", *both, logs={"two": log_of("dup-2")}).found.describe() == "job two (run dup-2, starting)"
+
+
+def test_a_job_that_has_not_ended_comes_before_one_that_has_and_one_that_runs_before_one_that_waits():
+    ended, active = job("a", "STOPPED", "text", 2), job("b", "RUNNING", "text", 1)
+    assert stop_id("text", ended, active, logs={"a": log_of("text"), "b": log_of("text")}) == "b", "it was resumed"
+    waits, trains = job("w", "RUNNING", "text", 3), job("t", "RUNNING", "text", 1)
+    logs = {"w": log_of("text-2", "waiting for 2 CPUs: 1 of 4 are free\n"), "t": log_of("text-3", STEPS)}
+    assert match("text", waits, trains, logs=logs).found.job.submission_id == "t"
+
+
+def test_a_stop_that_may_mean_several_jobs_stops_none():
+    both = job("one", name="dup", start=1), job("two", "PENDING", name="dup", start=2)
+    with pytest.raises(
+        ConfigError, match=r"2 jobs .*'dup': job one \(run dup, running\), job two \(no run yet, pending\)"
+    ) as e:
+        stop_id("dup", *both, logs={"one": log_of("dup", STEPS)})
+    assert e.value.exit_code == 2 and "nothing was stopped" in e.value.cure and "raypar stop one" in e.value.cure
+    with pytest.raises(ConfigError, match=r"job one \(run dup-3, starting\), job two"):
+        both = job("one", name="dup", start=3), job("two", name="dup", start=2)
+        stop_id("dup", *both, logs={"one": log_of("dup-3"), "two": log_of("dup-2")})
+
+
+def test_a_stop_of_a_run_that_has_ended_tells_the_other_job_of_its_name():
+    both = job("one", "STOPPED", "dup", 1), job("two", "RUNNING", "dup", 2)
+    logs = {"one": log_of("dup"), "two": log_of("dup-2", STEPS)}
+    with pytest.raises(OtherJobIsActive, match=r"run dup had ended already .*job two \(run dup-2, running\)") as error:
+        stop_id("dup", *both, logs=logs)
+    assert error.value.exit_code == 1 and "`raypar stop two` stops that one" in error.value.cure
+    assert stop_id("one", *both, logs=logs) == "one", "an id means one job only"
+    assert match("dup", *both, logs=logs).also[0].job.submission_id == "two"
+
+
+def test_no_more_logs_are_read_than_a_name_needs():
+    read: list[str] = []
+
+    def note(one):
+        read.append(one.submission_id)
+        return JobWithLog(one, read_log_facts(log_of("text")))
+
+    jobs = [*(job(f"old{n}", "SUCCEEDED", "text", n) for n in range(1, 5)), job("else", name="other"), job("p", "PENDING", "z")]
+    assert match_job("text", jobs, "s", note).found.job.submission_id == "old4" and read == ["old4"]
+
+
+def test_a_failed_job_says_why():
+    said = read_log_facts(log_of("a") + "error: no data\x1b[2J at all\n  cure: give some\n")
+    assert describe_failure(job(status="FAILED"), said) == "no data\\x1b[2J at all"
+    assert read_log_facts(log_of("a")).folder == "/home/me/raypar/runs/a"
+    again = read_log_facts("[1/6] run text found in s3://b/runs/text: 9 steps ... 0.4 s\n")
+    assert (again.run, again.folder) == ("text", "s3://b/runs/text")
+    message = "Job entrypoint command failed with exit code 2, last available logs:\nerror: job.yaml: no key\n  cure: x\n"
+    assert describe_failure(job(status="FAILED", message=message), read_log_facts("")) == "job.yaml: no key"
+    message = "runtime_env setup failed\nno such package\n"
+    assert describe_failure(job(status="FAILED", message=message), read_log_facts("")) == "no such package"
+    assert describe_failure(job(status="FAILED"), read_log_facts("")) == "Ray does not say why"
 
 
 def test_a_job_of_the_same_name_that_has_not_ended_is_warned_of():

@@ -288,6 +288,8 @@ def test_a_run_that_ended_early_says_how_to_go_on(end):
     assert ("  next     `raypar resume tiny` goes on from the last checkpoint" in lines) == (end != "done")
     lines = format_status(of(events=ended)).splitlines()
     assert ("  next     `raypar train` anew: there is no checkpoint to go on from" in lines) == (end != "done")
+    lines = format_status(of(events=ended, cluster={"kind": "joined", "nodes": [], "submitted": True})).splitlines()
+    assert ("  next     `raypar submit` anew: there is no checkpoint to go on from" in lines) == (end != "done")
 
 
 def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_left_out(tmp_path, capsys):

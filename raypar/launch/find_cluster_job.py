@@ -1,0 +1,207 @@
+"""Finds the cluster's job that a user's name means: a submission id, a run's name as `raypar runs` shows it, or a job's name.
+
+Only the logs say which runs the jobs have made. They are read one by one, and no more of them than the name needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from raypar.errors import ClusterError, ConfigError, RayparError
+from raypar.launch.cluster_jobs import ClusterJob, LogFacts, parse_ray_job_record, read_log_facts
+from raypar.launch.job_server import JobServer, connect_job_server, find_server_address
+from raypar.run_folder import NoSuchRun, RunFolder
+
+LOGS_S = 60.0
+"""How long the logs of the jobs that a name may mean may take to read, all together."""
+STARTED_ORDER = ("running", "starting", "waiting", "pending")
+"""States of jobs that have not ended, in the order in which one of several jobs of a name is meant."""
+
+
+class NoSuchClusterJob(ConfigError):
+    """The job server knows no job or run of this name."""
+
+
+class OtherJobIsActive(RayparError):
+    """The run that a name means has ended, and another job of this name has not."""
+
+
+@dataclass(frozen=True)
+class JobWithLog:
+    """A job and what its log says of its run."""
+
+    job: ClusterJob
+    """The job."""
+    said: LogFacts
+    """What its log says; nothing if it has none, or if its node is gone."""
+
+    @property
+    def name(self) -> str | None:
+        """The name in the table of `raypar runs`: the run's, or the job's until there is a run."""
+        return self.said.run or self.job.name
+
+    @property
+    def state(self) -> str:
+        """The state in the table of `raypar runs`: the job's, or of one that runs also starting or waiting."""
+        if self.job.state != "running":
+            return self.job.state
+        return "waiting" if self.said.waiting is not None else "starting" if self.said.step is None else "running"
+
+    def describe(self) -> str:
+        """The job in messages: `job raysubmit_1 (run text-2, running)`."""
+        run = f"run {self.said.run}" if self.said.run else "no run yet"
+        return f"job {self.job.submission_id} ({run}, {self.state})"
+
+
+@dataclass(frozen=True)
+class MatchedJob:
+    """The job that a name means, and others that it may mean."""
+
+    found: JobWithLog
+    """The job."""
+    also: tuple[JobWithLog, ...] = ()
+    """Other jobs that have not ended, and whose run or job has the same name."""
+
+
+def read_job_with_log(server: JobServer, job: ClusterJob) -> JobWithLog:
+    """The job with what its log says. A log that cannot be read says nothing."""
+    said = LogFacts()
+    if job.state != "pending":
+        with contextlib.suppress(ClusterError):  # its node is gone
+            said = read_log_facts(server.log(job.submission_id))
+    return JobWithLog(job, said)
+
+
+def find_cluster_job(server: JobServer, given: str) -> MatchedJob:
+    """The job of the cluster that `given` means. Raises `ConfigError` with the nearest names if there is none."""
+    until_s = time.monotonic() + LOGS_S
+
+    def read(job: ClusterJob) -> JobWithLog:
+        if time.monotonic() > until_s:
+            raise ClusterError(
+                f"the logs of the jobs at {server.name} that {given!r} may mean could not be read within {LOGS_S:.0f} s",
+                cure="give the job's submission id, which `raypar runs` shows in its first column",
+            )
+        return read_job_with_log(server, job)
+
+    try:
+        return match_job(given, [*map(parse_ray_job_record, server.jobs())], server.name, read)
+    except NoSuchClusterJob as error:
+        here = os.path.join("runs", given)
+        which = (
+            f"{here} is a run of this machine: give that path"
+            if os.path.isdir(here)
+            else "of a run of this machine give the path"
+        )
+        raise NoSuchClusterJob(error.what, cure=f"{error.cure}; {which}, or --run-dir with the folder of its runs") from None
+
+
+@contextlib.contextmanager
+def open_run_folder(run: str | None, run_dir: str) -> Iterator[RunFolder]:
+    """Gives the block the folder of a run for reading (`RunFolder.open_for_reading`), for commands that ask no cluster.
+
+    Raises `NoSuchRun`; if `RAY_API_SERVER_ADDRESS` is set, with where the run folder of the cluster's job of that name is.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(RunFolder.open_for_reading(run, run_dir, with_job=False))
+        except NoSuchRun as error:
+            address = find_server_address(None)
+            if address is None:
+                raise
+            raise _no_such_run_here(error, run, address) from None
+        yield folder
+
+
+def _no_such_run_here(error: NoSuchRun, run: str | None, address: str) -> NoSuchRun:
+    """The error for a name that no run folder of this machine has, with what the job server at `address` knows of it."""
+    from_here = f"`raypar runs` and `raypar logs {run or 'NAME'}` show a cluster's job from here"
+    try:
+        if run is None:
+            raise error
+        found = find_cluster_job(connect_job_server(address), run).found
+    except RayparError:  # it does not answer, or knows no such job
+        folder = "status, top and report read run folders, and that of a cluster's job is where its log says"
+        return NoSuchRun(error.what, cure=f"{error.cure}; {folder}; {from_here}")
+    job = f"job {found.job.submission_id} of the cluster"
+    if found.said.folder is None:
+        return NoSuchRun(f"{error.what}; {job} has no run folder yet", cure=from_here)
+    place = shlex.quote(found.said.folder)
+    here = "://" in place or os.path.isdir(found.said.folder)
+    where = "" if here else " on the cluster's head (or wherever that folder is mounted)"
+    return NoSuchRun(
+        f"{error.what}; status, top and report read run folders, and that of {job} is {found.said.folder}{where}",
+        cure=f"use the path there: `raypar status {place}`; {from_here}" if where else f"`raypar status {place}`; {from_here}",
+    )
+
+
+def match_job(given: str, jobs: Sequence[ClusterJob], server: str, read: Callable[[ClusterJob], JobWithLog]) -> MatchedJob:
+    """The job that `given` means: by its submission id, else by its name in the table of `raypar runs`, else by the job's name.
+
+    Among several of a name one that has not ended comes first, and of these one that runs before one that waits; then the one
+    that was submitted last. `read` gives a job with its log. Raises `ConfigError` with the nearest names.
+    """
+    by_id = next((job for job in jobs if job.submission_id == given), None)
+    if by_id is not None:
+        return MatchedJob(read(by_id))
+    newest_first = sorted((job for job in jobs if may_be_called(job, given)), key=lambda job: -(job.started_s or 0.0))
+    active = [read(job) for job in newest_first if not job.over]
+    active.sort(key=lambda one: (one.said.run != given, STARTED_ORDER.index(one.state)))
+    shown = [one for one in active if one.name == given]
+    of_job = [one for one in active if one.job.name == given and one.name != given]
+    if shown:
+        return MatchedJob(shown[0], tuple(shown[1:]))
+    ended = [job for job in newest_first if job.over]
+    for job in ended:
+        if (one := read(job)).name == given:
+            return MatchedJob(one, tuple(of_job))
+    if of_job:
+        return MatchedJob(of_job[0], tuple(of_job[1:]))
+    for job in ended:
+        if job.name == given:
+            return MatchedJob(read(job))
+    raise _no_such_job(given, jobs, server, [one for one in active if one.said.run])
+
+
+def may_be_called(job: ClusterJob, given: str) -> bool:
+    """Whether `given` may name the job or its run: the runs of a job NAME are called NAME, NAME-2, NAME-3, ..."""
+    return job.name is None or re.fullmatch(rf"{re.escape(job.name)}(-\d+)?", given) is not None
+
+
+def the_one_to_stop(matched: MatchedJob, given: str) -> ClusterJob:
+    """The job that `stop` of `given` means. Raises an error if it may mean another one that has not ended."""
+    found, also = matched.found, matched.also
+    if not also:
+        return found.job
+    if not found.job.over:
+        raise ConfigError(
+            f"{len(also) + 1} jobs that have not ended are called {given!r}: "
+            + ", ".join(one.describe() for one in (found, *also)),
+            cure=f"nothing was stopped; say which one by its id: raypar stop {found.job.submission_id}",
+        )
+    raise OtherJobIsActive(
+        f"run {given} had ended already ({found.describe()}), but of the job {given} there is also "
+        + ", ".join(one.describe() for one in also),
+        cure=f"nothing was stopped; `raypar stop {also[0].job.submission_id}` stops that one",
+    )
+
+
+def _no_such_job(given: str, jobs: Sequence[ClusterJob], server: str, read: Sequence[JobWithLog]) -> NoSuchClusterJob:
+    """The error for a name that no job has, with the nearest ones."""
+    latest = sorted(jobs, key=lambda job: job.started_s or 0.0)[-10:]
+    runs = [one.said.run for one in read]
+    there = [*dict.fromkeys(name for job in latest for name in (job.name, job.submission_id) if name), *filter(None, runs)]
+    there = [*dict.fromkeys(there)]
+    near = difflib.get_close_matches(given, there, n=1, cutoff=0.5)
+    return NoSuchClusterJob(
+        f"no job {given!r} at {server}, neither as a submission id nor as the name of a run or a job",
+        cure=(f"did you mean {near[0]}? " if near else "")
+        + (f"the last jobs there: {', '.join(there)}" if there else "no job has been submitted there"),
+    )
