@@ -97,7 +97,7 @@ def find_cluster_job(server: JobServer, given: str) -> MatchedJob:
         here = os.path.join("runs", given)
         which = (
             f"{here} is a run of this machine: give that path"
-            if os.path.isdir(here)
+            if given and any(os.path.exists(os.path.join(here, mark)) for mark in ("job.yaml", "checkpoints"))
             else "of a run of this machine give the path"
         )
         raise NoSuchClusterJob(error.what, cure=f"{error.cure}; {which}, or --run-dir with the folder of its runs") from None
