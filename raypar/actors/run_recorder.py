@@ -209,14 +209,18 @@ class RunRecorder:
         )
 
     def record_resumption(self) -> None:
-        """Record that the run was resumed, and count the steps that are executed again; once, also if drivers die meanwhile."""
+        """Record that the run was resumed, and count the steps that are executed again; once, also if drivers die meanwhile.
+
+        What the former start had written but not yet saved in its totals is counted too.
+        """
         resumed = self.request.resumption
         if not resumed:
             return
-        if not self.events.opened:
-            self.events.open()
-        if any(json.loads(line).get("resumed_s") == resumed["resumed_s"] for line in self.events.recent.texts):
+        events = [json.loads(text) for text in self.events.recent.texts] if self.events.opened else self.events.open()
+        if any(event.get("resumed_s") == resumed["resumed_s"] for event in events):
             return
+        former = [event for event in events if (event.get("time") or 0.0) <= resumed["former_end_s"]]
+        self.telemetry.catch_up(self._lines_of_metrics(), former, resumed["former_end_s"])
         self.telemetry.totals.workers = 0  # those of the former start are gone
         self.note(resumed)
         self._new_events.append(dict(resumed))

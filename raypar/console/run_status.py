@@ -239,7 +239,7 @@ def find_end_event(
         return None
     number, event = ends[-1]
     at = event.get("time", 0.0)
-    started = any(later["kind"] in ("resumed", "started", "generation") for later in events[number:])
+    started = any(later["kind"] in ("started", "generation") for later in events[number:])
     stepped = bool(metrics) and metrics[-1].get("time", 0.0) > at
     under_way = members.get("phase") in UNDER_WAY and members.get("time", 0.0) > at
     return None if started or stepped or under_way else event

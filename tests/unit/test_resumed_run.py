@@ -98,6 +98,21 @@ def test_the_driver_records_the_resumption_once_and_counts_its_steps(killed):
     assert len(list(killed.read_lines(killed.events))) == 2, "a new run is not resumed"
 
 
+def test_what_the_killed_driver_had_not_saved_in_its_totals_is_counted(killed):
+    """Totals are saved every few seconds; a run killed sooner had lost its first steps from all sums for ever."""
+    killed.append_line(killed.events, {"kind": "lost", "worker": 3, "time": 1110.0})
+    saved = RunTotals(time=1100.0, last_step=100, steps=100, samples=800, worker_s=400.0, workers=4, lost_workers=1)
+    killed.totals.write_text(json.dumps(saved.as_document()))
+    found = rewind_metrics(killed, 120, NOW)
+    policy = RunPolicy(workers=2, steps_before_run=120, job_steps=200)
+    recorder = RunRecorder(SimpleNamespace(run="tiny", folder=str(killed.path), policy=policy, resumption=found))
+    recorder.record_resumption()
+    totals = recorder.telemetry.totals
+    assert (totals.steps, totals.last_step, totals.samples, totals.lost_workers) == (120, 120, 960, 2)
+    assert totals.worker_s == pytest.approx(400 + 4 * 52), "four workers until the kill at 1152, and nobody until now"
+    assert totals.replayed_steps == 32
+
+
 def test_steps_executed_again_by_a_resumption_are_in_all_sums():
     telemetry = RunTelemetry()
     telemetry.totals.add_event(resumption())
