@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from raypar.console.event_lines import short_node_id
+from raypar.console.event_printer import format_duration
 from raypar.schedule.throughput_chart import MARK_KINDS, ChartMark, RunHistory
 
 Line = Mapping[str, Any]
@@ -34,7 +35,12 @@ def build_run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHis
     clock = make_clock_without_idle_times(idle)
     done = [{**line, "at": clock(line["time"])} for line in done]
     origin = done[0]["at"] - done[0]["seconds"]
-    told = [{**event, "at": clock(event["time"]) - origin} for event in events if "time" in event]
+    before = {end: end - start for start, end in idle}
+    told = [
+        {**event, "at": clock(event["time"]) - origin, "idle_s": before.get(event["time"], 0.0)}
+        for event in events
+        if "time" in event
+    ]
     done = [{**line, "at": line["at"] - origin} for line in done]
     shown = [event for event in told if event["at"] >= 0]
     last = max(done[-1]["at"], *(event["at"] for event in shown if event["kind"] in MARK_KINDS), 0.0)
@@ -158,7 +164,9 @@ def make_history_marks(told: Sequence[Line], extent: float) -> tuple[ChartMark, 
 def history_mark_label(kind: str, events: Sequence[Line], *, brief: bool = False) -> str:
     """The label of a mark: `workers 2, 3 lost`; briefly `2, 3`."""
     if kind in WHOLE:
-        return WHOLE[kind][0 if brief else 1]
+        idle_s = sum(event.get("idle_s", 0.0) for event in events)
+        later = f", {format_duration(idle_s)} later" if kind == "started" and idle_s >= 1 and not brief else ""
+        return WHOLE[kind][0 if brief else 1] + later
     if kind == "draining":
         nodes = list(
             dict.fromkeys(short_node_id(e["node"])[:4] if brief else short_node_id(e["node"]) for e in events if e.get("node"))

@@ -59,7 +59,10 @@ def test_a_resumed_run_is_drawn_whole_without_the_time_in_which_nobody_was_at_it
     ]
     found = build_run_history([*METRICS, step(5, 9008.0, 1.0)], EVENTS + more)
     assert len(found.steps) == 5 and found.steps[-1] == pytest.approx((7.0, 8.0, 8.0))
-    assert found.marks[2:] == (ChartMark(6.5, "started", "run resumed"), ChartMark(7.5, "lost", "worker 1 lost"))
+    assert found.marks[2:] == (
+        ChartMark(6.5, "started", "run resumed, 2 h 28 min later"),
+        ChartMark(7.5, "lost", "worker 1 lost"),
+    )
     assert [count for _, count in found.workers] == [4, 3, 2, 3, 2] and len(found.pauses) == 1
 
 
