@@ -24,6 +24,7 @@ from raypar.elastic.actions import Teardown
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError, ConfigError, WorkerLost
 from raypar.launch import Result, resume, start_new_run
+from raypar.launch.launch_options import LaunchOptions
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint import checkpoint_store
 
@@ -132,9 +133,10 @@ def test_a_run_that_cannot_be_changed_is_not_resumed_and_stays_as_it_was(run, mo
     monkeypatch.setattr("raypar.actors.driver_client.refuse_active_run", lambda name: None)
     monkeypatch.setattr(resume, "prepare_resumed_run", lambda path, options, spec, choose, tell: (options, choose))
     monkeypatch.setattr(
-        resume, "launch_options_from_job", lambda job, found, *given: SimpleNamespace(make_folder=found, steps_done=1)
+        resume, "launch_options_from_job", lambda job, found, *given: LaunchOptions(make_folder=found, steps_done=1)
     )
-    monkeypatch.setattr(resume, "launch_run", lambda spec, choose, options, tell: options.make_folder(None))
+    monkeypatch.setattr(resume, "launch_run", lambda spec, choose, options, tell: options.make_folder(chosen))
+    chosen = SimpleNamespace(plan=SimpleNamespace(describe=lambda: "1 worker"))
     monkeypatch.setattr(resume, "plan_json", lambda chosen: "p" * 500)
     monkeypatch.setattr(resume, "make_plan_chooser", lambda job, spec: None)
     job = SimpleNamespace(source_dir=Path(), to_spec=lambda: None, to_yaml=lambda: "y" * 5000)

@@ -45,15 +45,16 @@ if os.fork() == 0:
     until = time.monotonic() + 0.4
     while time.monotonic() < until: pass
     os._exit(0)
-before, until = thread_cpu_wait_s(threading.get_native_id()), time.monotonic() + 0.4
-while time.monotonic() < until: pass
-print(thread_cpu_wait_s(threading.get_native_id()) - before)
+before, began = thread_cpu_wait_s(threading.get_native_id()), time.monotonic()
+while time.monotonic() < began + 0.4: pass
+print(thread_cpu_wait_s(threading.get_native_id()) - before, time.monotonic() - began)
 """
 
 
 def test_the_kernel_says_how_long_a_thread_has_waited_for_a_processor():
     """Two processes that compute, on one processor: each waits half of the time, or longer where others compute too."""
     found = subprocess.run([sys.executable, "-c", CROWD], capture_output=True, text=True, check=True, timeout=60)
-    assert 0.1 < float(found.stdout) < 0.5
+    waited_s, elapsed_s = map(float, found.stdout.split())
+    assert 0.1 < waited_s < elapsed_s
     assert thread_cpu_wait_s(threading.get_native_id()) >= 0.0
     assert thread_cpu_wait_s(0) == 0.0, "no such thread, no excuse"
