@@ -2,7 +2,7 @@
 
 `python examples/autoscale.py [FOLDER]` starts Ray's fake autoscaler on this machine: a head without CPUs, and at most three
 nodes with one CPU each. A small GPT is planned for four workers, may begin with one, and ends with the weights of a run in
-one process. Two to four minutes. `--autoscaler 1` uses the first version of Ray's autoscaler, which tells less.
+one process. One and a half to four minutes. `--autoscaler 1` uses the first version of Ray's autoscaler, which tells less.
 
 Each growth should cost no more than the step that it delays and half a second. The first ones happen while a callback makes
 every step take a second, the last one at full speed.
