@@ -12,7 +12,7 @@ from typing import Any
 
 from raypar.redact_secrets import secrets_of_environment, without_certain_secrets
 
-STEP_POLLS_LIMIT = (20, 2.0)
+STEP_POLLS_LIMIT = (20, 4.0)
 """(number of polls, seconds): at most so many polls are answered in any such time while only steps are to be told. A poll costs
 the driver as much processor time as a call of a worker."""
 
