@@ -108,7 +108,8 @@ class WorkerCalls:
         # Members that are not in the pool are lost, and the machine has been told so.
         reachable = [number for number in self.machine.membership.members if number in self.pool.workers]
         refs = {number: call(self.pool.workers[number]) for number in reachable}
-        self._await_in_background(self._answer_batch(self.machine.membership.generation, refs, event))
+        if refs:  # `ray.wait` takes no empty list
+            self._await_in_background(self._answer_batch(self.machine.membership.generation, refs, event))
 
     async def _answer_batch(self, generation: int, refs: Mapping[int, Any], event: Callable[[int, Any], on.RunEvent]) -> None:
         """Post the events of all answers at once; those that are late after `BATCH_WAIT_S` one by one.

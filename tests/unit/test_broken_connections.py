@@ -143,6 +143,19 @@ def test_the_answers_of_all_members_come_together_and_a_late_or_failed_one_keeps
         asyncio.run(case())
 
 
+def test_a_call_of_all_members_when_none_is_left_ends_nothing():
+    """`ray.wait` raises for an empty list, which would have ended the run as a fault of the driver."""
+
+    async def run():
+        scene = Scene()
+        scene.pool.workers = {}
+        scene.calls.call_all(lambda worker: worker, lambda number, answer: (number, answer))
+        await asyncio.sleep(0.05)
+        assert scene.posted == []
+
+    asyncio.run(run())
+
+
 def test_a_ping_whose_connection_broke_is_silence():
     class Ref:
         def __init__(self, error) -> None:
