@@ -7,6 +7,7 @@ Two drivers may take themselves for the driver of one run. A generation belongs 
 from __future__ import annotations
 
 import pickle
+import time
 import uuid
 from collections import deque
 from collections.abc import Iterable
@@ -26,6 +27,9 @@ KEPT_STEPS = 1000
 
 STEPS_IN_BLOCK = 100
 """Number of steps whose keys share a prefix, so that one call removes their reports."""
+
+CLAIM_CHECK_S = 0.25
+"""Time for which a driver that has seen no newer claim commits steps without looking again."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Journal:
         """The newest generation that this driver has claimed."""
         self.identity = uuid.uuid4().bytes
         """What this driver writes as the value of a claim."""
+        self._unclaimed_until_s = 0.0
+        """Until when (monotonic) `commit` does not look again whether another driver has taken over."""
         self._validations: deque[int] = deque()
         """Steps after which validations are in the store, ascending; empty until this driver writes the first."""
 
@@ -75,18 +81,26 @@ class Journal:
         """Store that `step` is committed, with its report `facts`.
 
         A former driver's entry for this step stays: a step is committed only after all workers have applied it, so both entries
-        are the same. Raises `DriverReplaced` when another driver has taken over.
+        are the same. That is also why quick steps need not look for a new driver every time: that costs as much as calling a
+        worker. Raises `DriverReplaced` when another driver has taken over; at the latest `CLAIM_CHECK_S` after it has.
         """
+        if time.monotonic() >= self._unclaimed_until_s:
+            self._check_claim(step)
+        _internal_kv_put(self._step_key(step), pickle.dumps((self.generation, facts)), overwrite=False)
+        block = (step - KEPT_STEPS) // STEPS_IN_BLOCK - 1
+        if step % STEPS_IN_BLOCK == 0 and block >= 0:
+            _internal_kv_del(f"{self.prefix}step/{block}/", del_by_prefix=True)
+
+    def _check_claim(self, step: int) -> None:
+        """Raise `DriverReplaced` if another driver has claimed the next generation."""
+        checked_s = time.monotonic()
         newer = _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}")
         if newer not in (None, self.identity):  # our own claim may be under way in another thread
             raise DriverReplaced(
                 f"step {step + 1}: another driver of this run has claimed generation {self.generation + 1}",
                 cure="that one goes on with the run; nothing is to be done",
             )
-        _internal_kv_put(self._step_key(step), pickle.dumps((self.generation, facts)), overwrite=False)
-        block = (step - KEPT_STEPS) // STEPS_IN_BLOCK - 1
-        if step % STEPS_IN_BLOCK == 0 and block >= 0:
-            _internal_kv_del(f"{self.prefix}step/{block}/", del_by_prefix=True)
+        self._unclaimed_until_s = checked_s + CLAIM_CHECK_S
 
     def committed_steps(self) -> list[int]:
         """The last committed steps, ascending; older ones were deleted."""

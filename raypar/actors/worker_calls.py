@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
+from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_for_answers
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.hello_and_failure_messages import CallFailure
 from raypar.actors.plan_cache import PlanCache
@@ -30,8 +28,6 @@ REPEAT_CALL_S = 0.5
 """Pause before a call is repeated whose connection broke before its answer came."""
 ABORTED_CALLS_S = 5.0
 """How long the calls in flight may take to return after an abort."""
-BATCH_WAIT_S = 0.2
-"""How long the answers of all members to one call are awaited together, in a thread. Later ones are awaited one by one."""
 
 
 class AnswerLost(CommError):
@@ -49,35 +45,6 @@ def describe_seat(seats: Seats, number: int) -> str:
     """The worker's seat in words, or its number if it has none."""
     plan, members = seats
     return plan.coordinate(members.index(number)) if plan is not None and number in members else f"worker {number}"
-
-
-UNANSWERED = object()
-"""Stands for an answer that has not come in time."""
-
-
-@dataclass(frozen=True)
-class _Raised:
-    """The exception that a call has raised, as an answer."""
-
-    error: Exception
-
-
-def wait_for_answers(refs: Sequence[Any], timeout_s: float) -> list[Any]:
-    """The answers to calls, in the order of `refs`: the value, `_Raised`, or `UNANSWERED` after `timeout_s`. Blocks."""
-    there, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
-    if len(there) == len(refs):
-        with contextlib.suppress(Exception):  # one of them has failed: they are read one by one below
-            return ray.get(list(refs))
-    known = set(there)
-    return [_value_or_raised(ref) if ref in known else UNANSWERED for ref in refs]
-
-
-def _value_or_raised(ref: Any) -> Any:
-    """The value of an answer that is there, or the exception in its place as `_Raised`."""
-    try:
-        return ray.get(ref)
-    except Exception as error:
-        return _Raised(error)
 
 
 class WorkerCalls:
@@ -128,7 +95,7 @@ class WorkerCalls:
         for number, ref, answer in zip(refs, refs.values(), answers, strict=True):
             if answer is UNANSWERED:
                 self.call(number, generation, ref, event)
-            elif isinstance(answer, _Raised):
+            elif isinstance(answer, Raised):
                 self._post(number, generation, self._failure(describe_seat(seats, number), answer.error), event)
             else:
                 self._post(number, generation, answer, event)

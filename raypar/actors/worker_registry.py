@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
+from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_for_answers
 from raypar.actors.autoscaler_state import list_live_node_resources, zones_of_nodes
 from raypar.actors.cluster_info import list_dead_nodes, list_draining_nodes
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
@@ -29,6 +31,8 @@ PING_S = 0.4
 """Time from one ping to the next."""
 UNHEARD_S = 1.2
 """Time without an answer after which a worker may be lost."""
+LATE_PING_S = 30.0
+"""Time after which a worker that has not answered a ping is pinged again."""
 DRAIN_POLL_S = 1.0
 """Time from one look at Ray's node table to the next."""
 
@@ -94,8 +98,12 @@ class WorkerRegistry:
         """Nodes that were being drained: their death is expected."""
         self._reported_silent: set[int] = set()
         """Workers whose silence has been reported."""
-        self._pending_pings: dict[int, asyncio.Task[None]] = {}
-        """Worker -> its pending ping."""
+        self._pinged: set[int] = set()
+        """Workers that have not answered their last ping."""
+        self._pings: set[asyncio.Task[None]] = set()
+        """Pings under way."""
+        self._ping_thread = ThreadPoolExecutor(1, "raypar-pings")
+        """Awaits the answers to pings. A thread of its own: others may wait long for Ray's head."""
         self._dismissing: set[asyncio.Task[None]] = set()
         """Dismissals under way."""
 
@@ -237,11 +245,11 @@ class WorkerRegistry:
         polled_s = 0.0
         polling: asyncio.Task[None] | None = None
         while not over():
-            for number, worker in list(self.pool.workers.items()):
-                if number in self.hellos and number not in self._pending_pings:
-                    task = asyncio.ensure_future(self._ping(number, worker))
-                    self._pending_pings[number] = task
-                    task.add_done_callback(lambda _, n=number: self._pending_pings.pop(n, None))
+            pinged = {n: w for n, w in self.pool.workers.items() if n in self.hellos and n not in self._pinged}
+            if pinged:
+                task = asyncio.ensure_future(self._ping(pinged))
+                self._pings.add(task)
+                task.add_done_callback(self._pings.discard)
             now = time.monotonic()
             for number in [n for n, s in self._answered_s.items() if n in self.pool.workers and now - s > silent_s]:
                 if number in self._reported_silent:
@@ -260,29 +268,63 @@ class WorkerRegistry:
             if excused_s:
                 self._answered_s = {number: min(now, s + excused_s) for number, s in self._answered_s.items()}
 
-    async def _ping(self, number: int, worker: Any) -> None:
-        """Ping one worker. Posts `CallFailed` for a dead worker, and nothing for a silent one.
+    async def _ping(self, workers: Mapping[int, Any]) -> None:
+        """Ping these workers at once; answers that are late after `BATCH_WAIT_S` are awaited one by one."""
+        self._pinged.update(workers)
+        refs: dict[int, Any] = {}
+        for number, worker in workers.items():
+            with contextlib.suppress(Exception):  # it is silent then, and the others are pinged all the same
+                refs[number] = worker.ping.remote()
+        answers: list[Any] = []
+        with contextlib.suppress(Exception):  # Ray does not answer: all are silent; `watch` counts the seconds
+            answers = await asyncio.get_running_loop().run_in_executor(
+                self._ping_thread, wait_for_answers, list(refs.values()), BATCH_WAIT_S
+            )
+        by_worker = dict(zip(refs, answers, strict=False))
+        late = {number: refs[number] for number, answer in by_worker.items() if answer is UNANSWERED}
+        self._pinged.difference_update(workers.keys() - late.keys())
+        for number, answer in by_worker.items():
+            if answer is not UNANSWERED:
+                self._take_ping_answer(number, answer)
+        await asyncio.gather(*(self._await_late_ping(number, ref) for number, ref in late.items()))
 
-        A worker whose connection has broken (`ActorUnavailableError`) is silent too: Ray does not know that it is dead.
-        """
+    async def _await_late_ping(self, number: int, ref: Any) -> None:
+        """Wait up to `LATE_PING_S` more for one answer."""
+        answer: Any
         try:
-            _, _, leaving, waited_s = await asyncio.wait_for(asyncio.wrap_future(worker.ping.remote().future()), 30.0)
-        except OutOfMemoryError as error:
-            if number in self.pool.workers:
-                self.post(on.CallFailed("lost", killed_for_memory_error(f"worker {number}", error), number))
-        except RayActorError as error:
-            if number in self.pool.workers and not isinstance(error, ActorUnavailableError):
-                self.post(on.CallFailed("lost", WorkerLost(f"worker {number} was lost: {error_first_line(error)}"), number))
-        except Exception:
+            answer = await asyncio.wait_for(asyncio.wrap_future(ref.future()), LATE_PING_S)
+        except asyncio.TimeoutError:
             return  # the worker is silent; `watch` counts the seconds
-        else:
-            now = self._answered_s[number] = time.monotonic()
-            self.cpu_wait.report(number, waited_s, now)
-            if number in self._reported_silent:
-                self._reported_silent.remove(number)
-                self.post(on.WorkerAnswered(number))
-            if leaving:
-                self.report_leaving_worker(number, "its process was asked to end (SIGTERM)")
+        except Exception as error:
+            answer = Raised(error)
+        finally:
+            self._pinged.discard(number)
+        self._take_ping_answer(number, answer)
+
+    def _take_ping_answer(self, number: int, answer: Any) -> None:
+        """Note that a worker has answered, and what. Posts `CallFailed` for a dead worker.
+
+        A worker whose connection has broken (`ActorUnavailableError`) is silent: Ray does not know that it is dead.
+        """
+        if isinstance(answer, Raised):
+            if number in self.pool.workers:
+                self._report_failed_ping(number, answer.error)
+            return
+        _, _, leaving, waited_s = answer
+        now = self._answered_s[number] = time.monotonic()
+        self.cpu_wait.report(number, waited_s, now)
+        if number in self._reported_silent:
+            self._reported_silent.remove(number)
+            self.post(on.WorkerAnswered(number))
+        if leaving:
+            self.report_leaving_worker(number, "its process was asked to end (SIGTERM)")
+
+    def _report_failed_ping(self, number: int, error: Exception) -> None:
+        """Post `CallFailed` if the error says that the worker is dead."""
+        if isinstance(error, OutOfMemoryError):
+            self.post(on.CallFailed("lost", killed_for_memory_error(f"worker {number}", error), number))
+        elif isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
+            self.post(on.CallFailed("lost", WorkerLost(f"worker {number} was lost: {error_first_line(error)}"), number))
 
     async def _look_at_nodes(self) -> None:
         """Ask Ray which nodes are draining or dead; report workers that have to leave, and nodes that are lost."""

@@ -12,6 +12,25 @@ from raypar.elastic import events as on
 ANSWER_S = 0.2
 
 
+class Call:
+    """A call as `ray.wait` and `ray.get` see it."""
+
+    def __init__(self, answer: concurrent.futures.Future) -> None:
+        self.answer = answer
+
+    def future(self) -> concurrent.futures.Future:
+        return self.answer
+
+    @staticmethod
+    def wait(refs, num_returns, timeout):
+        concurrent.futures.wait([ref.answer for ref in refs], timeout)
+        return [ref for ref in refs if ref.answer.done()], [ref for ref in refs if not ref.answer.done()]
+
+    @staticmethod
+    def get(ref):
+        return [one.answer.result() for one in ref] if isinstance(ref, list) else ref.answer.result()
+
+
 class Worker:
     """Answers pings after `ANSWER_S`, as long as it is well."""
 
@@ -27,7 +46,7 @@ class Worker:
             asyncio.get_running_loop().call_later(ANSWER_S, answer.set_result, (0, "idle", False, 0.0))
         else:
             self.asked_while_unwell.append(answer)
-        return SimpleNamespace(future=lambda: answer)
+        return Call(answer)
 
     def wake(self) -> None:
         """Answers what it was asked meanwhile, as a process does that was stopped."""
@@ -40,6 +59,7 @@ def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatc
     """All workers were said not to have answered for 10 s, which ended a run that is not elastic."""
     for asked in ("list_draining_nodes", "list_dead_nodes"):
         monkeypatch.setattr(f"raypar.actors.worker_registry.{asked}", lambda: set())
+    monkeypatch.setattr("raypar.actors.answer_batch.ray", Call)
     workers, told = {number: Worker() for number in range(3)}, []
 
     async def scene():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from raypar.actors import worker_calls
+from raypar.actors import answer_batch, worker_calls
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.worker_calls import AnswerLost, WorkerCalls
 from raypar.actors.worker_registry import WorkerRegistry
@@ -80,11 +80,11 @@ class Refs:
 
     def __init__(self, monkeypatch) -> None:
         self.answers: dict[str, object] = {}
-        monkeypatch.setattr(worker_calls.ray, "wait", self.wait)
-        monkeypatch.setattr(worker_calls.ray, "get", self.get)
+        monkeypatch.setattr(answer_batch.ray, "wait", self.wait)
+        monkeypatch.setattr(answer_batch.ray, "get", self.get)
 
     def wait(self, refs, num_returns, timeout):
-        assert num_returns == len(refs) and timeout == worker_calls.BATCH_WAIT_S
+        assert num_returns == len(refs) and timeout == answer_batch.BATCH_WAIT_S
         there = [ref for ref in refs if self.answers[ref.name] is not None]
         return there, [ref for ref in refs if ref not in there]
 
@@ -156,28 +156,46 @@ def test_a_call_of_all_members_when_none_is_left_ends_nothing():
     asyncio.run(run())
 
 
-def test_a_ping_whose_connection_broke_is_silence():
-    class Ref:
-        def __init__(self, error) -> None:
-            self.error = error
+def registry_of(workers, posted):
+    """Pings `workers` (number -> what its ping returns); appends what it posts to `posted`."""
+    handles = {number: SimpleNamespace(ping=SimpleNamespace(remote=answer)) for number, answer in workers.items()}
+    return WorkerRegistry(SimpleNamespace(workers=handles), None, posted.append, None, lambda number: True), handles
 
-        def future(self):
-            import concurrent.futures
 
-            found = concurrent.futures.Future()
-            found.set_exception(self.error)
-            return found
+def test_a_ping_whose_connection_broke_is_silence_and_one_that_cannot_be_sent_keeps_none_of_the_others_back(monkeypatch):
+    refs = Refs(monkeypatch)
 
     async def run():
         posted = []
-        worker = SimpleNamespace(ping=SimpleNamespace(remote=lambda: Ref(errors.pop(0))))
-        registry = WorkerRegistry(SimpleNamespace(workers={0: worker}), None, posted.append, None, lambda number: True)
-        await registry._ping(0, worker)
-        assert posted == []
-        await registry._ping(0, worker)
-        assert [event.kind for event in posted] == ["lost"]
+        registry, handles = registry_of({0: lambda: Ref(0), 1: lambda: Ref(1), 2: lambda: 1 / 0}, posted)
+        refs.answers = {0: BROKEN, 1: (3, "in step 3", False, 0.0)}
+        await registry._ping(handles)
+        assert posted == [] and set(registry._answered_s) == {1} and not registry._pinged
+        refs.answers[0] = ActorDiedError()
+        await registry._ping(handles)
+        assert [(event.kind, event.worker) for event in posted] == [("lost", 0)]
 
-    errors = [BROKEN, ActorDiedError()]
+    asyncio.run(run())
+
+
+def test_a_worker_that_is_late_is_not_pinged_again_meanwhile_and_keeps_none_of_the_others_back(monkeypatch):
+    refs = Refs(monkeypatch)
+
+    async def run():
+        posted, answer = [], Future()
+        late = Ref(1)
+        late.future = lambda: answer
+        registry, handles = registry_of({0: lambda: Ref(0), 1: lambda: late}, posted)
+        refs.answers = {0: (3, "in step 3", False, 0.0), 1: None}
+        pinging = asyncio.ensure_future(registry._ping(handles))
+        await asyncio.sleep(0.05)
+        assert set(registry._answered_s) == {0} and registry._pinged == {1} and not pinging.done()
+        answer.set_result((3, "in step 3", True, 0.0))
+        registry.note = lambda kind, **facts: None
+        await pinging
+        assert set(registry._answered_s) == {0, 1} and not registry._pinged
+        assert [type(event).__name__ for event in posted] == ["DrainRequested"]
+
     asyncio.run(run())
 
 
@@ -195,7 +213,7 @@ class Answered:
 
 def test_an_abort_waits_for_a_late_step_before_it_asks_how_many_steps_are_done(monkeypatch):
     """A late answer is awaited by itself, no more with those of the others; the worker may still apply the step meanwhile."""
-    monkeypatch.setattr(worker_calls, "wait_for_answers", lambda refs, timeout_s: time.sleep(0.05) or [worker_calls.UNANSWERED])
+    monkeypatch.setattr(worker_calls, "wait_for_answers", lambda refs, timeout_s: time.sleep(0.05) or [answer_batch.UNANSWERED])
     seen: list[str] = []
 
     async def step() -> str:

@@ -14,7 +14,7 @@ from raypar.actors import jsonl_file
 from raypar.actors import run_state_in_ray_kv as store
 from raypar.actors.jsonl_file import BLOCK_LINES, MIRRORED_LINES, JsonlFile
 from raypar.actors.run_recorder import RunRecorder, format_step_ranges
-from raypar.actors.run_state_in_ray_kv import KEPT_STEPS, STEPS_IN_BLOCK, Journal
+from raypar.actors.run_state_in_ray_kv import KEPT_STEPS, STEPS_IN_BLOCK, DriverReplaced, Journal
 from raypar.actors.step_reports import StepReports
 from raypar.console.event_printer import EventPrinter
 from raypar.elastic.actions import Teardown
@@ -459,3 +459,27 @@ def test_a_step_whose_loss_was_not_finite_is_told_again_as_it_was(tmp_path):
     for event in driver.recorder.new_events():
         console(event)
     assert "step 4/4  loss nan" in said.getvalue()
+
+
+def test_a_driver_that_was_replaced_commits_nothing_more_than_the_steps_of_a_quarter_of_a_second(monkeypatch, keys):
+    """A look at the store for every step was a tenth of a driver's processor time at 20 steps a second."""
+    now, looks = [1000.0], []
+    monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(store, "_internal_kv_get", lambda key: looks.append(key) or keys.get(key))
+    old, new = Journal("r"), Journal("r")
+    for step in range(10):
+        old.commit(step)
+        now[0] += 0.05
+    assert len(looks) == 2, "every 0.25 s"
+    assert old.claim(2)
+    old.commit(10)
+    now[0] += store.CLAIM_CHECK_S
+    old.commit(11)  # its own claim is none of another's
+    assert new.claim(3)
+    old.commit(12)
+    now[0] += store.CLAIM_CHECK_S
+    with pytest.raises(DriverReplaced, match="another driver of this run has claimed generation 3"):
+        old.commit(13)
+    with pytest.raises(DriverReplaced):
+        old.commit(13)
+    assert not old.claim(3) and old.committed_steps() == list(range(13))
