@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -189,7 +190,7 @@ class WorkerPool:
         pending, started = [], []
         for info in list_leftover_placement_groups(self.run):
             first = int(str(info["name"]).rpartition("-")[2])
-            group, numbers = ray.util.get_placement_group(info["name"]), range(first, first + len(info["bundles"]))
+            group, numbers = placement_group_of(info), range(first, first + len(info["bundles"]))
             there = tuple(number for number in numbers if number in self.workers)
             if not there and not set(numbers).isdisjoint(former):
                 remove_placement_group(group)
@@ -253,6 +254,11 @@ def list_leftover_placement_groups(run: str) -> list[dict[str, Any]]:
     ]
 
 
+def placement_group_of(info: Mapping[str, Any]) -> PlacementGroup:
+    """The placement group of an entry of Ray's table. Ray finds it by its name only for the job that has made it."""
+    return PlacementGroup(PlacementGroupID(bytes.fromhex(info["placement_group_id"])))
+
+
 def find_existing_worker_numbers(run: str) -> list[int]:
     """Numbers of the run's workers that Ray knows."""
     names = [a["name"] or "" for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == run_namespace(run)]
@@ -266,7 +272,7 @@ def remove_leftover_placement_groups(run: str) -> int:
     """
     left = list_leftover_placement_groups(run)
     for info in left:
-        remove_placement_group(ray.util.get_placement_group(info["name"]))
+        remove_placement_group(placement_group_of(info))
     deadline = time.monotonic() + SWEEP_S
     while still := find_existing_worker_numbers(run):
         for number in still:  # who was still to be placed does not end with its group
@@ -280,3 +286,22 @@ def remove_leftover_placement_groups(run: str) -> int:
             )
         time.sleep(POLL_S)
     return len(left)
+
+
+def remove_placement_groups_of_ended_runs() -> dict[str, int]:
+    """Remove the placement groups of runs that have no driver any more. Returns run -> number of its groups.
+
+    A run that loses Ray's control store cannot remove them; once the store is back they would keep nodes reserved for ever.
+    """
+    left: dict[str, list[PlacementGroup]] = {}
+    for info in placement_group_table().values():
+        match = re.fullmatch(re.escape(run_namespace("")) + r"(.+)-\d+", str(info["name"]))
+        if match is not None and info["state"] != "REMOVED":
+            left.setdefault(match[1], []).append(placement_group_of(info))
+    # Looked for after the groups: a driver is registered before it asks for any.
+    named = ray.util.list_named_actors(all_namespaces=True) if left else []
+    driven = {actor["namespace"] for actor in named if actor["name"] == "driver"}
+    ended = {run: groups for run, groups in left.items() if run_namespace(run) not in driven}
+    for group in (group for groups in ended.values() for group in groups):
+        remove_placement_group(group)
+    return {run: len(groups) for run, groups in ended.items()}

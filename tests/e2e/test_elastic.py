@@ -23,7 +23,12 @@ from helpers.trainee import Trainee, Undisturbed, as_soon_as, kill
 import raypar
 from raypar.actors.driver_client import ALONE_S
 from raypar.actors.ray_connection import connect_ray
-from raypar.actors.worker_pool import find_existing_worker_numbers, list_leftover_placement_groups, run_namespace
+from raypar.actors.worker_pool import (
+    find_existing_worker_numbers,
+    list_leftover_placement_groups,
+    remove_placement_groups_of_ended_runs,
+    run_namespace,
+)
 from raypar.config import load_job
 from raypar.errors import ClusterError, ConfigError, OutlivedError, RayparError
 from raypar.launch import resume_job
@@ -414,6 +419,40 @@ def test_a_new_driver_goes_on_asking_for_the_worker_that_has_no_place_and_at_the
     assert trainee.told("driver") and all(5 in numbers for numbers in starting) and len(starting) == 2
     assert sorted(event["worker"] for event in trainee.told("hiring")) == [4, 5], "asked for once"
     assert list_leftover_placement_groups("tiny") == []
+
+
+RESERVE = """
+import ray
+from ray.util.placement_group import placement_group
+ray.init(address="{address}", logging_level="ERROR")
+for run, resource in {{"tiny": "CPU", "gone": "CPU", "living": "memory"}}.items():
+    placement_group([{{resource: 1}}], name=f"raypar-{{run}}-7", lifetime="detached").wait(60)
+"""
+
+
+@ray.remote(num_cpus=0)
+class Living:
+    """The driver of another run."""
+
+
+@pytest.mark.chaos
+def test_what_runs_had_reserved_whose_driver_and_client_are_gone_is_given_back_by_the_next_run(undisturbed, tmp_path):
+    """They were another job's, in which Ray does not find a placement group by its name: a resume ended with an error."""
+    living = Living.options(name="driver", namespace=run_namespace("living")).remote()
+    address = ray.get_runtime_context().gcs_address
+    subprocess.run([sys.executable, "-c", RESERVE.format(address=address)], check=True, timeout=120)
+    trainee = Trainee(tmp_path, "elastic.min_workers=4")
+    try:
+        result = trainee.run()
+        assert result.end == "done", result.why
+        assert result.weights_sha256 == undisturbed.weights_sha256
+        warnings = [event["text"] for event in trainee.told("warning")]
+        assert "removed 1 placement group that an earlier driver of this run had left" in warnings
+        assert "removed 1 placement group of run 'gone', which has no driver any more" in warnings
+        assert list_leftover_placement_groups("gone") == [] and len(list_leftover_placement_groups("living")) == 1
+    finally:
+        ray.kill(living)
+        remove_placement_groups_of_ended_runs()
 
 
 @pytest.mark.chaos

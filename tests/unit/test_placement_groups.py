@@ -4,6 +4,8 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from ray._raylet import PlacementGroupID
+from ray.util.placement_group import PlacementGroup
 
 from raypar.actors import first_placement, worker_pool, worker_registry
 from raypar.actors.autoscaler_state import AutoscalerAnswer, NodeResources, memory_per_worker, zones_of_nodes
@@ -27,6 +29,7 @@ class Group:
         self.name, self.bundles, self.strategy, self.selector = name, bundles, strategy, selector
         self.state = "PENDING"
         self.id = SimpleNamespace(hex=lambda: f"{id(self):x}")
+        self.group_id = PlacementGroupID.from_random().hex()
 
 
 class FakeRay:
@@ -35,18 +38,22 @@ class FakeRay:
     def __init__(self) -> None:
         self.groups: list[Group] = []
         self.actors: dict[str, object] = {}
+        self.drivers: list[dict[str, str]] = []
 
     def make(self, bundles, strategy, name, lifetime, bundle_label_selector) -> Group:
         self.groups.append(Group(name, bundles, strategy, bundle_label_selector))
         return self.groups[-1]
 
-    def remove(self, group: Group) -> None:
+    def remove(self, group: Group | PlacementGroup) -> None:
+        if isinstance(group, PlacementGroup):
+            (group,) = [g for g in self.groups if g.group_id == group.id.hex()]
         group.state = "REMOVED"
 
     def table(self):
         return {
             g.id.hex(): {
                 "name": g.name,
+                "placement_group_id": g.group_id,
                 "state": g.state,
                 "bundles": dict(enumerate(g.bundles)),
                 "bundles_to_node_id": dict.fromkeys(range(len(g.bundles)), "node"),
@@ -69,7 +76,7 @@ def ray(monkeypatch):
     fake = FakeRay()
     named = SimpleNamespace(
         get_actor=lambda name, namespace: fake.actors[name],
-        util=SimpleNamespace(get_placement_group=lambda name: [g for g in fake.groups if g.name == name][-1]),
+        util=SimpleNamespace(list_named_actors=lambda all_namespaces: fake.drivers),
     )
     monkeypatch.setattr(worker_pool, "ray", named)
     monkeypatch.setattr(worker_pool, "placement_group", fake.make)
@@ -369,3 +376,28 @@ def test_each_worker_has_its_share_of_its_nodes_memory():
     assert memory_per_worker({0: "a", 1: "a", 2: "b", 3: "c"}, facts) == 4
     assert memory_per_worker({3: "c", 4: "gone"}, facts) is None
     assert zones_of_nodes({"a": NodeResources({}, {"ray.io/availability-zone": "z"}), "b": NodeResources()}) == {"a": "z"}
+
+
+def test_what_runs_without_a_driver_had_reserved_is_given_back_and_nothing_of_any_other(ray):
+    for name in (
+        "raypar-gone-0",
+        "raypar-gone-2",
+        "raypar-living-0",
+        "raypar-gone-1-0",
+        "raypar-living-1-0",
+        "other-0",
+        "raypar-7",
+    ):
+        ray.make([{"CPU": 1}], "PACK", name, "detached", None)
+    ray.drivers = [
+        {"namespace": "raypar-living", "name": "driver"},
+        {"namespace": "raypar-gone-1", "name": "driver"},
+        {"namespace": "raypar-gone", "name": "worker-0"},  # of a driver's workers some may be left
+    ]
+    assert worker_pool.remove_placement_groups_of_ended_runs() == {"gone": 2, "living-1": 1}
+    assert [name for name, state in ray.states.items() if state == "REMOVED"] == [
+        "raypar-gone-0",
+        "raypar-gone-2",
+        "raypar-living-1-0",
+    ]
+    assert worker_pool.remove_placement_groups_of_ended_runs() == {}
