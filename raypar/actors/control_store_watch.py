@@ -1,7 +1,8 @@
-"""Whether Ray's control store still answers, asked over connections of our own; Ray calls that end when it is given up.
+"""Watches whether Ray's control store still answers, and makes calls of Ray that end when the store is given up.
 
-Without its control store a call of Ray may block for many minutes: where the head's machine has vanished nobody closes the
-connection. So the client asks the store itself, in a thread, and makes Ray calls in further threads, which it can abandon.
+While the control store does not answer, a call of Ray may block for many minutes: if the head's machine has vanished, nobody
+closes the connection. Therefore one thread probes the store over connections of its own. Calls of Ray are made in further
+threads, which are abandoned when the store is given up.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ T = TypeVar("T")
 
 RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """The environment variable that says how long Ray's processes wait for a control store that is restarted."""
-RAY_WAITS_S = 60.0
-"""How long they wait without it."""
-BEYOND_RAY_S = 15.0
+RAY_RECONNECT_S = 60.0
+"""Ray's default for that variable."""
+LIMIT_MARGIN_S = 15.0
 """How much longer than Ray's processes the client waits, so that a store that is restarted in time is never given up."""
-EVERY_S = 3.0
-"""Time from one question to the next."""
-PROBE_S = 3.0
-"""How long the store may take for an answer."""
-TOLD_S = 10.0
-"""Silence after which a line says so."""
-TURN_S = 0.25
-"""How often a waiting caller looks whether the store was given up."""
-HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""How every HTTP/2 connection begins, and with it gRPC: a server answers with its own settings."""
+PROBE_INTERVAL_S = 3.0
+"""Pause between two probes of the store."""
+PROBE_TIMEOUT_S = 3.0
+"""How long the store may take to accept a connection, and then to answer."""
+REPORT_AFTER_S = 10.0
+"""Length of a silence after which a line tells the user."""
+POLL_S = 0.25
+"""How often a waiting caller checks whether the store was given up."""
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What a client sends first on an HTTP/2 connection, and so in gRPC: the preface and empty settings. The server then sends its
+own settings."""
 
 
 class ControlStoreLost(ClusterError):
@@ -43,61 +45,71 @@ class ControlStoreLost(ClusterError):
 class ControlStoreWatch:
     """Counts for how long the control store has been silent. Time in which this process itself was stopped does not count.
 
-    A store that has never answered a question, as behind a firewall, is not judged.
+    A store that has never answered a probe, as behind a firewall, counts as not silent.
     """
 
-    def __init__(self, address: str, *, limit_s: float | None = None, every_s: float = EVERY_S, told_s: float = TOLD_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        limit_s: float | None = None,
+        interval_s: float = PROBE_INTERVAL_S,
+        report_after_s: float = REPORT_AFTER_S,
+    ) -> None:
         self.address = address
         """Where the store answers: `host:port`."""
         self.limit_s = silence_limit_s(os.environ) if limit_s is None else limit_s
         """Silence after which the store is given up."""
-        self.every_s = every_s
-        """Time from one question to the next."""
-        self.told_s = told_s
-        """Silence after which a line says so."""
+        self.interval_s = interval_s
+        """Pause between two probes."""
+        self.report_after_s = report_after_s
+        """Length of a silence after which a line tells the user."""
         self.silent_s = 0.0
-        """For how long the store has been silent."""
+        """For how long the store has been silent; 0 while it answers."""
         self.on_silence: Callable[[bool], None] = lambda silent: None
-        """Called with True when the silence is worth a line, with False when the store answers again."""
-        self._known = False
-        """Whether the store has ever answered."""
-        self._told = False
-        """Whether the present silence was told."""
+        """Called with True when a silence is reported, and with False when the store answers again after that."""
+        self._has_answered = False
+        """Whether the store has ever answered a probe."""
+        self._reported = False
+        """Whether a line has told the user of the present silence."""
         self._lines: list[str] = []
-        """Lines for the user that `new_lines` has not returned."""
+        """Lines for the user that `new_lines` has not returned yet."""
 
     @property
     def is_silent(self) -> bool:
-        """Whether the store has been silent for long enough to be told."""
-        return self.silent_s >= self.told_s
+        """Whether the store has been silent for so long that the user is told."""
+        return self.silent_s >= self.report_after_s
 
     @property
     def is_lost(self) -> bool:
         """Whether the store is given up."""
         return self.silent_s >= self.limit_s
 
-    def note_answer(self, answered: bool, turn_s: float) -> None:
-        """Note whether the store has answered, `turn_s` after the question before. A store that is given up stays so."""
+    def note_probe(self, answered: bool, elapsed_s: float) -> None:
+        """Note whether the store has answered a probe. Once it is given up, later answers change nothing.
+
+        `elapsed_s`: time since the end of the probe before.
+        """
         if self.is_lost:
             return
         if answered:
-            self._known = True
+            self._has_answered = True
             self.note_progress()
-        elif self._known:
-            self.silent_s += min(turn_s, self.every_s + 2 * PROBE_S)
-        if self.is_silent and not self._told:
-            self._told = True
-            text = f"{self.silence}; after {self.limit_s:.0f} s the run ends with an error"
+        elif self._has_answered:
+            self.silent_s += min(elapsed_s, self.interval_s + 2 * PROBE_TIMEOUT_S)
+        if self.is_silent and not self._reported:
+            self._reported = True
+            text = f"{self.silence_text}; after {self.limit_s:.0f} s the run ends with an error"
             self._lines.append(f"{text} (a head with Redis may be restarted meanwhile)")
             self.on_silence(True)
 
     def note_progress(self) -> None:
-        """Note that the store must have answered: a step was committed, or a question answered."""
+        """Note that the store answers: a probe was answered, or a step was committed, which is written to the store."""
         if self.is_lost:
             return
-        if self._told:
+        if self._reported:
             self._lines.append(f"Ray's control store answers again, after {self.silent_s:.0f} s")
-            self._told = False
+            self._reported = False
             self.on_silence(False)
         self.silent_s = 0.0
 
@@ -107,25 +119,25 @@ class ControlStoreWatch:
         return lines
 
     @property
-    def silence(self) -> str:
-        """The silence in words, and its length."""
+    def silence_text(self) -> str:
+        """A sentence about the silence, with its length."""
         return f"Ray's control store at {self.address} has not answered for {self.silent_s:.0f} s"
 
-    def error(self, resume: str = "`raypar resume` goes on from the run's last checkpoint") -> ControlStoreLost:
-        """The error of a run whose control store is given up. `resume`: how it can go on."""
+    def lost_error(self, resume: str = "`raypar resume` goes on from the run's last checkpoint") -> ControlStoreLost:
+        """The error of a run whose control store is given up. `resume`: the advice how the run can go on."""
         return ControlStoreLost(
-            self.silence,
+            self.silence_text,
             cure=f"look at the head node of the cluster; {resume}, on this cluster when its head is back or on another one. "
             "A head with Redis can be restarted without ending runs",
         )
 
     def call(self, call: Callable[[], T]) -> T:
-        """The result of `call`, made in a thread that is abandoned when the store is given up: then raises the error."""
+        """The result of `call`. Raises `ControlStoreLost` if the store is given up before; the call is then abandoned."""
         outcome: list[T] = []
         failure: list[BaseException] = []
         over = threading.Event()
 
-        def carry_out() -> None:
+        def make_call() -> None:
             try:
                 outcome.append(call())
             except BaseException as error:  # raised again in the caller's thread
@@ -133,38 +145,38 @@ class ControlStoreWatch:
             finally:
                 over.set()
 
-        threading.Thread(target=carry_out, name="raypar-ray-call", daemon=True).start()
-        while not over.wait(TURN_S):
+        threading.Thread(target=make_call, name="raypar-ray-call", daemon=True).start()
+        while not over.wait(POLL_S):
             if self.is_lost:
-                raise self.error()
+                raise self.lost_error()
         if failure:
             raise failure[0]
         return outcome[0]
 
 
 _watches: list[ControlStoreWatch] = []
-"""The watch of the Ray cluster that this process is connected to; a process has one such connection at most."""
+"""The watch of this process's Ray cluster, if there is one: at most one, as a process is connected to one cluster."""
 
 
 def current_watch() -> ControlStoreWatch | None:
-    """The watch of the control store of this process's Ray cluster; None where nobody watches it."""
+    """The watch of the control store of this process's Ray cluster; None if it is not watched."""
     return _watches[-1] if _watches else None
 
 
 def call_ray(call: Callable[[], T]) -> T:
-    """The result of a call of Ray that may block for ever. Raises `ControlStoreLost` once the control store is given up."""
+    """The result of a call of Ray, which may block. Raises `ControlStoreLost` once the control store is given up."""
     watch = current_watch()
     return call() if watch is None else watch.call(call)
 
 
-def finish_within(limit_s: float, call: Callable[[], Any]) -> bool:
-    """Whether `call`, made in a thread of its own, ends or fails within `limit_s`; else it is abandoned."""
+def run_with_timeout(limit_s: float, call: Callable[[], Any]) -> bool:
+    """Make `call` in a thread. True if it ends or fails within `limit_s`; False if it has not ended: it is abandoned."""
 
-    def carry_out() -> None:
-        with contextlib.suppress(Exception):  # it removes what may be gone already
+    def make_call() -> None:
+        with contextlib.suppress(Exception):  # callers give up Ray anyway; failures help nobody
             call()
 
-    thread = threading.Thread(target=carry_out, name="raypar-last-ray-call", daemon=True)
+    thread = threading.Thread(target=make_call, name="raypar-last-ray-call", daemon=True)
     thread.start()
     thread.join(limit_s)
     return not thread.is_alive()
@@ -173,22 +185,20 @@ def finish_within(limit_s: float, call: Callable[[], Any]) -> bool:
 def silence_limit_s(environment: Mapping[str, str]) -> float:
     """How long a client waits for a silent control store: somewhat longer than Ray's own processes."""
     try:
-        return float(environment.get(RECONNECT_VARIABLE, RAY_WAITS_S)) + BEYOND_RAY_S
-    except ValueError:  # Ray takes its own default then
-        return RAY_WAITS_S + BEYOND_RAY_S
+        return float(environment.get(RECONNECT_VARIABLE, RAY_RECONNECT_S)) + LIMIT_MARGIN_S
+    except ValueError:  # Ray then takes its default too
+        return RAY_RECONNECT_S + LIMIT_MARGIN_S
 
 
 def answers_http2(address: str) -> bool:
-    """Whether a server at `host:port` answers a new connection within `PROBE_S`, or closes it, as one with TLS does."""
+    """Whether a server at `host:port` answers a new connection within `PROBE_TIMEOUT_S`, or closes it, as one with TLS does."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S) as connection:
-            connection.settimeout(PROBE_S)
-            try:
-                connection.sendall(HELLO)
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S) as connection:
+            connection.settimeout(PROBE_TIMEOUT_S)
+            with contextlib.suppress(ConnectionError):  # a server that closes the connection lives
+                connection.sendall(HTTP2_PREFACE)
                 connection.recv(9)
-            except ConnectionError:
-                return True
             return True
     except (OSError, ValueError):
         return False
@@ -200,22 +210,23 @@ def watch_control_store(
     *,
     probe: Callable[[str], bool] = answers_http2,
     limit_s: float | None = None,
-    every_s: float = EVERY_S,
-    told_s: float = TOLD_S,
+    interval_s: float = PROBE_INTERVAL_S,
+    report_after_s: float = REPORT_AFTER_S,
 ) -> Iterator[ControlStoreWatch]:
-    """Watch the control store at `address` while the body runs; `call_ray` then ends when it is given up."""
-    watch, over = ControlStoreWatch(address, limit_s=limit_s, every_s=every_s, told_s=told_s), threading.Event()
+    """Watch the control store at `address` during the block, in which `call_ray` raises once the store is given up."""
+    watch = ControlStoreWatch(address, limit_s=limit_s, interval_s=interval_s, report_after_s=report_after_s)
+    over = threading.Event()
 
-    def keep_asking() -> None:
+    def keep_probing() -> None:
         before_s = time.monotonic()
         while not over.is_set():
             answered = probe(address)
             now_s = time.monotonic()
-            watch.note_answer(answered, now_s - before_s)
+            watch.note_probe(answered, now_s - before_s)
             before_s = now_s
-            over.wait(every_s)
+            over.wait(interval_s)
 
-    thread = threading.Thread(target=keep_asking, name="raypar-control-store", daemon=True)
+    thread = threading.Thread(target=keep_probing, name="raypar-control-store", daemon=True)
     _watches.append(watch)
     thread.start()
     try:
@@ -223,4 +234,4 @@ def watch_control_store(
     finally:
         _watches.remove(watch)
         over.set()
-        thread.join(0 if watch.is_silent else 2 * PROBE_S)  # a silent store would keep the caller waiting
+        thread.join(0 if watch.is_silent else 2 * PROBE_TIMEOUT_S)  # a silent store would keep the caller waiting

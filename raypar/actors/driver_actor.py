@@ -25,7 +25,7 @@ from raypar.actors import membership_event_text
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.checkpoint_task import CheckpointTask
 from raypar.actors.driver_parts import DriverParts
-from raypar.actors.driver_shutdown import DriverShutdown, leave_after
+from raypar.actors.driver_shutdown import DriverShutdown, record_and_exit
 from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.event_feed import EventFeed
@@ -245,9 +245,9 @@ class DriverActor:
         self.queue.put_nowait(on.StopRequested(reason, interrupt=True, grace_s=grace_s))
 
     async def leave_without_control_store(self, why: str) -> None:
-        """Record the failed end in the run folder and end this process: its client has given Ray's control store up."""
+        """Record in the run folder that the run has failed, and exit: the client has given up Ray's control store."""
         record = self.shutdown.record_lost_control_store if self.has_request else lambda why: None
-        threading.Thread(target=leave_after, args=(lambda: record(why),), name="raypar-leave", daemon=True).start()
+        threading.Thread(target=record_and_exit, args=(lambda: record(why),), name="raypar-leave", daemon=True).start()
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 

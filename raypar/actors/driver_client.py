@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayActorErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar import __version__
-from raypar.actors.control_store_watch import ControlStoreLost, call_ray, current_watch, finish_within
+from raypar.actors.control_store_watch import ControlStoreLost, call_ray, current_watch, run_with_timeout
 from raypar.actors.driver_actor import ABANDONED_S, DriverActor
 from raypar.actors.driver_shutdown import CLIENT_GONE_S
 from raypar.actors.run_request import GRACE_S, RunRequest
@@ -41,7 +41,7 @@ DRIVER_BACK_S = 60.0
 """How long Ray may take to restart the driver of an elastic run."""
 
 LEAVE_S = 5.0
-"""How long a driver whose control store is lost may take to hear that it shall end."""
+"""How long the call that tells the driver to end may take, once the control store is given up."""
 
 
 @dataclass(frozen=True)
@@ -99,23 +99,26 @@ def start_driver(request: RunRequest) -> Any:
 
 
 def remove_run_from_cluster(driver: Any, run: str) -> None:
-    """Remove the driver and whatever the run has left on the cluster; without a control store only the driver."""
+    """Remove the driver and whatever the run has left on the cluster; if the control store is lost, only the driver."""
     watch = current_watch()
     for removal in (
         lambda: ray.kill(driver, no_restart=True),
         lambda: remove_leftover_placement_groups(run),
         lambda: Journal(run).erase(),
     ):
-        if watch is not None and watch.is_lost:  # it may be given up while one of them blocks
-            end_driver_without_control_store(driver, watch.silence)
+        if watch is not None and watch.is_lost:  # the store may be given up during any of these calls
+            end_driver_without_control_store(driver, watch.silence_text)
             return
         with contextlib.suppress(Exception):
             call_ray(removal)
 
 
 def end_driver_without_control_store(driver: Any, why: str) -> None:
-    """Have the driver record the end and exit, which a call between two processes suffices for. Its workers end as orphans."""
-    finish_within(LEAVE_S, lambda: ray.wait([driver.leave_without_control_store.remote(why)], timeout=LEAVE_S))
+    """Tell the driver to record the end of the run and to exit; its workers end as orphans.
+
+    Such a call goes from process to process and does not need the control store. `why`: the reason that is recorded.
+    """
+    run_with_timeout(LEAVE_S, lambda: ray.wait([driver.leave_without_control_store.remote(why)], timeout=LEAVE_S))
 
 
 def refuse_active_run(run: str) -> None:
@@ -205,25 +208,25 @@ class RunFollower:
         self.started: Any = call_ray(lambda: driver.start.remote(request))
         """The pending call that starts the run; None once it has returned."""
         self.watch = current_watch()
-        """Says for how long Ray's control store has been silent; None where nobody watches it."""
+        """Says for how long Ray's control store has been silent; None if it is not watched."""
 
     def follow(self) -> RunEnd:
         """Poll until an event says how the run ended. Raises `WorkerLost` or `ClusterError` for a driver that is lost.
 
-        The error is also told at once: Ray may end this process while the run is being removed. Raises `ControlStoreLost`
-        alone if Ray's control store is silent: then it is what the driver was lost by.
+        The error is also told at once, because Ray may end this process while the run is being removed. If Ray's control store
+        is silent, raises `ControlStoreLost` instead: the silence is then the cause of the other error.
         """
         try:
             return self._poll_until_end()
         except (WorkerLost, ClusterError) as error:
             if self.watch is not None and (isinstance(error, ControlStoreLost) or self.watch.is_silent):
-                raise self.watch.error(self._how_to_resume()) from error
+                raise self.watch.lost_error(self._how_to_resume()) from error
             with contextlib.suppress(OSError):  # the terminal is gone
                 self._say({"kind": "warning", "text": f"{error.what}; what is left of the run is removed now ({error.cure})"})
             raise
 
     def _how_to_resume(self) -> str:
-        """How the run can go on, and from which step."""
+        """The advice how the run can go on, and from which step."""
         saved = max(self.last_step["checkpoint"], self.request.policy.steps_before_run)
         if saved <= 0:
             return "begin the run anew (it has no checkpoint yet, from which `raypar resume` would go on)"
@@ -232,7 +235,7 @@ class RunFollower:
     def _poll_until_end(self) -> RunEnd:
         """Poll until an event says how the run ended."""
         while True:
-            self._look_at_control_store()
+            self._report_control_store()
             asking = call_ray(lambda: self.driver.events.remote(self.epoch, self.cursor, 0.3))
             self._await_answer(asking)
             if len(self.asked) > 1:
@@ -249,14 +252,14 @@ class RunFollower:
                 self._say({"kind": "stopping", "time": time.time(), "text": text})
                 call_ray(lambda: self.driver.stop.remote(self.asked[0], GRACE_S))
 
-    def _look_at_control_store(self) -> None:
-        """Tell of a control store that is silent, or answers again. Raises `ControlStoreLost` once it is given up."""
+    def _report_control_store(self) -> None:
+        """Tell the user that the control store is silent, or answers again. Raises `ControlStoreLost` once it is given up."""
         if self.watch is None:
             return
         for line in self.watch.new_lines():
             self._say({"kind": "warning", "text": line})
         if self.watch.is_lost:
-            raise self.watch.error()
+            raise self.watch.lost_error()
 
     def _await_answer(self, asking: Any) -> None:
         """Wait for an answer of the driver. The silent driver of an elastic run is killed, and Ray starts another one."""

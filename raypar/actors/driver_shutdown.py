@@ -24,11 +24,11 @@ CLIENT_GONE_S = 60.0
 
 
 RECORD_S = 5.0
-"""How long a driver without a control store may take to record the end of its run."""
+"""How long a driver that has lost the control store may take to record the end of its run."""
 
 
-def leave_after(record: Callable[[], None]) -> None:
-    """End this process once `record` has returned or failed, or after `RECORD_S`. Nothing of Ray is called, which may block."""
+def record_and_exit(record: Callable[[], None]) -> None:
+    """Call `record` and end this process, after `RECORD_S` at the latest. Skips Ray's shutdown, which may block."""
     recording = threading.Thread(target=record, name="raypar-record-end", daemon=True)
     recording.start()
     recording.join(RECORD_S)
@@ -78,7 +78,7 @@ class DriverShutdown:
     def record_lost_control_store(self, why: str) -> None:
         """Record in the run folder that the run has failed, since Ray's control store does not answer.
 
-        The thread that else calls the recorder waits for the store.
+        Calls the recorder from another thread than the one that calls it otherwise, because that one waits for the store.
         """
         parts = self.parts
         error = ClusterError(why, cure="`raypar resume` goes on from the last checkpoint")

@@ -21,19 +21,21 @@ while read -r line; do
 done
 printf '%s\\n' "$text" | tr '\\t' '\\n' >&2
 """
-"""The shell's script: prints `$1` if its input ends before the line `over`, which this process writes when all is well.
-Another line than `again` is a text to print instead, with tabs for its line breaks."""
+"""The script of the shell that outlives this process: prints a text, at first `$1`, if its input ends without the line `over`.
+
+This process writes the lines: `over` when all is well, `again` to return to `$1`, and any other line as the new text, in which
+tabs stand for line breaks."""
 SHELL_END_S = 5.0
-"""How long the shell may take to end after that line."""
+"""How long the shell may take to end after the line `over`."""
 
 
 def killed_client_text(run: str, address: str) -> str:
     """The message for a client process, which follows a run, that is killed before the run is over."""
     return (
-        f"error: the process that followed run {run!r} was ended from outside before it had told the end. Ray does that, with "
-        "exit code 1, to all processes of a node that has not reached the control store for about half a minute, or whose "
-        f"raylet has died\n  cure: look at the network between this node and the control store at {address}, and at the "
-        f"raylet's log; `raypar resume {run}` goes on from the last checkpoint"
+        f"error: the process that followed run {run!r} was ended from outside before it had printed how the run ended. Ray "
+        "does that, with exit code 1, to all processes of a node that has not reached the control store for about half a "
+        f"minute, or whose raylet has died\n  cure: look at the network between this node and the control store at {address}, "
+        f"and at the raylet's log; `raypar resume {run}` goes on from the last checkpoint"
     )
 
 
@@ -47,14 +49,14 @@ def killed_while_silent_text(run: str, address: str) -> str:
 
 
 class KilledNotice:
-    """What will be printed if this process is killed."""
+    """The text that will be printed if this process is killed."""
 
     def __init__(self, shell: subprocess.Popen[bytes]) -> None:
         self.shell = shell
-        """Waits for the end of this process."""
+        """Runs `MESSAGE_SCRIPT`."""
 
     def replace(self, text: str | None) -> None:
-        """Print `text` instead; None: the first text again."""
+        """Have `text` printed instead; None: the first text again."""
         assert self.shell.stdin is not None
         line = "again" if text is None else text.replace("\n", "\t")
         with contextlib.suppress(OSError, ValueError):  # the shell, or the block, has ended

@@ -25,7 +25,7 @@ from raypar.actors.control_store_watch import (
     ControlStoreLost,
     call_ray,
     current_watch,
-    finish_within,
+    run_with_timeout,
     silence_limit_s,
     watch_control_store,
 )
@@ -190,10 +190,10 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
     if not is_head_on_this_machine(address) and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         runtime_env = {"working_dir": str(working_dir), "excludes": ["runs/", ".git/", ".venv/", "*.safetensors"]}
     limit_s = silence_limit_s(os.environ)
-    # Ray ends a process that has waited for the control store for so long: this one gives up before, and says why.
-    patient = temporary_environment_variables({RECONNECT_VARIABLE: f"{2 * limit_s:.0f}"})
+    # Ray ends a process that has waited this long for the control store; at half of it raypar gives up, and says why.
+    longer_ray_timeout = temporary_environment_variables({RECONNECT_VARIABLE: f"{2 * limit_s:.0f}"})
     try:
-        with patient, delay_ctrl_c(), fresh_python_random_state():
+        with longer_ray_timeout, delay_ctrl_c(), fresh_python_random_state():
             ray.init(address=address, logging_level=logging.ERROR, runtime_env=runtime_env)
             wait_until_working_dir_unpacked()
     except AuthenticationError as error:
@@ -219,7 +219,7 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
 
 
 def leave_cluster() -> None:
-    """Disconnect this process from Ray. If the control store is lost that may block: after `SHUTDOWN_S` it is abandoned."""
+    """Disconnect this process from Ray. With a lost control store that may block, and is abandoned after `SHUTDOWN_S`."""
     import ray
 
     watch = current_watch()
@@ -227,7 +227,7 @@ def leave_cluster() -> None:
         with contextlib.suppress(ControlStoreLost):
             call_ray(ray.shutdown)
             return
-    if not finish_within(SHUTDOWN_S, ray.shutdown):
+    if not run_with_timeout(SHUTDOWN_S, ray.shutdown):
         from ray._private import worker
 
         atexit.unregister(worker.shutdown)  # it would block the end of this process in the same way

@@ -209,9 +209,9 @@ class RunRecorder:
         )
 
     def record_resumption(self) -> None:
-        """Record that the run was resumed, and count the steps that are executed again; once, also if drivers die meanwhile.
+        """Record that the run was resumed, and count the steps that are executed again; only once, even if a driver dies.
 
-        What the former start had written but not yet saved in its totals is counted too.
+        First adds to the totals what was written before the resumption and is not in the saved totals.
         """
         resumed = self.request.resumption
         if not resumed:
@@ -221,7 +221,7 @@ class RunRecorder:
             return
         former = [event for event in events if (event.get("time") or 0.0) <= resumed["former_end_s"]]
         self.telemetry.catch_up(self._lines_of_metrics(), former, resumed["former_end_s"])
-        self.telemetry.totals.workers = 0  # those of the former start are gone
+        self.telemetry.totals.workers = 0  # those from before the resumption are gone
         self.note(resumed)
         self._new_events.append(dict(resumed))
         self._save_totals(time.monotonic())

@@ -1,7 +1,8 @@
 """The state of a run that outlives its driver, in Ray's key-value store: generations, committed steps, members, workers.
 
-Two drivers may take themselves for the driver of one run. A generation belongs to the driver that writes its key first
-(compare-and-set), and only the driver of the newest generation commits steps.
+Two drivers may run at once, each as the driver of the run. A generation belongs to the driver that writes its key first
+(compare-and-set). A driver that sees a newer generation of another driver commits no more steps; it looks for one every
+`CLAIM_CHECK_S`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ STEPS_IN_BLOCK = 100
 """Number of steps whose keys share a prefix, so that one call removes their reports."""
 
 CLAIM_CHECK_S = 0.25
-"""Time for which a driver that has seen no newer claim commits steps without looking again."""
+"""Least time between two checks whether another driver has claimed a newer generation."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class MembershipRecord:
 
 
 class DriverReplaced(ClusterError):
-    """Raised when another driver has claimed a newer generation: this driver may not commit any more."""
+    """Raised when another driver has claimed a newer generation: this driver must commit no more steps."""
 
 
 class Journal:
@@ -62,8 +63,8 @@ class Journal:
         """The newest generation that this driver has claimed."""
         self.identity = uuid.uuid4().bytes
         """What this driver writes as the value of a claim."""
-        self._unclaimed_until_s = 0.0
-        """Until when (monotonic) `commit` does not look again whether another driver has taken over."""
+        self._next_claim_check_s = 0.0
+        """Time (monotonic) from which on `commit` checks again whether another driver has taken over."""
         self._validations: deque[int] = deque()
         """Steps after which validations are in the store, ascending; empty until this driver writes the first."""
 
@@ -80,11 +81,12 @@ class Journal:
     def commit(self, step: int, facts: Any = None) -> None:
         """Store that `step` is committed, with its report `facts`.
 
-        A former driver's entry for this step stays: a step is committed only after all workers have applied it, so both entries
-        are the same. That is also why quick steps need not look for a new driver every time: that costs as much as calling a
-        worker. Raises `DriverReplaced` when another driver has taken over; at the latest `CLAIM_CHECK_S` after it has.
+        An entry that another driver has written for this step stays: a step is committed only after all workers have applied
+        it, so both entries are the same. For the same reason not every commit has to check whether another driver has taken
+        over; a check costs as much as calling a worker. Raises `DriverReplaced` in the first check after another driver has
+        taken over, which is up to `CLAIM_CHECK_S` later.
         """
-        if time.monotonic() >= self._unclaimed_until_s:
+        if time.monotonic() >= self._next_claim_check_s:
             self._check_claim(step)
         _internal_kv_put(self._step_key(step), pickle.dumps((self.generation, facts)), overwrite=False)
         block = (step - KEPT_STEPS) // STEPS_IN_BLOCK - 1
@@ -100,7 +102,7 @@ class Journal:
                 f"step {step + 1}: another driver of this run has claimed generation {self.generation + 1}",
                 cure="that one goes on with the run; nothing is to be done",
             )
-        self._unclaimed_until_s = checked_s + CLAIM_CHECK_S
+        self._next_claim_check_s = checked_s + CLAIM_CHECK_S
 
     def committed_steps(self) -> list[int]:
         """The last committed steps, ascending; older ones were deleted."""

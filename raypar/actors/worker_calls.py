@@ -65,24 +65,23 @@ class WorkerCalls:
         """Workers that have started."""
         self._asked: Counter[int] = Counter()
         """Worker -> number of its calls that are not answered yet."""
-        self._answered: set[asyncio.Task[None]] = set()
-        """Calls whose answer is awaited."""
+        self._pending: set[asyncio.Task[None]] = set()
+        """The tasks that await answers."""
         self._batch_threads = ThreadPoolExecutor(MAX_OPEN_STEPS, "raypar-answers")
-        """Threads in which the answers of all members to one call are awaited."""
+        """Threads in which the answers of all members to one call are awaited together."""
 
     def call_all(self, call: Callable[[Any], Any], event: Callable[[int, Any], on.RunEvent]) -> None:
         """Call every member; each answer becomes an event."""
-        # Members that are not in the pool are lost, and the machine has been told so.
+        # Members that are not in the pool are lost, and the run machine has had an event about it.
         reachable = [number for number in self.machine.membership.members if number in self.pool.workers]
         refs = {number: call(self.pool.workers[number]) for number in reachable}
         if refs:  # `ray.wait` takes no empty list
             self._await_in_background(self._answer_batch(self.machine.membership.generation, refs, event))
 
     async def _answer_batch(self, generation: int, refs: Mapping[int, Any], event: Callable[[int, Any], on.RunEvent]) -> None:
-        """Post the events of all answers at once; those that are late after `BATCH_WAIT_S` one by one.
+        """Post the events of all answers together. Answers that have not come after `BATCH_WAIT_S` are posted one by one.
 
-        `refs`: worker -> its call. This takes a third less processor time than a task for each answer, each of which would wake
-        this process.
+        `refs`: worker -> its call. Why together: see `answer_batch`.
         """
         seats = self._seats()
         self._asked.update(list(refs))
@@ -112,8 +111,8 @@ class WorkerCalls:
 
     def _await_in_background(self, answering: Coroutine[Any, Any, None]) -> None:
         task = self.tasks.spawn(answering)
-        self._answered.add(task)
-        task.add_done_callback(self._answered.discard)
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
 
     async def _answer(
         self, number: int, generation: int, ask: Callable[[], Any], event: Callable[[int, Any], on.RunEvent], repeats: bool
@@ -195,9 +194,10 @@ class WorkerCalls:
         workers = {number: worker for number, worker in self.pool.workers.items() if number in self.started}
         await gather_answers_within([worker.abort.remote(why) for worker in workers.values()], 2.0)
         until_s = time.monotonic() + ABORTED_CALLS_S
-        while self._answered and (left_s := until_s - time.monotonic()) > 0:  # a batch that ends leaves its late answers
-            await asyncio.wait(set(self._answered), timeout=left_s)
-            await asyncio.sleep(0)  # a task that has ended is removed only by the loop
+        # More than one round: the task of a batch ends by starting a task for each answer that is late.
+        while self._pending and (left_s := until_s - time.monotonic()) > 0:
+            await asyncio.wait(set(self._pending), timeout=left_s)
+            await asyncio.sleep(0)  # lets the event loop remove the tasks that have ended
         there = [number for number in self.machine.membership.members if number in workers]
         answers = dict(zip(there, await gather_answers_within([workers[n].ping.remote() for n in there], 2.0), strict=True))
         self.tasks.post(

@@ -32,7 +32,7 @@ PING_S = 0.4
 UNHEARD_S = 1.2
 """Time without an answer after which a worker may be lost."""
 LATE_PING_S = 30.0
-"""Time after which a worker that has not answered a ping is pinged again."""
+"""How long the answer to a ping is awaited beyond `BATCH_WAIT_S`. The worker is not pinged again meanwhile."""
 DRAIN_POLL_S = 1.0
 """Time from one look at Ray's node table to the next."""
 
@@ -98,12 +98,12 @@ class WorkerRegistry:
         """Nodes that were being drained: their death is expected."""
         self._reported_silent: set[int] = set()
         """Workers whose silence has been reported."""
-        self._pinged: set[int] = set()
-        """Workers that have not answered their last ping."""
-        self._pings: set[asyncio.Task[None]] = set()
-        """Pings under way."""
+        self._unanswered_pings: set[int] = set()
+        """Workers whose answer to their last ping is still awaited."""
+        self._ping_tasks: set[asyncio.Task[None]] = set()
+        """The running calls of `_ping`."""
         self._ping_thread = ThreadPoolExecutor(1, "raypar-pings")
-        """Awaits the answers to pings. A thread of its own: others may wait long for Ray's head."""
+        """The thread in which answers to pings are awaited. Not shared: other threads may block while Ray's head is silent."""
         self._dismissing: set[asyncio.Task[None]] = set()
         """Dismissals under way."""
 
@@ -241,15 +241,15 @@ class WorkerRegistry:
     # -- watching --------------------------------------------------------------------------------------------------------------
 
     async def watch(self, silent_s: float, over: Callable[[], bool]) -> None:
-        """Ping every worker twice a second until the run is over; post `WorkerSilent` for a worker silent for `silent_s`."""
+        """Ping every worker each `PING_S` until the run is over; post `WorkerSilent` for a worker silent for `silent_s`."""
         polled_s = 0.0
         polling: asyncio.Task[None] | None = None
         while not over():
-            pinged = {n: w for n, w in self.pool.workers.items() if n in self.hellos and n not in self._pinged}
-            if pinged:
-                task = asyncio.ensure_future(self._ping(pinged))
-                self._pings.add(task)
-                task.add_done_callback(self._pings.discard)
+            to_ping = {n: w for n, w in self.pool.workers.items() if n in self.hellos and n not in self._unanswered_pings}
+            if to_ping:
+                task = asyncio.ensure_future(self._ping(to_ping))
+                self._ping_tasks.add(task)
+                task.add_done_callback(self._ping_tasks.discard)
             now = time.monotonic()
             for number in [n for n, s in self._answered_s.items() if n in self.pool.workers and now - s > silent_s]:
                 if number in self._reported_silent:
@@ -269,27 +269,27 @@ class WorkerRegistry:
                 self._answered_s = {number: min(now, s + excused_s) for number, s in self._answered_s.items()}
 
     async def _ping(self, workers: Mapping[int, Any]) -> None:
-        """Ping these workers at once; answers that are late after `BATCH_WAIT_S` are awaited one by one."""
-        self._pinged.update(workers)
+        """Ping these workers together. Answers that have not come after `BATCH_WAIT_S` are awaited one by one."""
+        self._unanswered_pings.update(workers)
         refs: dict[int, Any] = {}
         for number, worker in workers.items():
-            with contextlib.suppress(Exception):  # it is silent then, and the others are pinged all the same
+            with contextlib.suppress(Exception):  # this worker counts as silent; the others are pinged
                 refs[number] = worker.ping.remote()
         answers: list[Any] = []
-        with contextlib.suppress(Exception):  # Ray does not answer: all are silent; `watch` counts the seconds
+        with contextlib.suppress(Exception):  # Ray does not answer: all workers count as silent
             answers = await asyncio.get_running_loop().run_in_executor(
                 self._ping_thread, wait_for_answers, list(refs.values()), BATCH_WAIT_S
             )
         by_worker = dict(zip(refs, answers, strict=False))
         late = {number: refs[number] for number, answer in by_worker.items() if answer is UNANSWERED}
-        self._pinged.difference_update(workers.keys() - late.keys())
+        self._unanswered_pings.difference_update(workers.keys() - late.keys())
         for number, answer in by_worker.items():
             if answer is not UNANSWERED:
-                self._take_ping_answer(number, answer)
+                self._handle_ping_answer(number, answer)
         await asyncio.gather(*(self._await_late_ping(number, ref) for number, ref in late.items()))
 
     async def _await_late_ping(self, number: int, ref: Any) -> None:
-        """Wait up to `LATE_PING_S` more for one answer."""
+        """Wait for an answer to a ping that has not come with the others, for up to `LATE_PING_S`."""
         answer: Any
         try:
             answer = await asyncio.wait_for(asyncio.wrap_future(ref.future()), LATE_PING_S)
@@ -298,14 +298,11 @@ class WorkerRegistry:
         except Exception as error:
             answer = Raised(error)
         finally:
-            self._pinged.discard(number)
-        self._take_ping_answer(number, answer)
+            self._unanswered_pings.discard(number)
+        self._handle_ping_answer(number, answer)
 
-    def _take_ping_answer(self, number: int, answer: Any) -> None:
-        """Note that a worker has answered, and what. Posts `CallFailed` for a dead worker.
-
-        A worker whose connection has broken (`ActorUnavailableError`) is silent: Ray does not know that it is dead.
-        """
+    def _handle_ping_answer(self, number: int, answer: Any) -> None:
+        """Note the answer of a worker to a ping. Posts `WorkerAnswered` for a worker that was reported silent."""
         if isinstance(answer, Raised):
             if number in self.pool.workers:
                 self._report_failed_ping(number, answer.error)
@@ -320,7 +317,11 @@ class WorkerRegistry:
             self.report_leaving_worker(number, "its process was asked to end (SIGTERM)")
 
     def _report_failed_ping(self, number: int, error: Exception) -> None:
-        """Post `CallFailed` if the error says that the worker is dead."""
+        """Post `CallFailed` if the error says that the worker is dead.
+
+        After any other error the worker counts as silent; so after `ActorUnavailableError`, a broken connection, because the
+        worker may live.
+        """
         if isinstance(error, OutOfMemoryError):
             self.post(on.CallFailed("lost", killed_for_memory_error(f"worker {number}", error), number))
         elif isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):

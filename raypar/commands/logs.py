@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         server = connect_job_server(address)
         matched = find_cluster_job(server, args.run)
         job = matched.found.job
-        for other in matched.also:
+        for other in matched.others:
             print_to_stderr(f"note: this is the log of job {job.submission_id}; {args.run} is also {other.describe()}")
         printer = JobPrinter(out, as_json=args.json)
         if args.follow:

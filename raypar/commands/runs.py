@@ -150,7 +150,7 @@ def read_job_row(server: JobServer, job: ClusterJob, *, with_log: bool) -> RunRo
     from raypar.launch.find_cluster_job import JobWithLog, read_job_with_log
 
     found = read_job_with_log(server, job) if with_log else JobWithLog(job, LogFacts())
-    said = found.said
+    said = found.log
     if found.state == "waiting":
         why = said.waiting or ""
     elif found.state == "failed":

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Stop the run and say what it has left; see above for the exit codes."""
     from raypar.console.json_stdout import json_stdout, json_text
     from raypar.errors import ConfigError
-    from raypar.launch.find_cluster_job import find_cluster_job, the_one_to_stop
+    from raypar.launch.find_cluster_job import choose_job_to_stop, find_cluster_job
     from raypar.launch.job_server import connect_job_server, find_server_address
 
     if not args.wait_s > 0:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             facts = stop_run_of_folder(args.run, args.run_dir or "runs/", args.wait_s)
         else:
             server = connect_job_server(address)
-            facts = stop_job(server, the_one_to_stop(find_cluster_job(server, args.run), args.run), args.wait_s)
+            facts = stop_job(server, choose_job_to_stop(find_cluster_job(server, args.run), args.run), args.wait_s)
         text = facts.pop("text")
         print(json_text(facts) if args.json else text, file=out)
     return 0

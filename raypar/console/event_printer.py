@@ -176,7 +176,7 @@ class EventPrinter:
                 raise
 
     def speed(self) -> str:
-        """The mean speed of all steps: `310 samples/s, 39,700 tokens/s`."""
+        """The mean speed of the steps shown: `310 samples/s, 39,700 tokens/s`."""
         if not self.seconds:
             return "no steps"
         samples, counted = self.samples / self.seconds, self.counted / self.seconds
@@ -191,7 +191,7 @@ class EventPrinter:
             facts = {k: v for k, v in vars(result).items() if k not in ("history", "error")}
             self.line(json_text({"kind": "result", **facts}))
             return 0
-        part = f" in the {count_noun(self.shown, 'step')} of this start" if 0 < self.shown < result.done else ""
+        part = f" in the {count_noun(self.shown, 'step')} since the resumption" if 0 < self.shown < result.done else ""
         lines = [f"{result.why}: {result.done} steps, {self.speed()}{part}"]
         survived = summarize_faults(self.faults)
         if survived is not None:

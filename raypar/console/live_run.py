@@ -112,14 +112,14 @@ class LiveRun:
     def add(self, metrics: Iterable[Line], events: Iterable[Line]) -> None:
         """Add new lines. Lines that were added before are skipped: a file that is written anew contains them again.
 
-        A later line about an earlier step is of a resumed run: it takes the place of what followed that step. The curve of the
-        loss stays, because the run has the same losses again.
+        A newer line about an earlier step is of a resumed run: it replaces the lines of that step and of later ones. The curve
+        of the loss stays, because the run has the same losses again.
         """
         for line in metrics:
-            again = bool(self.metrics) and line["step"] <= self.metrics[-1]["step"]
-            if again and (line.get("time") or 0.0) <= (self.metrics[-1].get("time") or 0.0):
+            replayed = bool(self.metrics) and line["step"] <= self.metrics[-1]["step"]
+            if replayed and (line.get("time") or 0.0) <= (self.metrics[-1].get("time") or 0.0):
                 continue
-            while again and "loss" in line and self.metrics and self.metrics[-1]["step"] >= line["step"]:
+            while replayed and "loss" in line and self.metrics and self.metrics[-1]["step"] >= line["step"]:
                 self.metrics.pop()
             self.metrics.append(line)
             if "loss" in line and line["step"] > self._last_step:

@@ -264,7 +264,7 @@ def _recovery_fact(events: Sequence[Line]) -> Fact:
     again = sum(event.get("again") or 0 for event in events if event["kind"] in ("generation", "resumed"))
     note = "no worker lost or joined" if not changes else f"{pause_s:.1f} s of pauses, {count_noun(again, 'step')} again"
     if again and not changes:
-        note = f"none but a resumption, {count_noun(again, 'step')} again"
+        note = f"no worker lost or joined; {count_noun(again, 'step')} again after a resumption"
     return Fact("recoveries", f"{len(changes):,}", note)
 
 

@@ -59,7 +59,7 @@ class RunStatus:
     mean_step_s: float | None
     """The mean time of the same steps, to which `samples_per_s` belongs."""
     speed_steps: int
-    """How many steps `samples_per_s`, `step_s` and `mean_step_s` are of."""
+    """Number of steps over which `samples_per_s`, `step_s` and `mean_step_s` are measured."""
     loss: float | None
     """The loss of the last step; None if that is not a finite number."""
     first_loss: float | None
@@ -99,7 +99,7 @@ class RunStatus:
     address: str | None
     """The address of the Ray cluster."""
     submitted: bool
-    """Whether a submitted job trains it."""
+    """Whether a submitted job trains the run, or did."""
     survived: str | None
     """The faults of the run, counted, in one line."""
     story: tuple[tuple[float | None, str], ...]
@@ -208,7 +208,7 @@ class RecentSpeed(NamedTuple):
     median_s: float | None
     """The median of their times."""
     steps: int
-    """How many steps they are."""
+    """Number of these steps."""
 
 
 def recent_training_speed(done: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], now: float) -> RecentSpeed:
@@ -295,7 +295,9 @@ def format_status(status: RunStatus) -> str:
     if status.samples_per_s is not None:
         time_of_step, median = format_step_times(status)
         of = "mean of the last " + count_noun(status.speed_steps, "step") if status.speed_steps > 1 else "the last step"
-        rows.append(("speed", f"{status.samples_per_s:,.0f} samples/s, {time_of_step} ({'; '.join([of, *median])})"))
+        rows.append(
+            ("speed", f"{status.samples_per_s:,.0f} samples/s, {time_of_step} ({'; '.join(filter(None, [of, median]))})")
+        )
     if (losses := format_losses(status)) is not None:
         rows.append(("loss", losses))
     if status.plan:
@@ -365,11 +367,13 @@ def indent_further_lines(line: str) -> str:
     return line.replace("\n", "\n" + " " * 12)
 
 
-def format_step_times(status: RunStatus) -> tuple[str, list[str]]:
-    """The mean time of a step, to which samples a second belong, and its median if that is another: (`244 ms a step`,
-    [`median 126 ms`])."""
+def format_step_times(status: RunStatus) -> tuple[str, str | None]:
+    """(mean time of the last steps, their median): (`244 ms a step`, `median 126 ms`). None for a median that reads the same.
+
+    `samples_per_s` belongs to the mean.
+    """
     mean, median = (
         f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
         for seconds in (status.mean_step_s or 0.0, status.step_s or 0.0)
     )
-    return f"{mean} a step", [f"median {median}"] * (median != mean)
+    return f"{mean} a step", f"median {median}" if median != mean else None

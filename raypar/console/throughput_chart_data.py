@@ -26,7 +26,7 @@ WHOLE = {"driver": ("driver", "driver lost"), "started": ("resumed", "run resume
 def build_run_history(metrics: Sequence[Line], events: Sequence[Line]) -> RunHistory:
     """The history from the lines of metrics.jsonl and events.jsonl. Time 0 is the start of the first step.
 
-    The time between a start's last sign of life and the next start is left out.
+    Times in which the run did not run are left out (`idle_times_between_starts`).
     """
     done = [line for line in metrics if "samples_per_s" in line and "time" in line]
     if not done:
@@ -83,9 +83,10 @@ def goodput_of_history(history: RunHistory) -> float | None:
 
 
 def idle_times_between_starts(done: Sequence[Line], events: Sequence[Line]) -> list[tuple[float, float]]:
-    """(beginning, end) of the times in which nothing ran: from the last sign of life of a start to the next start, in order.
+    """(beginning, end) of each time in which the run did not run, in order: from the last sign of life to the next start.
 
-    The event `resumed` knows that sign, as steps after the checkpoint have no lines any more; without it, it is the last line.
+    The last sign of life is in the event `resumed`, because steps after the checkpoint have no lines any more. Without such an
+    event, or where it is earlier, it is the last line that was written before.
     """
     timed = sorted((event for event in events if "time" in event), key=lambda event: event["time"])
     starts = [event["time"] for event in timed if event["kind"] == "started"]

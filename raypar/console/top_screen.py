@@ -153,7 +153,7 @@ def fact_lines(view: LiveView, width: int, show: Show) -> list[Text]:
     facts = []
     if status.samples_per_s is not None:
         time_of_step, median = format_step_times(status)
-        facts += [("", f"{status.samples_per_s:,.0f} samples/s"), ("", " ".join([time_of_step, *(f"({m})" for m in median)]))]
+        facts += [("", f"{status.samples_per_s:,.0f} samples/s"), ("", time_of_step + (f" ({median})" if median else ""))]
     if view.bubble is not None:
         facts.append(("bubble ", f"{100 * view.bubble:.1f} %"))
     if view.goodput is not None:

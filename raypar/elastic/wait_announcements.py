@@ -9,8 +9,10 @@ from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 SILENCE_S = 2.0
 """Length of a silence after which a line says what is waited for."""
 CHANGED_INTERVAL_S, REPEAT_INTERVAL_S = 5.0, 30.0
-"""Least time between two such lines of one silence: if the activity has changed, and if it has not. For a changed activity the
-silence must also be twice as long as at the last line, or the second interval over: so a long start has few lines."""
+"""Least time between two such lines of one silence: if the activity has changed, and if it has not.
+
+For a changed activity the silence must also have become twice as long since the last line, or the second interval have passed.
+So a long start has few lines."""
 
 
 class WaitAnnouncer:
@@ -22,12 +24,12 @@ class WaitAnnouncer:
         self.said_s = 0.0
         """When the last line of this silence was due."""
         self.said: str | None = None
-        """The activity that it named; None if this silence has had no line."""
+        """The activity that the last line of this silence named; None if it has had no line."""
 
     def due_line(self, doing: str | None, now_s: float, since_s: float, patience_s: float = SILENCE_S) -> str | None:
-        """The line to print now, such as `silent for 3 s; now loading PyTorch`, or None.
+        """The line to print now, such as `no news for 3 s; now loading PyTorch`, or None.
 
-        The seconds are those of the silence: what is done now may have begun just before.
+        The seconds are the length of the silence; the activity that is named may have begun later.
 
         `doing`: the activity that is waited for; None if unknown. `since_s`: when the silence began. `patience_s`: how long a
         silence may last without a line.
@@ -41,7 +43,7 @@ class WaitAnnouncer:
             if now_s - self.said_s < (changed_s if doing != self.said else REPEAT_INTERVAL_S):
                 return None
         self.said, self.said_s = doing, now_s
-        return f"silent for {now_s - since_s:.0f} s; now {doing}"
+        return f"no news for {now_s - since_s:.0f} s; now {doing}"
 
 
 def describe_waited_workers(activities: Mapping[int, str], workers: int, idle: str) -> str:

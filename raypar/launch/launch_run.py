@@ -148,7 +148,7 @@ def _connect_and_follow(
                 queue = None
                 if connection.kind != "own":
                     where = folder.name, connection.address
-                    # Ray also ends processes that are about to disconnect.
+                    # Until this process has disconnected: Ray may end it while it disconnects.
                     notice = until_disconnected.enter_context(print_if_killed(killed_client_text(*where)))
                     if (watch := current_watch()) is not None:
                         watch.on_silence = lambda silent: notice.replace(killed_while_silent_text(*where) if silent else None)

@@ -1,4 +1,4 @@
-"""Describes what a resumption finds: how the former start ended, and which reported steps are executed again. Pure."""
+"""Describes a resumption: how the run had ended before, and which reported steps are executed again. Pure."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ def describe_resumption(
 ) -> dict[str, Any]:
     """The event `resumed` of a run that goes on from a checkpoint after `steps_done` steps, under `plan` (in words).
 
-    `metrics`, `events`, `members`: the run's files as the former start has left them. `now`: Unix time.
+    `metrics`, `events`, `members`: the run's files as they are found. `now`: Unix time.
     """
     reported = max((line["step"] for line in metrics if "loss" in line), default=0)
     again = max(0, reported - steps_done)
     last = next((event for event in reversed(events) if event["kind"] in ("started", "resumed", "generation", "end")), None)
-    lost = last is not None and last["kind"] != "end"
-    was = (members or {}).get("plan")
+    broken_off = last is not None and last["kind"] != "end"
+    plan_before = (members or {}).get("plan")
     parts = [f"resumed from the checkpoint after step {steps_done}"]
     if again == 1:
         parts.append(f"step {reported} had been reported and is executed again")
     elif again:
         parts.append(f"steps {steps_done + 1}-{reported} had been reported and are executed again")
-    if lost:
-        parts.append(f"the former start broke off without an end (killed?) after step {max(reported, steps_done)}")
-    if was and was != plan:
-        parts.append(f"plan {was} -> {plan}")
+    if broken_off:
+        parts.append(f"the run had broken off after step {max(reported, steps_done)} without recording an end (killed?)")
+    if plan_before and plan_before != plan:
+        parts.append(f"plan {plan_before} -> {plan}")
     times = [line["time"] for line in (*metrics, *events, members or {}) if line.get("time")]
     return {
         "kind": "resumed",
         "text": "; ".join(parts),
         "step": steps_done,
         "again": again,
-        "lost": lost,
+        "lost": broken_off,
         "plan": plan,
         "former_end_s": min(now, max(times, default=now)),
         "resumed_s": now,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EXCLUDES = ("runs/", ".git/", ".venv/")
 """What of the working directory is not sent, beside what its .gitignore and .rayignore name."""
 IGNORE_GITIGNORE_VARIABLE = "RAY_RUNTIME_ENV_IGNORE_GITIGNORE"
-"""Environment variable that lets Ray send what a .gitignore names, if it is 1."""
+"""Environment variable that makes Ray ignore all .gitignore files, if it is 1."""
 SUBMIT_S = 300.0
 """How long packing and sending the working directory may take."""
 STOP_WAIT_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
@@ -57,7 +57,7 @@ def make_runtime_env(working_dir: Path, environ: Mapping[str, str] = os.environ)
 
 
 def check_files_are_sent(job: Job, job_file: str, working_dir: Path) -> None:
-    """Raise `ConfigError` for a file that the job names and that lies in the working directory, but is not sent along.
+    """Raise `ConfigError` for a file that the job names by a relative path, if it would not be sent to the cluster.
 
     These are the job file, `init_from` and `plan.schedule_file`. Absolute paths and URIs are read where the job runs.
     """
@@ -77,14 +77,15 @@ def check_files_are_sent(job: Job, job_file: str, working_dir: Path) -> None:
                 cure="put it there, or give an absolute path or a URI that all nodes of the cluster reach",
             )
         for file in _files_at(path):
-            if (why := find_what_leaves_out(root, file)) is not None:
+            if (why := find_excluding_rule(root, file)) is not None:
                 raise _unsent_file_error(key, str(file.relative_to(root)), why)
 
 
-def find_what_leaves_out(root: Path, file: Path) -> str | None:
-    """What keeps Ray from sending `file`, below `root`: the path of an ignore file there, or one of `EXCLUDES`; else None.
+def find_excluding_rule(root: Path, file: Path) -> str | None:
+    """What keeps Ray from sending `file`: the path of an ignore file below `root`, or one of `EXCLUDES`; None if it is sent.
 
-    As Ray does it, a folder's .gitignore and .rayignore count for all that is below, and no rule takes another file's back.
+    As in Ray, the .gitignore and .rayignore of a folder count for everything below it. What one of these files excludes, no
+    other one can include again.
     """
     inside = file.relative_to(root)
     for part in inside.parts:
@@ -130,7 +131,7 @@ def _files_at(path: Path) -> Iterator[Path]:
 
 
 def _unsent_file_error(key: str, file: str, why: str) -> ConfigError:
-    """The error for a file that is needed and that `why`, an ignore file or one of `EXCLUDES`, leaves out."""
+    """The error for a file that the job needs and that is not sent. `why`: see `find_excluding_rule`."""
     elsewhere = "give an absolute path or a URI that all nodes of the cluster reach"
     if why in EXCLUDES:
         return ConfigError(

@@ -73,7 +73,7 @@ class RunHistory:
     validation_losses: Sequence[tuple[float, float]] = ()
     """(time, validation loss) of every validation with a finite loss, in order."""
     between_starts_s: Sequence[float] = ()
-    """Time in which nothing ran before each start since the first step, which is left out of all times."""
+    """Seconds in which the run did not run before each later start. All times of this record leave them out."""
 
 
 def throughput_svg(history: RunHistory, *, title: str, width: int = 1280) -> str:

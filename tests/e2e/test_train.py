@@ -230,7 +230,7 @@ def test_a_run_loads_and_starts_only_what_it_needs_and_says_whom_it_waits_for(jo
             titles.append(" ".join(process.cmdline()))
     assert any("log_monitor.py" in title for title in titles)
     assert not [title for title in titles if "dashboard/dashboard.py" in title or "autoscaler" in title]
-    waits = r"silent for [2-4] s; now waiting for 1 of 4 workers \(worker \d is in step \d+, reading sample 21\)"
+    waits = r"no news for [2-4] s; now waiting for 1 of 4 workers \(worker \d is in step \d+, reading sample 21\)"
     assert re.search(waits, capfd.readouterr().out)
 
 

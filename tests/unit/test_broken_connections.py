@@ -170,7 +170,7 @@ def test_a_ping_whose_connection_broke_is_silence_and_one_that_cannot_be_sent_ke
         registry, handles = registry_of({0: lambda: Ref(0), 1: lambda: Ref(1), 2: lambda: 1 / 0}, posted)
         refs.answers = {0: BROKEN, 1: (3, "in step 3", False, 0.0)}
         await registry._ping(handles)
-        assert posted == [] and set(registry._answered_s) == {1} and not registry._pinged
+        assert posted == [] and set(registry._answered_s) == {1} and not registry._unanswered_pings
         refs.answers[0] = ActorDiedError()
         await registry._ping(handles)
         assert [(event.kind, event.worker) for event in posted] == [("lost", 0)]
@@ -189,11 +189,11 @@ def test_a_worker_that_is_late_is_not_pinged_again_meanwhile_and_keeps_none_of_t
         refs.answers = {0: (3, "in step 3", False, 0.0), 1: None}
         pinging = asyncio.ensure_future(registry._ping(handles))
         await asyncio.sleep(0.05)
-        assert set(registry._answered_s) == {0} and registry._pinged == {1} and not pinging.done()
+        assert set(registry._answered_s) == {0} and registry._unanswered_pings == {1} and not pinging.done()
         answer.set_result((3, "in step 3", True, 0.0))
         registry.note = lambda kind, **facts: None
         await pinging
-        assert set(registry._answered_s) == {0, 1} and not registry._pinged
+        assert set(registry._answered_s) == {0, 1} and not registry._unanswered_pings
         assert [type(event).__name__ for event in posted] == ["DrainRequested"]
 
     asyncio.run(run())

@@ -7,7 +7,7 @@ import pytest
 
 from raypar.errors import ClusterError, ConfigError
 from raypar.launch.cluster_jobs import describe_failure, parse_ray_job_record, read_log_facts
-from raypar.launch.find_cluster_job import JobWithLog, OtherJobIsActive, match_job, the_one_to_stop
+from raypar.launch.find_cluster_job import JobWithLog, OtherJobIsActive, choose_job_to_stop, match_job
 from raypar.launch.follow_job import AWAY_S, JobFollower, wait_for_job_end
 from raypar.launch.job_printer import JobPrinter, describe_job_end
 from raypar.launch.submit_to_job_server import same_name_warning
@@ -74,7 +74,7 @@ def log_of(run, said=""):
 
 
 def stop_id(given, *jobs, logs=()):
-    return the_one_to_stop(match(given, *jobs, logs=logs), given).submission_id
+    return choose_job_to_stop(match(given, *jobs, logs=logs), given).submission_id
 
 
 def test_a_job_is_meant_by_its_id_or_by_its_name_of_which_the_last_one_counts():
@@ -125,7 +125,7 @@ def test_a_stop_of_a_run_that_has_ended_tells_the_other_job_of_its_name():
         stop_id("dup", *both, logs=logs)
     assert error.value.exit_code == 1 and "`raypar stop two` stops that one" in error.value.cure
     assert stop_id("one", *both, logs=logs) == "one", "an id means one job only"
-    assert match("dup", *both, logs=logs).also[0].job.submission_id == "two"
+    assert match("dup", *both, logs=logs).others[0].job.submission_id == "two"
 
 
 def test_no_more_logs_are_read_than_a_name_needs():

@@ -159,7 +159,9 @@ def test_a_run_of_this_machine_beside_a_cluster(jobs, capfd):
         assert "runs/single is a run of this machine: give that path, or --run-dir" in error
         assert main([command, "runs/single"]) == 0, "a folder, whatever is in the environment"
         assert main([command, "runs/single", "--address", jobs.url]) == 0
-        assert main([command, "none"]) == 2 and "of a run of this machine give the path, or --run-dir" in capfd.readouterr().err
+        assert (
+            main([command, "none"]) == 2 and "for a run of this machine give its path, or --run-dir" in capfd.readouterr().err
+        )
 
 
 def test_the_bytes_of_a_server_that_is_none_for_http_are_not_printed(capfd):
@@ -263,7 +265,7 @@ def test_what_rays_variable_and_other_rules_leave_to_the_job(jobs, sent, capfd, 
 def test_the_same_is_left_out_as_by_ray(tmp_path):
     from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 
-    from raypar.launch.submit_to_job_server import EXCLUDES, find_what_leaves_out
+    from raypar.launch.submit_to_job_server import EXCLUDES, find_excluding_rule
 
     for name in ("a.pt", "a.csv", "keep/a.pt", "keep/deep/a.csv", "deep/keep/b.pt", "sub/runs/x", "runs", "sub/.git/y", "z/z"):
         path = tmp_path / name
@@ -278,4 +280,4 @@ def test_the_same_is_left_out_as_by_ray(tmp_path):
     taken: set[Path] = set()
     _dir_travel(tmp_path, [_get_excludes(tmp_path, [*EXCLUDES])], taken.add, include_gitignore=True)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {path for path in files if find_what_leaves_out(tmp_path, path) is None} == taken & {*files} != set()
+    assert {path for path in files if find_excluding_rule(tmp_path, path) is None} == taken & {*files} != set()

@@ -17,7 +17,7 @@ from raypar.actors.control_store_watch import (
     watch_control_store,
 )
 
-FAST = {"every_s": 0.01, "limit_s": 0.3, "told_s": 0.1}
+FAST = {"interval_s": 0.01, "limit_s": 0.3, "report_after_s": 0.1}
 DEADLINE_S = 10.0
 """Limit for what takes a third of a second on a quiet machine."""
 
@@ -63,16 +63,16 @@ def test_a_client_whose_ray_calls_all_block_ends_with_the_error_in_time(monkeypa
 
 
 def test_one_line_says_what_is_waited_for_and_for_how_long(monkeypatch):
-    watch = ControlStoreWatch("10.0.0.7:6379", limit_s=75, told_s=10)
-    watch.note_answer(True, 3)
+    watch = ControlStoreWatch("10.0.0.7:6379", limit_s=75, report_after_s=10)
+    watch.note_probe(True, 3)
     assert watch.new_lines() == []
     for _ in range(4):
-        watch.note_answer(False, 3)
+        watch.note_probe(False, 3)
     (line,) = watch.new_lines()
     assert "has not answered for 12 s" in line and "75 s" in line
-    watch.note_answer(False, 3)
+    watch.note_probe(False, 3)
     assert watch.new_lines() == []
-    watch.note_answer(True, 3)
+    watch.note_probe(True, 3)
     (line,) = watch.new_lines()
     assert "answers again, after 15 s" in line
     assert not watch.is_lost
@@ -82,22 +82,22 @@ def test_a_store_that_commits_steps_or_has_never_answered_a_probe_is_not_given_u
     """A firewall may let Ray's connections through and no new ones."""
     watch = ControlStoreWatch("10.0.0.7:6379", limit_s=75)
     for _ in range(100):
-        watch.note_answer(False, 3)
+        watch.note_probe(False, 3)
     assert not watch.is_lost
-    watch.note_answer(True, 3)
+    watch.note_probe(True, 3)
     for _ in range(100):
-        watch.note_answer(False, 3)
+        watch.note_probe(False, 3)
         watch.note_progress()
     assert not watch.is_lost
     for _ in range(25):
-        watch.note_answer(False, 3)
+        watch.note_probe(False, 3)
     assert watch.is_lost
 
 
 def test_time_in_which_this_process_was_stopped_does_not_count():
-    watch = ControlStoreWatch("10.0.0.7:6379", limit_s=75, every_s=3)
-    watch.note_answer(True, 3)
-    watch.note_answer(False, 3600)
+    watch = ControlStoreWatch("10.0.0.7:6379", limit_s=75, interval_s=3)
+    watch.note_probe(True, 3)
+    watch.note_probe(False, 3600)
     assert watch.silent_s < 10 and not watch.is_lost
 
 
@@ -110,7 +110,7 @@ def test_the_limit_is_longer_than_what_ray_itself_allows():
 @pytest.mark.parametrize("reply, alive", [(b"\0\0\0\4\0\0\0\0\0", True), (b"", True), (None, False)])
 def test_a_store_answers_if_it_sends_bytes_or_refuses_to_speak_without_tls(reply, alive, monkeypatch):
     """A stopped process's connections are still accepted, by the kernel: it must say something."""
-    monkeypatch.setattr("raypar.actors.control_store_watch.PROBE_S", 0.2)
+    monkeypatch.setattr("raypar.actors.control_store_watch.PROBE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
 

@@ -230,7 +230,7 @@ def test_the_speed_at_the_end_says_of_how_many_steps_it_is_if_not_of_all():
         return next(line for line in out.getvalue().splitlines() if line.startswith("all steps are done"))
 
     assert last_line(2).endswith("all steps are done: 2 steps, 80 samples/s")
-    assert last_line(200).endswith("200 steps, 80 samples/s in the 2 steps of this start")
+    assert last_line(200).endswith("200 steps, 80 samples/s in the 2 steps since the resumption")
 
 
 def test_the_end_of_a_disturbed_run_says_what_it_has_survived():
@@ -264,7 +264,7 @@ def test_a_run_among_many_has_a_few_lines_with_its_name(capsys):
     console = BriefEventPrinter("lr_0.1", ["hunter2hunter2"])
     console({"kind": "stage", "stage": "read", "text": "job lr_0.1: 8 steps"})
     console({"kind": "stage", "stage": "planned", "text": "2 workers = 2 stages, schedule 1f1b; predicted step 9 ms\nmore"})
-    console({"kind": "waiting_for", "text": "silent for 2 s; now loading PyTorch"})
+    console({"kind": "waiting_for", "text": "no news for 2 s; now loading PyTorch"})
     console({"kind": "waiting", "text": "waiting for 2 CPUs: 0 of 2 are free, run lr_0.2 has 2"})
     console({"kind": "stage", "stage": "built", "text": "stages built"})
     console(STEP)

@@ -23,7 +23,8 @@ NOW = "2 stages x 1 replica"
 STARTED = {"kind": "started", "time": 999.0, "text": "4 workers", "workers": [{"worker": n} for n in range(4)]}
 TEXT = (
     "resumed from the checkpoint after step 120; steps 121-152 had been reported and are executed again; "
-    "the former start broke off without an end (killed?) after step 152; plan 2 stages x 2 replicas -> 2 stages x 1 replica"
+    "the run had broken off after step 152 without recording an end (killed?); "
+    "plan 2 stages x 2 replicas -> 2 stages x 1 replica"
 )
 
 
@@ -60,13 +61,13 @@ def test_a_resumption_says_from_where_what_is_executed_again_how_the_former_star
 
 @pytest.mark.parametrize("metrics, events, plan, text", [
     (steps(1, 121, 0.0), (STARTED,), BEFORE, "; step 121 had been reported and is executed again; "
-     "the former start broke off without an end (killed?) after step 121"),
+     "the run had broken off after step 121 without recording an end (killed?)"),
     (steps(1, 120, 0.0), (STARTED, {"kind": "end", "end": "stopped"}), BEFORE, ""),
     (steps(1, 122, 0.0), (STARTED, {"kind": "end", "end": "failed"}), BEFORE,
      "; steps 121-122 had been reported and are executed again"),
     ([], (), NOW, "; plan 2 stages x 2 replicas -> 2 stages x 1 replica"),
     (steps(1, 90, 0.0), (STARTED, {"kind": "end", "end": "stopped"}, {"kind": "resumed"}), BEFORE,
-     "; the former start broke off without an end (killed?) after step 120"),
+     "; the run had broken off after step 120 without recording an end (killed?)"),
 ])  # fmt: skip
 def test_what_did_not_happen_is_not_told(metrics, events, plan, text):
     assert resumption(metrics, events, plan=plan)["text"] == "resumed from the checkpoint after step 120" + text
@@ -143,7 +144,7 @@ def test_status_and_report_tell_the_resumption_and_the_steps():
     report = build_run_report(status, RunFiles(metrics, events, None, None, None, None), 1300.0)
     facts = {fact.name: (fact.value, fact.note) for fact in report.facts}
     assert TEXT in [line for _, _, line in report.story]
-    assert facts["recoveries"] == ("0", "none but a resumption, 32 steps again")
+    assert facts["recoveries"] == ("0", "no worker lost or joined; 32 steps again after a resumption")
     assert facts["time trained"] == ("3 min 15 s", "in 2 starts, without the 1 min 15 s between them; median step 1 s")
     assert facts["samples per second"] == (f"{160 * 8 / 195:.3g}", "pauses included, the time between starts not")
 

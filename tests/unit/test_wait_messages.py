@@ -35,10 +35,10 @@ def test_a_silence_is_broken_after_two_seconds_again_for_another_wait_and_every_
         if (line := announcer.due_line(doing, now, since)) is not None:
             told[now] = line
     assert told == {
-        2.0: "silent for 2 s; now loading PyTorch",
-        7.0: "silent for 7 s; now reading sample 17",
-        37.0: "silent for 37 s; now reading sample 17",
-        52.0: "silent for 2 s; now idling",
+        2.0: "no news for 2 s; now loading PyTorch",
+        7.0: "no news for 7 s; now reading sample 17",
+        37.0: "no news for 37 s; now reading sample 17",
+        52.0: "no news for 2 s; now idling",
     }
 
 
@@ -70,8 +70,8 @@ def test_an_only_worker_does_not_wait_for_others_and_is_not_counted():
 def test_the_seconds_are_those_of_the_silence_and_not_of_what_is_done_now():
     """A data set that takes a quarter of a second was said to be made for 9 s."""
     announcer = WaitAnnouncer()
-    assert announcer.due_line("loading PyTorch", 4.0, 0.0) == "silent for 4 s; now loading PyTorch"
-    assert announcer.due_line("making the data set", 9.0, 0.0) == "silent for 9 s; now making the data set"
+    assert announcer.due_line("loading PyTorch", 4.0, 0.0) == "no news for 4 s; now loading PyTorch"
+    assert announcer.due_line("making the data set", 9.0, 0.0) == "no news for 9 s; now making the data set"
 
 
 @pytest.mark.parametrize("file, function, words", [row for row in ACTIVITIES if row[0].startswith("raypar/")])
@@ -147,14 +147,14 @@ def test_a_command_says_what_it_is_doing_unless_it_or_the_driver_has_told_someth
         read["_sample"](10, lambda: reporter({"kind": "step"}))
         assert {event["kind"] for event in told} == {"step"}
         read["_sample"](12, lambda: None)
-    assert told[10:] == [{"kind": "waiting_for", "text": "silent for 0 s; now reading sample 17"}]
+    assert told[10:] == [{"kind": "waiting_for", "text": "no news for 0 s; now reading sample 17"}]
     read["_sample"](10, lambda: None)
     assert len(told) == 11  # over
 
 
 def test_what_is_waited_for_is_a_line_for_people_and_none_in_json():
-    event = {"kind": "waiting_for", "text": "silent for 3 s; now loading PyTorch"}
-    for as_json, expected in ((False, "      silent for 3 s; now loading PyTorch\n"), (True, "")):
+    event = {"kind": "waiting_for", "text": "no news for 3 s; now loading PyTorch"}
+    for as_json, expected in ((False, "      no news for 3 s; now loading PyTorch\n"), (True, "")):
         out = io.StringIO()
         EventPrinter(steps=4, as_json=as_json, out=out)(event)
         assert out.getvalue() == expected
@@ -216,11 +216,11 @@ def reported(monkeypatch, unanswered: set[int], hellos: set[int], tells: bool = 
 
 def test_a_driver_names_the_workers_that_it_waits_for(monkeypatch):
     (line,) = reported(monkeypatch, {0, 1}, {0, 1, 2, 3})
-    assert line == "silent for 0 s; now waiting for 1 of 4 workers (worker 0 is reading sample 17)"
+    assert line == "no news for 0 s; now waiting for 1 of 4 workers (worker 0 is reading sample 17)"
     (line,) = reported(monkeypatch, set(), {0, 1, 3})
-    assert line == "silent for 0 s; now waiting for 1 of 4 workers (worker 2 is starting up)"
+    assert line == "no news for 0 s; now waiting for 1 of 4 workers (worker 2 is starting up)"
     (line,) = reported(monkeypatch, {2}, {0, 1, 2, 3})
-    assert line == "silent for 0 s; now waiting for 1 of 4 workers (worker 2 is not answering)"
+    assert line == "no news for 0 s; now waiting for 1 of 4 workers (worker 2 is not answering)"
 
 
 def test_a_worker_that_is_too_busy_loading_to_answer_is_not_said_to_start_up_again(monkeypatch):
