@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import os
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from raypar.redact_secrets import secrets_of_environment, without_certain_secrets
 
-STEP_POLLS_LIMIT = (20, 4.0)
-"""(number of polls, seconds): at most so many polls are answered in any such time while only steps are to be told. A poll costs
-the driver as much processor time as a call of a worker."""
+STEP_POLLS_PER_S = 5.0
+"""Rate at which polls are answered, on average, while only steps are to be told. A poll costs the driver as much processor time
+as a call of a worker."""
+STEP_POLLS_BURST = 10
+"""How many polls may be answered at once before that rate holds: capacity of a token bucket."""
 
 
 class EventFeed:
@@ -33,8 +34,10 @@ class EventFeed:
         """Number of events before `_kept`: the client has received them."""
         self._known_secrets = secrets_of_environment(os.environ)
         """Secrets of this process's environment, which no text may contain."""
-        self._answered_s: deque[float] = deque(maxlen=STEP_POLLS_LIMIT[0])
-        """When the last polls were answered, as many as `STEP_POLLS_LIMIT` counts."""
+        self._tokens = float(STEP_POLLS_BURST)
+        """How many polls may be answered at once (token bucket) at `_tokens_s`."""
+        self._tokens_s = time.monotonic()
+        """When `_tokens` was computed last."""
         self._more = asyncio.Condition()
         """Notified when an event is added."""
 
@@ -73,16 +76,20 @@ class EventFeed:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._more.wait(), wait_s)
             await self._hold_back_steps()
-            self._answered_s.append(time.monotonic())
+            self._tokens = max(0.0, self._tokens_now() - 1.0)
             return list(self._kept), self.epoch, self._heard + len(self._kept)
 
+    def _tokens_now(self) -> float:
+        """The tokens in the bucket at present."""
+        now = time.monotonic()
+        self._tokens = min(float(STEP_POLLS_BURST), self._tokens + STEP_POLLS_PER_S * (now - self._tokens_s))
+        self._tokens_s = now
+        return self._tokens
+
     async def _hold_back_steps(self) -> None:
-        """Wait until `STEP_POLLS_LIMIT` allows an answer, or an event other than a step is kept. The caller holds `_more`."""
-        if len(self._answered_s) < STEP_POLLS_LIMIT[0]:
-            return
-        until_s = self._answered_s[0] + STEP_POLLS_LIMIT[1]
+        """Wait until the token bucket has a token, or an event other than a step is kept. The caller holds `_more`."""
         while self._kept and all(event["kind"] == "step" for event in self._kept):
-            left_s = until_s - time.monotonic()
+            left_s = (1.0 - self._tokens_now()) / STEP_POLLS_PER_S
             if left_s <= 0:
                 return
             with contextlib.suppress(asyncio.TimeoutError):

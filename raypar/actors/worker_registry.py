@@ -303,9 +303,10 @@ class WorkerRegistry:
 
     def _handle_ping_answer(self, number: int, answer: Any) -> None:
         """Note the answer of a worker to a ping. Posts `WorkerAnswered` for a worker that was reported silent."""
+        if number not in self.pool.workers:
+            return  # it was dismissed meanwhile
         if isinstance(answer, Raised):
-            if number in self.pool.workers:
-                self._report_failed_ping(number, answer.error)
+            self._report_failed_ping(number, answer.error)
             return
         _, _, leaving, waited_s = answer
         now = self._answered_s[number] = time.monotonic()

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import itertools
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ from ray.exceptions import ActorUnavailableError
 from raypar.actors import driver_actor as module
 from raypar.actors import driver_shutdown
 from raypar.actors.driver_actor import DriverActor
-from raypar.actors.event_feed import EventFeed
+from raypar.actors.event_feed import STEP_POLLS_BURST, EventFeed
 from raypar.elastic.cpu_wait_deadline_extension import CpuWaitDeadlineExtension
 from raypar.elastic.events import StopRequested
 
@@ -55,7 +57,8 @@ def test_what_the_client_has_is_forgotten_and_what_it_may_have_missed_is_not():
 
 def test_of_many_quick_steps_each_answer_tells_several_and_everything_else_is_told_at_once(monkeypatch):
     """Polls cost the driver of 8 workers as much as another worker."""
-    monkeypatch.setattr("raypar.actors.event_feed.STEP_POLLS_LIMIT", (3, 5.0))
+    monkeypatch.setattr("raypar.actors.event_feed.STEP_POLLS_BURST", 3)
+    monkeypatch.setattr("raypar.actors.event_feed.STEP_POLLS_PER_S", 0.1)
 
     async def scene():
         news, cursor, told = EventFeed(), 0, []
@@ -74,6 +77,30 @@ def test_of_many_quick_steps_each_answer_tells_several_and_everything_else_is_to
         return told, [event["kind"] for event in events]
 
     assert asyncio.run(scene()) == ([False, False], ["step", "step", "lost"])
+
+
+def test_quick_steps_are_told_evenly_and_not_in_bursts_with_long_breaks(monkeypatch):
+    """After 20 answers in a second nothing was told for three, and the client said that it waited for the driver's process."""
+    monkeypatch.setattr("raypar.actors.event_feed.STEP_POLLS_PER_S", 10.0)
+
+    async def scene():
+        news, cursor, answered_s = EventFeed(), 0, []
+
+        async def train():
+            for number in range(150):
+                news.tell("step", step=number)
+                await asyncio.sleep(0.02)
+
+        training = asyncio.ensure_future(train())
+        while not training.done():
+            _, _, cursor = await news.after(news.epoch, cursor, 0.3)
+            answered_s.append(time.monotonic())
+        return answered_s, cursor
+
+    answered_s, cursor = asyncio.run(scene())
+    assert cursor == 150
+    assert max(b - a for a, b in itertools.pairwise(answered_s)) < 1.0
+    assert len(answered_s) <= STEP_POLLS_BURST + 10 * (answered_s[-1] - answered_s[0]) + 2
 
 
 def test_a_driver_whose_client_is_gone_leaves_when_the_run_has_ended(monkeypatch):
