@@ -82,9 +82,9 @@ class Journal:
         """Store that `step` is committed, with its report `facts`.
 
         An entry that another driver has written for this step stays: a step is committed only after all workers have applied
-        it, so both entries have the same report. For the same reason not every commit has to check whether another driver has taken
-        over; a check costs as much as calling a worker. Raises `DriverReplaced` in the first check after another driver has
-        taken over, which is up to `CLAIM_CHECK_S` later.
+        it, so both entries have the same report. For the same reason not every commit has to check whether another driver has
+        taken over; a check costs as much as calling a worker. Raises `DriverReplaced` in the first check after another driver
+        has taken over, which is up to `CLAIM_CHECK_S` later.
         """
         if time.monotonic() >= self._next_claim_check_s:
             self._check_claim(step)

@@ -250,8 +250,11 @@ def test_workers_that_die_together_with_the_driver_are_told_to_be_lost(long_undi
 
 @pytest.mark.chaos
 def test_the_driver_may_be_killed_again_and_again(long_undisturbed, tmp_path):
-    """One of the six would not have begun: Ray drops what an actor asks of itself before the news that it is back."""
-    trainee = Trainee(tmp_path, *LONG, "plan.stages=2", "plan.replicas=2")
+    """One of the six would not have begun: Ray drops what an actor asks of itself before the news that it is back.
+
+    Ray lets the client hear of a new driver up to 2 s after its start: that must be less than 30 steps.
+    """
+    trainee = Trainee(tmp_path, *LONG, "plan.stages=2", "plan.replicas=2", "model.args.sleep_s=0.03")
     steps = range(20, 200, 30)
     shot = []
 
@@ -416,7 +419,8 @@ def test_a_new_driver_goes_on_asking_for_the_worker_that_has_no_place_and_at_the
     result = trainee.run(lambda pids: os.kill(trainee.members["driver_pid"], signal.SIGKILL), at=60, then={50: look, 150: look})
     assert result.end == "done", result.why
     assert result.weights_sha256 == long_undisturbed.weights_sha256
-    assert trainee.told("driver") and all(5 in numbers for numbers in starting) and len(starting) == 2
+    before, after = starting
+    assert trainee.told("driver") and len(after) == 1 and after[0] in before, "worker 4 or 5: Ray places either of them first"
     assert sorted(event["worker"] for event in trainee.told("hiring")) == [4, 5], "asked for once"
     assert list_leftover_placement_groups("tiny") == []
 
