@@ -25,6 +25,16 @@ def workers(request):
     made.end()
 
 
+@pytest.fixture(autouse=True)
+def fresh_processes_after_a_failure(request, workers):
+    """Who is left in the middle of a failed test would fail all others."""
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failed:
+        for index in range(len(workers.workers)):
+            workers.replace(index)
+
+
 generations = iter(range(1, 10**6))
 
 
@@ -72,7 +82,9 @@ def test_abort_frees_the_others_of_a_stopped_rank_within_100_ms_and_its_return_i
         aborted = [workers.workers[i].control(transport_cases.abort_from_outside) for i in OTHERS]
         results = [workers.workers[i].result() for i in OTHERS]
         waited_s = workers.cpu_wait_s(OTHERS) - waited_s
-        assert max(when for _, _, when in results) - min(aborted) - waited_s < BOUND_S, results
+        # Each from when it was told: between two of them this process, too, may have to wait for a processor.
+        taken_s = [when - told_s for (_, _, when), told_s in zip(results, aborted, strict=True)]
+        assert max(taken_s) - waited_s < BOUND_S, (results, aborted)
         assert all(kind in ("GroupAborted", "CommError") for kind, _, _ in results), results
         survivors_work_in_a_new_generation(workers, addresses)
     finally:
