@@ -193,10 +193,13 @@ class RayparOnRay:
         """`count` steps; the next step's calls are queued while one runs. The last loss."""
         import ray
 
+        from raypar.actors.hello_and_failure_messages import StepCall
+
         waiting: list[list[Any]] = []
         loss = float("nan")
         for number in range(first, first + count):
-            waiting.append([worker.step.remote(1, number, False, False) for worker in self.pool.workers.values()])
+            call = StepCall(1, number, trace=False, into_mirror=False).to_bytes()
+            waiting.append([worker.step.remote(call) for worker in self.pool.workers.values()])
             if len(waiting) > 1:
                 loss = self._take(ray.get(waiting.pop(0), timeout=300))
         while waiting:

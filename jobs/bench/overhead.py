@@ -34,7 +34,7 @@ from ours import sleeping_job
 
 from raypar.actors import answer_batch, driver_actor, driver_client, metrics_publishing_loop, run_state_in_ray_kv
 from raypar.actors.driver_actor import DriverActor
-from raypar.actors.hello_and_failure_messages import WorkerHello
+from raypar.actors.hello_and_failure_messages import StepCall, WorkerHello
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import events as on
 from raypar.elastic.phases import Phase
@@ -235,7 +235,8 @@ class FakeWorker:
         self.ping = SimpleNamespace(remote=lambda: Answered((0, "", False, 0.0)))
         self.activity = SimpleNamespace(remote=lambda: Answered("nothing"))
 
-    def _step(self, generation: int, step: int, trace: bool, into_mirror: bool) -> Answered:
+    def _step(self, call: bytes) -> Answered:
+        step = StepCall.from_bytes(call).step
         sampled = step % 400 == 0
         sent = {"send": {"sent": 100 * step, "received": 100 * step, "messages": step}}
         report = {

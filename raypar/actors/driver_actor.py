@@ -30,7 +30,7 @@ from raypar.actors.driver_startup import DriverStartup
 from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
-from raypar.actors.hello_and_failure_messages import pickle_error_for_client
+from raypar.actors.hello_and_failure_messages import StepCall, pickle_error_for_client
 from raypar.actors.members_file import MembersFileText
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.metrics_publishing_loop import MetricsPublishingLoop
@@ -148,7 +148,7 @@ class DriverActor:
             recorder=recorder,
             side_effects=side_effects,
             reports=StepReports(machine, plans),
-            calls=WorkerCalls(machine, pool, plans, tasks, registry.hellos),
+            calls=WorkerCalls(machine, pool, plans, tasks, registry.hellos, registry.note_answers),
             tasks=tasks,
             feed=feed,
             storage_session=storage_session,
@@ -316,10 +316,10 @@ class DriverActor:
         generation, seen = parts.machine.membership.generation, parts.side_effects.seen
         match decision.action:
             case do.RunStep(step, into_mirror):
-                trace = step in parts.request.traced_steps
+                call = StepCall(generation, step, step in parts.request.traced_steps, into_mirror).to_bytes()
                 self.step_calls += len(parts.machine.membership.members)
                 parts.calls.call_all(
-                    lambda w: w.step.remote(generation, step, trace, into_mirror),
+                    lambda w: w.step.remote(call),
                     lambda number, report: parts.reports.keep_step_report(
                         number, generation, step, self._show_warnings(number, report)
                     ),

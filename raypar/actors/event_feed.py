@@ -39,7 +39,9 @@ class EventFeed:
         self._tokens_s = time.monotonic()
         """When `_tokens` was computed last."""
         self._more = asyncio.Condition()
-        """Notified when an event is added."""
+        """Notified when an event is added; not for steps that are held back."""
+        self._holds_steps = False
+        """Whether a poll is held back that would tell of steps only."""
 
     def tell(self, kind: str, **facts: Any) -> None:
         """Add an event. Call it from within the event loop only."""
@@ -55,7 +57,8 @@ class EventFeed:
         if "path" in facts:  # the client opens it
             clean["path"] = facts["path"]
         self._kept.append({"kind": kind, "time": time.time(), **clean})
-        asyncio.ensure_future(self._wake())  # noqa: RUF006 (ends at once)
+        if kind != "step" or not self._holds_steps:
+            asyncio.ensure_future(self._wake())  # noqa: RUF006 (ends at once)
 
     def pass_on(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Add events that are complete already, each with its `kind`."""
@@ -92,8 +95,12 @@ class EventFeed:
             left_s = (1.0 - self._tokens_now()) / STEP_POLLS_PER_S
             if left_s <= 0:
                 return
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._more.wait(), left_s)
+            self._holds_steps = True
+            try:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._more.wait(), left_s)
+            finally:
+                self._holds_steps = False
 
     async def _wake(self) -> None:
         async with self._more:

@@ -1,4 +1,4 @@
-"""Messages of workers to the driver, and errors as bytes for the client. Imports no torch, so the driver starts quickly."""
+"""Messages between driver and workers, and errors as bytes for the client. Imports no torch, so the driver starts quickly."""
 
 from __future__ import annotations
 
@@ -17,6 +17,30 @@ class CallFailure:
     """Who is to blame: user code, raypar, a lost worker, or an abort."""
     error: Exception
     """The error itself."""
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """The arguments with which the driver calls `WorkerActor.step` of every member."""
+
+    generation: int
+    """The generation in which the step is executed."""
+    step: int
+    """The step, from 0."""
+    trace: bool
+    """Whether the report has the times of all instructions."""
+    into_mirror: bool
+    """Whether the mirror gets a snapshot of the state after this step."""
+
+    def to_bytes(self) -> bytes:
+        """It as one argument for all members: Ray would serialize every other argument anew for each of them."""
+        return pickle.dumps(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> StepCall:
+        """The call that `to_bytes` has encoded."""
+        call: StepCall = pickle.loads(data)
+        return call
 
 
 @dataclass(frozen=True)

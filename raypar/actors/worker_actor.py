@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 
-from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
+from raypar.actors.hello_and_failure_messages import CallFailure, StepCall, WorkerHello
 from raypar.actors.liveness_connection import LivenessListener
 from raypar.actors.removed_working_dir import WorkingDirGuard
 from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
@@ -197,16 +197,19 @@ class WorkerActor:
         return self._run_call("building its stages", build)
 
     @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
-    def step(self, generation: int, step: int, trace: bool, into_mirror: bool) -> Any:
+    def step(self, call: bytes) -> Any:
         """One training step: a `StepReport` as a dict (spans: label, start and end in ms), or `CallFailure`.
+
+        `call`: an encoded `StepCall`.
 
         After a failure every later step of the generation fails too.
         """
         from raypar.comm.transport import run_routine
 
-        self.elastic_worker.trace, self.step_thread_id = trace, threading.get_native_id()
-        routine = self.generation_guard.step(generation, step, into_mirror)
-        report = self._run_call(f"in step {step + 1}", lambda: run_routine(routine, self.core.step_timeout_s))
+        asked = StepCall.from_bytes(call)
+        self.elastic_worker.trace, self.step_thread_id = asked.trace, threading.get_native_id()
+        routine = self.generation_guard.step(asked.generation, asked.step, asked.into_mirror)
+        report = self._run_call(f"in step {asked.step + 1}", lambda: run_routine(routine, self.core.step_timeout_s))
         if isinstance(report, CallFailure):
             self._free_peers()
             return report
