@@ -148,7 +148,7 @@ class DriverActor:
             recorder=recorder,
             side_effects=side_effects,
             reports=StepReports(machine, plans),
-            calls=WorkerCalls(machine, pool, plans, tasks, registry.hellos, registry.note_answers),
+            calls=WorkerCalls(machine, pool, plans, tasks, registry.hellos),
             tasks=tasks,
             feed=feed,
             storage_session=storage_session,

@@ -15,6 +15,7 @@ import ray
 
 from raypar.actors.driver_parts import DriverParts
 from raypar.actors.hello_and_failure_messages import pickle_error_for_client
+from raypar.actors.run_state_in_ray_kv import DriverReplaced
 from raypar.actors.worker_pool import remove_leftover_placement_groups
 from raypar.elastic import actions as do
 from raypar.errors import ClusterError
@@ -47,6 +48,9 @@ class DriverShutdown:
     async def end_run(self, teardown: do.Teardown, step_calls: int) -> None:
         """Remove everything, tell the client, and exit once the client has seen the end or is gone."""
         parts = self.parts
+        if teardown.end != "deposed" and await self._is_replaced(teardown.done):
+            why = "another driver has taken over, which goes on with the run"
+            teardown = do.Teardown("deposed", why, teardown.done)
         facts = {
             "end": teardown.end,
             "why": teardown.why,
@@ -74,6 +78,16 @@ class DriverShutdown:
         if parts.storage_session is not None:
             await parts.storage_session.finish(parts.feed.tell)
         await self._leave(facts)
+
+    async def _is_replaced(self, done: int) -> bool:
+        """Whether another driver has claimed the run, which the last quick steps may not have looked for."""
+        try:
+            await asyncio.to_thread(self.parts.journal.check_claim, done)
+        except DriverReplaced:
+            return True
+        except Exception:
+            return False  # the store does not answer: nobody can claim anything there
+        return False
 
     def record_lost_control_store(self, why: str) -> None:
         """Record in the run folder that the run has failed, since Ray's control store does not answer.

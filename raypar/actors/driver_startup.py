@@ -17,7 +17,7 @@ from raypar.actors.driver_parts import DriverParts
 from raypar.actors.first_placement import FirstPlacement, make_groups
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.run_state_in_ray_kv import MembershipRecord
-from raypar.actors.worker_pool import remove_leftover_placement_groups, remove_placement_groups_of_ended_runs
+from raypar.actors.worker_pool import remove_leftover_placement_groups
 from raypar.elastic import events as on
 from raypar.elastic.buddies import assign_buddies
 from raypar.elastic.digest_check import InitialDigestCheck
@@ -110,9 +110,6 @@ class DriverStartup:
         if swept:
             what = count_of(swept, "placement group")
             parts.feed.tell("warning", text=f"removed {what} that an earlier driver of this run had left")
-        for run, groups in (await asyncio.to_thread(remove_placement_groups_of_ended_runs)).items():
-            text = f"removed {count_of(groups, 'placement group')} of run {run!r}, which has no driver any more"
-            parts.feed.tell("warning", text=text)
 
     def _assignments(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
         """By rank: the worker's assignment under the first plan."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 import time
 import uuid
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from raypar.actors.control_store_watch import call_ray
+from raypar.actors.control_store_watch import ControlStoreLost, call_ray
 from raypar.elastic.plural_wording import count_of
 from raypar.errors import ClusterError, Interrupted
 
@@ -29,6 +30,8 @@ DEAD_S = 12.0
 """A ticket that has not changed for so long has lost its owner."""
 POLL_S = 0.5
 """How often a waiting run looks."""
+SWEEP_S = 5.0
+"""How often a waiting run looks for placement groups of runs that have ended."""
 SAY_AGAIN_S = 30.0
 """Time between two equal lines about the wait."""
 SETTLED_S = 1.0
@@ -162,17 +165,28 @@ class PlacementQueue:
         return min(living, key=lambda ticket: ticket.number, default=None)
 
     def wait_for_turn(
-        self, look: Callable[[], ClusterRoom], wait_s: float, say: Callable[[str], None], stop_signals: Sequence[str] = ()
+        self,
+        look: Callable[[], ClusterRoom],
+        wait_s: float,
+        say: Callable[[str], None],
+        stop_signals: Sequence[str] = (),
+        sweep: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         """Wait until this run is first and the cluster has room for it.
 
-        `say`: is called with each line about the wait. `stop_signals`: names of signals that have asked this process to end, to
+        `say`: is called with each line about the wait. `sweep`: removes placement groups of ended runs; returns run -> their
+        number. `stop_signals`: names of signals that have asked this process to end, to
         which signal handlers add. Raises `Interrupted` once there is one, `ClusterError` after `wait_s` seconds.
         """
         began_s = self.clock()
         told = topic = ""
         told_s = since_s = began_s
+        swept_s = -math.inf
         while True:
+            if self.clock() - swept_s >= SWEEP_S:
+                swept_s = self.clock()
+                for run, groups in sweep().items():
+                    say(f"removed {count_of(groups, 'placement group')} of run {run}, which has no driver any more")
             before = self.first_before()
             text = placement_obstacle(self.cpus, look().without(self.run), before)
             if stop_signals:
@@ -272,6 +286,7 @@ def placement_turn(run: str, cpus: int, wait_s: float, say: Callable[[str], None
     Raises `ClusterError` after `wait_s`, `Interrupted` after Ctrl-C or SIGTERM.
     """
     from raypar.actors.driver_client import collecting_signals
+    from raypar.actors.worker_pool import remove_placement_groups_of_ended_runs
 
     queue = PlacementQueue(RayTicketStore(), run, cpus)
     queue.draw()
@@ -281,11 +296,19 @@ def placement_turn(run: str, cpus: int, wait_s: float, say: Callable[[str], None
             with contextlib.suppress(Exception):  # the control store may be away for a while
                 queue.beat()
 
+    def sweep() -> Mapping[str, int]:
+        try:
+            return call_ray(remove_placement_groups_of_ended_runs)
+        except ControlStoreLost:
+            raise
+        except Exception:  # the run does not depend on it
+            return {}
+
     threading.Thread(target=keep_alive, name="raypar-queue", daemon=True).start()
     try:
         # Otherwise Ray's signal handler would print a stack and end the process, and the ticket would stay for `DEAD_S`.
         with collecting_signals() as stop_signals:
-            queue.wait_for_turn(lambda: call_ray(look_at_cluster), wait_s, say, stop_signals)
+            queue.wait_for_turn(lambda: call_ray(look_at_cluster), wait_s, say, stop_signals, sweep)
         yield queue
     finally:
         with contextlib.suppress(Exception):  # Ray may be gone: the others see that the ticket does not change

@@ -87,19 +87,19 @@ class Journal:
         has taken over, which is up to `CLAIM_CHECK_S` later.
         """
         if time.monotonic() >= self._next_claim_check_s:
-            self._check_claim(step)
+            self.check_claim(step + 1)
         _internal_kv_put(self._step_key(step), pickle.dumps((self.generation, facts)), overwrite=False)
         block = (step - KEPT_STEPS) // STEPS_IN_BLOCK - 1
         if step % STEPS_IN_BLOCK == 0 and block >= 0:
             _internal_kv_del(f"{self.prefix}step/{block}/", del_by_prefix=True)
 
-    def _check_claim(self, step: int) -> None:
-        """Raise `DriverReplaced` if another driver has claimed the next generation."""
+    def check_claim(self, done: int) -> None:
+        """Raise `DriverReplaced` if another driver has claimed the next generation. `done`: steps so far, for the error."""
         checked_s = time.monotonic()
         newer = _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}")
         if newer not in (None, self.identity):  # our own claim may be under way in another thread
             raise DriverReplaced(
-                f"step {step + 1}: another driver of this run has claimed generation {self.generation + 1}",
+                f"step {done}: another driver of this run has claimed generation {self.generation + 1}",
                 cure="that one goes on with the run; nothing is to be done",
             )
         self._next_claim_check_s = checked_s + CLAIM_CHECK_S

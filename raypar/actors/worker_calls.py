@@ -51,13 +51,7 @@ class WorkerCalls:
     """Calls to the workers of a run: one per worker and step, whatever the number of microbatches."""
 
     def __init__(
-        self,
-        machine: RunMachine,
-        pool: WorkerPool,
-        plans: PlanCache,
-        tasks: BackgroundTasks,
-        started: Container[int],
-        on_answers: Callable[[list[int]], None],
+        self, machine: RunMachine, pool: WorkerPool, plans: PlanCache, tasks: BackgroundTasks, started: Container[int]
     ) -> None:
         self.machine = machine
         """Knows the members and their seats."""
@@ -69,8 +63,6 @@ class WorkerCalls:
         """Awaits answers, and posts events to the run machine."""
         self.started = started
         """Workers that have started."""
-        self.on_answers = on_answers
-        """Called with the workers that have answered a call of all members."""
         self._asked: Counter[int] = Counter()
         """Worker -> number of its calls that are not answered yet."""
         self._pending: set[asyncio.Task[None]] = set()
@@ -99,8 +91,6 @@ class WorkerCalls:
             )
         finally:
             self._asked.subtract(list(refs))
-        by_worker = dict(zip(refs, answers, strict=True))
-        self.on_answers([n for n, answer in by_worker.items() if answer is not UNANSWERED and not isinstance(answer, Raised)])
         for number, ref, answer in zip(refs, refs.values(), answers, strict=True):
             if answer is UNANSWERED:
                 self.call(number, generation, ref, event)

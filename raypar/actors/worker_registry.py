@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +29,6 @@ from raypar.errors import ClusterError, OutOfMemory, WorkerLost, error_first_lin
 
 PING_S = 0.4
 """Time from one ping to the next."""
-ANSWERING_PING_S = 0.8
-"""Time from one ping to the next of a worker that answers other calls meanwhile, as in quick steps. It still has to be pinged:
-its answer says whether it has to leave, and how long it waits for a processor."""
 UNHEARD_S = 1.2
 """Time without an answer after which a worker may be lost."""
 LATE_PING_S = 30.0
@@ -96,10 +92,6 @@ class WorkerRegistry:
         """Node -> its availability zone, of nodes with such a label."""
         self._answered_s: dict[int, float] = {}
         """Worker -> time of its last answer, of workers that have not been dismissed."""
-        self._pinged_s: dict[int, float] = {}
-        """Worker -> when it was pinged last."""
-        self._called_s: dict[int, float] = {}
-        """Worker -> when it last answered another call than a ping."""
         self._leaving: set[int] = set()
         """Workers that were asked to leave."""
         self._drained: set[str] = set()
@@ -200,8 +192,7 @@ class WorkerRegistry:
 
     def dismiss(self, number: int) -> None:
         """Kill a worker and return its CPU, in the background."""
-        for times in (self._answered_s, self._pinged_s, self._called_s):
-            times.pop(number, None)
+        self._answered_s.pop(number, None)
         self.liveness.drop(number)
         task = asyncio.ensure_future(asyncio.to_thread(self.pool.dismiss(number)))
         self._dismissing.add(task)
@@ -254,7 +245,7 @@ class WorkerRegistry:
         polled_s = 0.0
         polling: asyncio.Task[None] | None = None
         while not over():
-            to_ping = {number: worker for number, worker in self.pool.workers.items() if self._needs_ping(number)}
+            to_ping = {n: w for n, w in self.pool.workers.items() if n in self.hellos and n not in self._unanswered_pings}
             if to_ping:
                 task = asyncio.ensure_future(self._ping(to_ping))
                 self._ping_tasks.add(task)
@@ -277,25 +268,9 @@ class WorkerRegistry:
             if excused_s:
                 self._answered_s = {number: min(now, s + excused_s) for number, s in self._answered_s.items()}
 
-    def note_answers(self, numbers: Iterable[int]) -> None:
-        """Note that these workers have answered a call. A worker that was reported silent has to answer a ping."""
-        now = time.monotonic()
-        for number in numbers:
-            if number in self._answered_s and number not in self._reported_silent:
-                self._answered_s[number] = self._called_s[number] = now
-
-    def _needs_ping(self, number: int) -> bool:
-        """Whether a worker is to be pinged in this round."""
-        if number not in self.hellos or number in self._unanswered_pings:
-            return False
-        now = time.monotonic()
-        answers = now - self._called_s.get(number, -math.inf) < PING_S
-        return not answers or now - self._pinged_s.get(number, -math.inf) > ANSWERING_PING_S - PING_S / 2
-
     async def _ping(self, workers: Mapping[int, Any]) -> None:
         """Ping these workers together. Answers that have not come after `BATCH_WAIT_S` are awaited one by one."""
         self._unanswered_pings.update(workers)
-        self._pinged_s.update(dict.fromkeys(workers, time.monotonic()))
         refs: dict[int, Any] = {}
         for number, worker in workers.items():
             with contextlib.suppress(Exception):  # this worker counts as silent; the others are pinged

@@ -191,7 +191,7 @@ class EventPrinter:
             facts = {k: v for k, v in vars(result).items() if k not in ("history", "error")}
             self.line(json_text({"kind": "result", **facts}))
             return 0
-        part = f" in the {count_noun(self.shown, 'step')} since the resumption" if 0 < self.shown < result.done else ""
+        part = f" in the last {count_noun(self.shown, 'step')}" if 0 < self.shown < result.done else ""
         lines = [f"{result.why}: {result.done} steps, {self.speed()}{part}"]
         survived = summarize_faults(self.faults)
         if survived is not None:

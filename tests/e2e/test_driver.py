@@ -14,6 +14,8 @@ from raypar.actors import driver_actor as module
 from raypar.actors import driver_shutdown
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.event_feed import STEP_POLLS_BURST, EventFeed
+from raypar.actors.run_state_in_ray_kv import DriverReplaced
+from raypar.elastic.actions import Teardown
 from raypar.elastic.cpu_wait_deadline_extension import CpuWaitDeadlineExtension
 from raypar.elastic.events import StopRequested
 
@@ -128,6 +130,24 @@ def test_a_driver_whose_client_is_gone_leaves_when_the_run_has_ended(monkeypatch
 
     assert asyncio.run(scene()) == ["end"]
     assert killed == [("itself", True)] * 2 and erased, "again, for the store may not answer"
+
+
+def test_a_driver_that_was_replaced_in_its_last_steps_removes_nothing():
+    """Quick steps look for another driver four times a second only; the workers and the journal are the other one's then."""
+    feed, done = EventFeed(), []
+
+    def check_claim(steps):
+        raise DriverReplaced(f"step {steps}: another driver of this run has claimed generation 3")
+
+    journal = SimpleNamespace(check_claim=check_claim, end=lambda facts: done.append("end"), erase=lambda: done.append("erase"))
+    pool = SimpleNamespace(close=lambda: done.append("close"))
+    parts = SimpleNamespace(journal=journal, feed=feed, pool=pool, storage_session=None)
+
+    async def scene():
+        await driver_shutdown.DriverShutdown(parts, None).end_run(Teardown("done", "all 8 steps are done", 8), 8)
+        return [(event["kind"], event["end"], event["done"]) for event in feed._kept]
+
+    assert asyncio.run(scene()) == [("end", "deposed", 8)] and done == []
 
 
 @pytest.mark.parametrize("age_s, stops", [(0.0, False), (3000.0, False), (3599.9, True)])

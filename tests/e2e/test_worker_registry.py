@@ -83,38 +83,3 @@ def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatc
 
     asyncio.run(scene())
     assert told == [on.WorkerSilent(1, 1.0), on.WorkerAnswered(1)], "who is silent while the others answer, and answers then"
-
-
-def test_who_answers_steps_is_pinged_half_as_often_and_counts_as_heard(monkeypatch):
-    """Pings of 8 workers cost the driver as much as another worker."""
-    for asked in ("list_draining_nodes", "list_dead_nodes"):
-        monkeypatch.setattr(f"raypar.actors.worker_registry.{asked}", lambda: set())
-    monkeypatch.setattr("raypar.actors.answer_batch.ray", Call)
-    workers, pings = {number: Worker() for number in range(3)}, {0: [], 1: [], 2: []}
-    for number, worker in workers.items():
-        worker.ping = SimpleNamespace(remote=lambda w=worker, n=number: pings[n].append(time.monotonic()) or w.asked())
-
-    async def scene():
-        over, told = [], []
-        registry = WorkerRegistry(
-            SimpleNamespace(workers=workers), None, told.append, lambda kind, **facts: None, workers.__contains__
-        )
-        for number in workers:
-            registry.add_started_worker(number, WorkerHello("127.0.0.1:1", "node", 1, {}))
-        workers[2].well = False
-        watching = asyncio.ensure_future(registry.watch(2.0, lambda: bool(over)))
-        for _ in range(80):
-            await asyncio.sleep(0.05)
-            registry.note_answers([1, 2, 7])
-        unheard = registry.unheard_workers()
-        await asyncio.sleep(2.5)
-        over.append(True)
-        await watching
-        registry.note_answers([2])
-        return told, unheard
-
-    told, unheard = asyncio.run(scene())
-    assert not unheard, "a step's answer is an answer"
-    assert told == [on.WorkerSilent(2, 2.0)], "once it answers neither steps nor pings"
-    while_it_answers = [sum(at < pings[n][0] + 3.9 for at in pings[n]) for n in (0, 1)]
-    assert while_it_answers[0] > 1.6 * while_it_answers[1] >= 1.6 * 3

@@ -230,7 +230,7 @@ def test_the_speed_at_the_end_says_of_how_many_steps_it_is_if_not_of_all():
         return next(line for line in out.getvalue().splitlines() if line.startswith("all steps are done"))
 
     assert last_line(2).endswith("all steps are done: 2 steps, 80 samples/s")
-    assert last_line(200).endswith("200 steps, 80 samples/s in the 2 steps since the resumption")
+    assert last_line(200).endswith("200 steps, 80 samples/s in the last 2 steps")
 
 
 def test_the_end_of_a_disturbed_run_says_what_it_has_survived():

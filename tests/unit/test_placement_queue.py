@@ -100,6 +100,29 @@ def test_what_an_earlier_driver_of_the_run_has_left_is_room_for_it():
     assert said == [] and time.now == 0
 
 
+def test_what_ended_runs_hold_is_given_back_before_and_while_a_run_waits():
+    """A run that had lost Ray's control store kept its CPUs for ever, and the next run waited for them until it failed."""
+    time, said = Time(), []
+    held, looks = {"gone": 1}, []
+
+    def sweep():
+        looks.append(time.now)
+        found = {run: groups for run, groups in held.items() if run != "ends later" or time.now >= 7}
+        for run in found:
+            del held[run]
+        return found
+
+    held["ends later"] = 2
+    time.queue(Store(), "second").wait_for_turn(lambda: FULL if held else EMPTY, 60, said.append, sweep=sweep)
+    assert looks == [0, 5, 10]
+    assert said == [
+        "removed 1 placement group of run gone, which has no driver any more",
+        "waiting for 4 CPUs: 1 of 6 is free, run first has 4, others have 1",
+        "removed 2 placement groups of run ends later, which has no driver any more",
+        "the cluster has room for run second now",
+    ]
+
+
 def test_a_short_lag_of_rays_account_is_not_told():
     time, said = Time(), []
     rooms = [FULL, FULL, EMPTY]
