@@ -312,7 +312,8 @@ class ScenarioRun:
             time.sleep(period_s)
 
     def churn(self, period_s: float, seconds: float) -> None:
-        """Add machines; when one has joined, the machine of the first worker loses its power.
+        """Add machines; when one has joined, the machine of the first worker loses its power, unless it is the only one with
+        workers: nothing could go on without it.
 
         This goes on for `seconds`, and for at least `LEAST_LOSSES` losses. Every `period_s` one machine is added or lost,
         unless two are on their way or the run has not noticed the last loss.
@@ -325,7 +326,7 @@ class ScenarioRun:
             names = {name: there.get(self.cluster.nodes[name].address, "") for name in self._machines("workers")}
             self.machine_of_node |= {id[:8]: name for name, id in names.items() if id}
             used = [self.machine_of_node.get(member.get("node", ""), "") for member in self.members()]
-            if sum(map(bool, names.values())) > at_first and used and set(used) <= set(names):
+            if sum(map(bool, names.values())) > at_first and len(set(used)) > 1 and set(used) <= set(names):
                 self.cluster.kill(used[0])
                 lost += 1
             elif len(names) < at_first + 2:
