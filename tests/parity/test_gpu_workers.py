@@ -18,6 +18,7 @@ from helpers.shard_grid import DEPTH, Cell, one_process, seeded_gpt
 from helpers.shard_grid import graph as grid_graph
 from helpers.standin import Setting
 
+from raypar.actors.hello_and_failure_messages import StepCall
 from raypar.actors.worker_actor import WorkerActor
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import make_model_outline
@@ -106,7 +107,7 @@ class Run:
 
     def step(self):
         """All answers."""
-        answers = self.ask("step", self.generation, self.done, False, False, timeout_s=30.0)
+        answers = self.ask("step", step_call(self), timeout_s=30.0)
         assert all(isinstance(answer, dict) for answer in answers), answers
         self.done += 1
         return answers
@@ -143,6 +144,11 @@ class Run:
 WANT = expected("tangled", 4, 0)
 
 
+def step_call(run: Run) -> bytes:
+    """The argument of the call of the run's next step."""
+    return StepCall(run.generation, run.done, trace=False, into_mirror=False).to_bytes()
+
+
 def test_a_run_makes_the_communicators_of_its_plan_and_uses_them(workers):
     run = Run(workers, plan_of(2, 2))
     run.check()
@@ -169,7 +175,7 @@ def test_a_rank_killed_inside_an_operation_costs_no_bit(workers, operation, smal
     victim = 3
     workers.each(gpu_calls.die_inside, operation, on=[victim])
     for worker in run.members:
-        workers.workers[worker].call(gpu_calls.call, worker, "step", run.generation, run.done, False, False)
+        workers.workers[worker].call(gpu_calls.call, worker, "step", step_call(run))
     failed = [workers.workers[worker].result() for worker in (0, 1, 2)]
     assert all(answer[0] == "aborted" for answer in failed), failed
     assert any("rank 3" in answer[2] for answer in failed)
@@ -206,7 +212,7 @@ def test_a_rank_killed_inside_an_all_reduce_of_shards_costs_no_bit(workers):
     victim = 3
     workers.each(gpu_calls.die_inside, "all_reduce", on=[victim])
     for worker in run.members:
-        workers.workers[worker].call(gpu_calls.call, worker, "step", run.generation, run.done, False, False)
+        workers.workers[worker].call(gpu_calls.call, worker, "step", step_call(run))
     failed = [workers.workers[worker].result() for worker in (0, 1, 2)]
     assert all(answer[0] == "aborted" for answer in failed), failed
     workers.replace(victim)
@@ -221,7 +227,7 @@ def test_a_stopped_rank_holds_nobody_up_once_the_others_are_told(workers):
     victim = workers.workers[3]
     victim.signal(signal.SIGSTOP)
     for worker in run.members:
-        workers.workers[worker].call(gpu_calls.call, worker, "step", run.generation, run.done, False, False)
+        workers.workers[worker].call(gpu_calls.call, worker, "step", step_call(run))
     time.sleep(0.3)  # inside
     for worker in (0, 1, 2):
         workers.workers[worker].control(gpu_calls.ctl, "announce_generation", run.generation + 1, "worker 3 does not answer")
