@@ -91,7 +91,8 @@ IMPOSSIBLE = {
         ["plan.stages=1", "plan.shards=2", "plan.styles={'layer*.linear': gathered}"],
         r"2 of 2 workers, .* 2 x \{CPU: 1\} on one node",
     ),
-    "too few for a plan": (["plan.stages=4", "plan.replicas=1"], r"2 of 4 workers, and the run needs all 4: .* \{CPU: 1\}"),
+    # Of the two without a node Ray may report one first, which is reason enough.
+    "too few for a plan": (["plan.stages=4", "plan.replicas=1"], r"[12] of 4 workers, and the run needs all 4: .* \{CPU: 1\}"),
 }
 
 
