@@ -174,9 +174,9 @@ class PlacementQueue:
     ) -> None:
         """Wait until this run is first and the cluster has room for it.
 
-        `say`: is called with each line about the wait. `sweep`: removes placement groups of ended runs; returns run -> their
-        number. `stop_signals`: names of signals that have asked this process to end, to
-        which signal handlers add. Raises `Interrupted` once there is one, `ClusterError` after `wait_s` seconds.
+        `say`: is called with each line about the wait. `stop_signals`: names of signals that have asked this process to end, to
+        which signal handlers add. `sweep`: removes the placement groups of ended runs, and returns run -> number of its groups.
+        Raises `Interrupted` once there is a stop signal, `ClusterError` after `wait_s` seconds.
         """
         began_s = self.clock()
         told = topic = ""
