@@ -199,6 +199,26 @@ def test_a_worker_that_is_late_is_not_pinged_again_meanwhile_and_keeps_none_of_t
     asyncio.run(run())
 
 
+def test_the_late_answer_of_a_worker_that_was_dismissed_meanwhile_counts_for_nothing(monkeypatch):
+    refs = Refs(monkeypatch)
+
+    async def run():
+        posted, answer = [], Future()
+        late = Ref(0)
+        late.future = lambda: answer
+        registry, handles = registry_of({0: lambda: late}, posted)
+        refs.answers = {0: None}
+        pinging = asyncio.ensure_future(registry._ping(dict(handles)))
+        await asyncio.sleep(0.05)
+        registry._reported_silent.add(0)
+        del handles[0]
+        answer.set_result((3, "in step 3", True, 0.0))
+        await pinging
+        assert posted == [] and not registry._answered_s and not registry._unanswered_pings
+
+    asyncio.run(run())
+
+
 class Answered:
     """Ray's reference of a call that has its answer."""
 
