@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from raypar.errors import ConfigError, InputError, RayparError, UserCodeError, exception_chain, with_article
+from raypar.keys_of_other_frameworks import advice_for_callback
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
@@ -595,9 +596,10 @@ def check_callback(made: Any, name: str) -> Callback:
     if isinstance(made, type) and issubclass(made, Callback):
         raise ConfigError(f"callback {name} is a class, not an object of it", cure=f"give an object: {made.__name__}(...)")
     if not isinstance(made, Callback):
+        kind = "a class" if isinstance(made, type) else with_article(type(made).__name__)
         raise ConfigError(
-            f"callback {name} is {with_article(type(made).__name__)}, not a raypar.callbacks.Callback",
-            cure="derive your class from raypar.callbacks.Callback, and give an object of it",
+            f"callback {name} is {kind}, not a raypar.callbacks.Callback",
+            cure=advice_for_callback(name) or "derive your class from raypar.callbacks.Callback, and give an object of it",
         )
     for hook in dir(type(made)):
         if hook.startswith("on_") and hook not in _INFOS:

@@ -2,78 +2,197 @@
 
 from __future__ import annotations
 
-_WORKERS = "the plan says how many workers there are: plan.stages x plan.replicas x plan.shards"
-_CLIPPING = "the largest norm of the whole gradient is clip_norm"
+import re
+
 _ACCUMULATION = "a batch is cut into `microbatches`, whose gradients are added up; batch_size counts the samples of one step"
-_OPTIMIZER = "it is an argument of the optimizer: a key of optimizer.args, such as optimizer.args.lr"
-_STEPS = "the length of a run is `steps`; one epoch is the number of samples divided by batch_size"
-_SHARDS = "tensor parallelism is plan.shards"
-_KEEPING = "the newest checkpoint.keep checkpoints are kept"
+_CLUSTER = "the Ray cluster to join is `address`; raypar connects the workers itself, without ranks or a rendezvous"
 _DATA = "the training data is `data`, and what a run validates on is `validation`; raypar makes the batches"
-_LOADING = "CPU processes that read samples ahead are data.processes"
-_SCHEDULER = "a function of the step that returns the factor on the learning rates is lr_schedule"
-_STAGES = "pipeline parallelism is plan.stages"
-_REPLICAS = "data parallelism is plan.replicas"
-_PRECISION = "parameters are float32 or float64 (`dtype`); mixed precision is precision.compute"
-_CUTS = "the first layer of stages 1, 2, ... is plan.cuts; without it layers are divided by measured times"
-_PLAN = "the parallel plan is `plan`: plan.stages (pipeline), plan.replicas (data) and plan.shards (tensor parallel)"
-_FOLDER = "runs are stored under run_dir"
-_SAVING = "checkpoints are saved every checkpoint.every steps"
-_VALIDATION = "validation takes place every validation.every steps"
-_RECOMPUTE = "which layers are computed again (activation checkpointing) is plan.recompute: none, full, or patterns of layers"
 _DEVICE = "the kind of device is `device`: cpu or gpu"
-_CHUNKS = "stages of one worker (virtual pipeline stages) are plan.chunks"
-_TRACKING = "experiment trackers are `trackers`: tensorboard, wandb or mlflow"
-_RESUMING = "a run is resumed by `raypar resume RUN`, or from Python by resume_from_checkpoint"
+_EVALUATION = (
+    "a run validates by its loss only (`validation`); other figures are computed from exported weights, or by one of `callbacks` "
+    "whenever a checkpoint was saved"
+)
+_INITIAL_WEIGHTS = "weights to begin with are init_from: a file, or a folder of Hugging Face"
+_KEEPING = "the newest checkpoint.keep checkpoints are kept"
+_LIMITS = "the fewest and the most workers of an elastic run are elastic.min_workers and elastic.max_workers"
+_LOADING = "CPU processes that read samples ahead are data.processes"
+_LOOP = "raypar runs the loop: give `model`, `loss`, `data` and `optimizer`"
+_OPTIMIZER = "it is an argument of the optimizer: a key of optimizer.args, such as optimizer.args.lr"
+_ORDER = (
+    "the samples of `data` are shuffled anew in every epoch, in an order that depends on `seed` alone; another order, or a "
+    "sampler of your own, is not there yet"
+)
+_PLAN = "the parallel plan is `plan`: plan.stages (pipeline), plan.replicas (data) and plan.shards (tensor parallel)"
+_PRECISION = "parameters are float32 or float64 (`dtype`); mixed precision is precision.compute"
+_RECOMPUTE = "which layers are computed again (activation checkpointing) is plan.recompute: none, full, or patterns of layers"
+_REPLICAS = "data parallelism is plan.replicas"
+_RESOURCES = "a worker takes `threads` processors, or one GPU with `device`; which nodes it may be on is `placement`"
 _SHARDED_STATE = "state that replicas share out (ZeRO, FSDP) is not there yet; plan.stages and plan.shards divide a model"
+_STEPS = "the length of a run is `steps`; one epoch is the number of samples divided by batch_size"
+_STOPPING = "a run whose validation loss falls no more is ended by early_stopping; its patience is early_stopping.patience"
+_TRACKING = "experiment trackers are `trackers`: tensorboard, wandb or mlflow"
+_WEIGHT_AVERAGE = (
+    "an average of the weights (EMA, SWA) is not there yet; it can be computed from the newest checkpoint.keep checkpoints"
+)
+_WORKERS = "the plan says how many workers there are: plan.stages x plan.replicas x plan.shards"
 
-ADVICE: dict[str, str] = {
-    **dict.fromkeys(("world_size", "nproc_per_node", "nnodes", "num_nodes", "devices", "num_processes", "num_gpus"), _WORKERS),
-    "num_workers": f"{_WORKERS}; a DataLoader's num_workers is data.processes",
-    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "gradient_clipping", "clip_grad", "grad_clip"), _CLIPPING),
-    **dict.fromkeys(
-        ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum", "num_microbatches"), _ACCUMULATION
+_NAMES_BY_ADVICE: dict[str, str] = {
+    # how many workers, which part of the model each has
+    _WORKERS: "world_size nproc_per_node nprocs nnodes num_nodes devices num_processes num_gpus num_machines",
+    f"{_WORKERS}; a DataLoader's num_workers is data.processes": "num_workers",
+    _LIMITS: "min_nodes max_nodes min_replicas max_replicas min_world_size max_world_size",
+    _PLAN: "parallelism parallel parallelism_config parallel_config distributed strategy distributed_strategy "
+    "distributed_type device_mesh mesh ddp",
+    "data parallelism is plan.replicas, and there is no wrapper to set up: every plan has the results of one process": (
+        "ddp_find_unused_parameters find_unused_parameters static_graph bucket_cap_mb ddp_bucket_cap_mb ddp_backend "
+        "gradient_as_bucket_view broadcast_buffers"
     ),
-    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu"), _ACCUMULATION),
-    **dict.fromkeys(("global_batch_size", "train_batch_size"), _ACCUMULATION),
-    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "betas"), _OPTIMIZER),
-    **dict.fromkeys(("epochs", "num_epochs", "max_epochs", "num_train_epochs", "max_steps", "train_iters"), _STEPS),
-    **dict.fromkeys(("tp", "tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"), _SHARDS),
-    **dict.fromkeys(("pp", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "num_stages"), _STAGES),
-    **dict.fromkeys(("pipeline", "pipeline_parallel", "pipeline_parallel_degree", "pipeline_stages"), _STAGES),
-    **dict.fromkeys(("dp", "dp_size", "data_parallel", "data_parallel_size", "data_parallel_degree"), _REPLICAS),
-    "data_parallel_replicate_degree": _REPLICAS,
-    "tensor_parallel_degree": _SHARDS,
-    **dict.fromkeys(("bf16", "fp16", "amp", "autocast", "mixed_precision", "torch_dtype"), _PRECISION),
-    **dict.fromkeys(("split_points", "split_spec", "pipeline_split_points"), _CUTS),
-    **dict.fromkeys(("parallelism", "parallel", "parallelism_config", "parallel_config", "distributed"), _PLAN),
-    **dict.fromkeys(("output_dir", "storage_path", "log_dir", "save_dir", "default_root_dir"), _FOLDER),
-    **dict.fromkeys(("save_steps", "save_interval", "checkpoint_frequency", "checkpoint_interval"), _SAVING),
-    **dict.fromkeys(("eval_steps", "eval_interval", "val_check_interval", "evaluation_strategy"), _VALIDATION),
-    **dict.fromkeys(("zero", "zero_stage", "zero_optimization", "fsdp", "fsdp_config", "sharding_strategy"), _SHARDED_STATE),
-    **dict.fromkeys(("save_total_limit", "num_to_keep", "save_top_k", "max_to_keep"), _KEEPING),
-    **dict.fromkeys(("datasets", "dataset", "train_dataset", "train_dataloader", "train_dataloaders", "dataloader"), _DATA),
-    **dict.fromkeys(("eval_dataset", "val_dataloader", "val_dataloaders", "valid_dataset"), _DATA),
-    **dict.fromkeys(("dataloader_num_workers", "prefetch_factor", "pin_memory"), _LOADING),
-    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type", "warmup_steps", "warmup_ratio"), _SCHEDULER),
-    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "activation_checkpoint"), _RECOMPUTE),
-    **dict.fromkeys(("checkpoint_activations", "recompute_granularity", "recompute_activations"), _RECOMPUTE),
-    **dict.fromkeys(("use_gpu", "use_cpu", "no_cuda", "accelerator", "gpus"), _DEVICE),
-    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "num_virtual_stages", "interleave"), _CHUNKS),
-    **dict.fromkeys(("logger", "loggers", "report_to"), _TRACKING),
-    **dict.fromkeys(("resume", "resume_from", "ckpt_path", "load_checkpoint"), _RESUMING),
-    **dict.fromkeys(("loss_fn", "criterion", "loss_function"), "the loss function is `loss`"),
-    **dict.fromkeys(("failure_config", "fault_tolerance", "max_restarts"), "lost workers are replaced if `elastic` is set"),
-    "train_loop_per_worker": "raypar runs the loop: give `model`, `loss`, `data` and `optimizer`",
-    "max_failures": "elastic training replaces lost workers; its limits are keys of `elastic`",
-    "random_seed": "the seed of all random numbers is `seed`",
+    _REPLICAS: "dp dp_size data_parallel data_parallel_size data_parallel_degree data_parallel_replicate_degree",
+    "pipeline parallelism is plan.stages": "pp pp_size pipeline_parallel_size pipeline_model_parallel_size num_stages pipeline "
+    "pipeline_parallel pipeline_parallel_degree pipeline_stages",
+    "tensor parallelism is plan.shards": "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size "
+    "tensor_parallel_degree",
+    "stages of one worker (virtual pipeline stages) are plan.chunks": "virtual_pipeline_model_parallel_size num_virtual_stages "
+    "interleave",
+    "the first layer of stages 1, 2, ... is plan.cuts; without it layers are divided by measured times": "split_points "
+    "split_spec pipeline_split_points partition_method",
+    "expert parallelism is not there yet; experts are divided like other layers, by plan.stages and plan.shards": (
+        "ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size moe"
+    ),
+    "context parallelism is not there yet; plan.sequence_parallel divides what lies between the layers of plan.shards": (
+        "cp cp_size context_parallel context_parallel_size sequence_parallel_size ulysses"
+    ),
+    _SHARDED_STATE: "zero zero_stage zero_optimization fsdp fsdp_config fsdp_plugin sharding_strategy deepspeed "
+    "deepspeed_config deepspeed_plugin",
+    "state in another memory (offloading) is not there yet; less memory: plan.stages, plan.shards, plan.recompute": (
+        "offload cpu_offload offload_optimizer offload_param"
+    ),
+    _RECOMPUTE: "gradient_checkpointing activation_checkpointing activation_checkpoint checkpoint_activations "
+    "recompute_granularity recompute_activations recomputation checkpointing",
+    _DEVICE: "use_gpu use_cpu no_cuda accelerator gpus cuda",
+    _RESOURCES: "num_cpus cpus cpus_per_worker resources_per_worker num_threads omp_num_threads placement_strategy "
+    "trainer_resources",
+    _CLUSTER: "master_addr master_port master rdzv_endpoint rdzv_backend rdzv_id rank local_rank node_rank init_method backend "
+    "process_group torch_config ray_address cluster head",
+    "lost workers are replaced if `elastic` is set": "failure_config fault_tolerance max_restarts",
+    "elastic training replaces lost workers; its limits are keys of `elastic`": "max_failures",
+    # data
+    _DATA: "datasets dataset train_dataset train_dataloader train_dataloaders dataloader dataloaders train_data training_data "
+    "eval_dataset val_dataloader val_dataloaders valid_dataset val_dataset val_data validation_data eval_data test_dataset "
+    "datamodule data_module",
+    "fields of samples are stacked; a function that collates them is not there yet: pad in the data set that `data` gives, or "
+    "in a wrapper around it": "data_collator collate_fn collate collator collation",
+    _ORDER: "sampler batch_sampler train_sampler shuffle shuffled group_by_length use_distributed_sampler replace_sampler_ddp "
+    "use_seedable_sampler split_batches even_batches dispatch_batches",
+    "no sample is dropped: each step reads batch_size samples, the last of an epoch and the first of the next one": (
+        "drop_last dataloader_drop_last"
+    ),
+    _LOADING: "dataloader_num_workers prefetch_factor pin_memory dataloader_pin_memory persistent_workers",
+    "samples are drawn with seeds of their own, made from `seed`: nothing in a data set need be seeded": "worker_init_fn "
+    "generator seed_everything set_seed",
+    "samples are tensors, or dicts of them: the data set that `data` gives tokenizes": "tokenizer processing_class "
+    "image_processor feature_extractor",
+    "the fields that the first layer and the loss read are data.input and data.target; fields of other names are arguments of "
+    "the model's forward": "label_names remove_unused_columns columns features",
+    "how many samples a validation reads is validation.samples": "limit_val_batches eval_iters max_eval_samples "
+    "per_device_eval_batch_size eval_batch_size val_batch_size validation_steps eval_accumulation_steps",
+    "for a trial give few `steps`, and as `data` a part of the data set (torch.utils.data.Subset)": "fast_dev_run "
+    "limit_train_batches overfit_batches max_train_samples num_sanity_val_steps",
+    # the loop
+    _LOOP: "train_loop_per_worker train_loop_config training_step train_step validation_step do_train do_eval",
+    "the model is `model`, a function or class that gives a module": "model_init net network module lightning_module",
+    _ACCUMULATION: "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches grad_accum num_microbatches "
+    "micro_batches per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu global_batch_size "
+    "train_batch_size batch bs gradient_accumulation_plugin auto_find_batch_size",
+    _STEPS: "epochs epoch num_epochs n_epochs max_epochs num_train_epochs max_steps num_steps train_iters iterations min_steps",
+    "the longest time that a run may take is max_time_s": "max_time time_limit max_train_time",
+    "the loss function is `loss`": "loss_fn criterion loss_function compute_loss compute_loss_func",
+    "it is an argument of the loss function: a key of loss.args": "label_smoothing label_smoothing_factor ignore_index "
+    "class_weights",
+    "the optimizer is `optimizer`: a class of PyTorch's or your own, with its arguments, such as optimizer.args.lr": (
+        "optim optim_args opt optimizers optimizer_class optimizer_cls optimizer_name configure_optimizers"
+    ),
+    _OPTIMIZER: "lr learning_rate weight_decay betas adam_beta1 adam_beta2 adam_epsilon eps momentum nesterov",
+    "groups of parameters with arguments of their own are optimizer.groups": "param_groups parameter_groups",
+    "a function of the step that returns the factor on the learning rates is lr_schedule": "scheduler lr_scheduler "
+    "lr_scheduler_type lr_scheduler_kwargs schedulers warmup_steps warmup_ratio lr_decay",
+    "the largest norm of the whole gradient is clip_norm": "max_grad_norm gradient_clip_val gradient_clipping clip_grad "
+    "grad_clip clip_grad_norm",
+    "gradients are clipped by their norm (clip_norm); by value is not there yet": "gradient_clip_algorithm clip_value "
+    "clip_grad_value",
+    _PRECISION: "bf16 fp16 fp32 amp autocast mixed_precision torch_dtype param_dtype compute_dtype half use_amp",
+    "float16, which needs a scaled loss, is not there yet; bfloat16 is precision.compute": "grad_scaler scaler loss_scale "
+    "initial_scale_power",
+    "quantized training is not there yet; bfloat16 is precision.compute": "quantization load_in_8bit load_in_4bit fp8",
+    "compiled models (torch.compile) are not there yet; `model` is computed as it is written": "torch_compile compile "
+    "dynamo_backend torch_compile_backend",
+    "a module with adapters is a model like any other: make it in the function `model` (get_peft_model)": "peft_config lora "
+    "lora_config adapters",
+    "what requires no gradient is not trained: call requires_grad_(False) in the function `model`": "freeze frozen "
+    "trainable_parameters",
+    "norms over the samples of all workers are not there yet: statistics are those of one microbatch, so give larger ones "
+    "(batch_size, `microbatches`)": "sync_batchnorm sync_bn",
+    _WEIGHT_AVERAGE: "ema ema_decay use_ema swa weight_averaging",
+    "the seed of all random numbers is `seed`": "random_seed data_seed",
+    "a run has the same results each time; they depend on `seed`, and not on the plan": "deterministic "
+    "use_deterministic_algorithms full_determinism",
+    # evaluation, checkpoints, what is printed
+    _EVALUATION: "compute_metrics metrics eval_metrics metric preprocess_logits_for_metrics evaluator evaluation",
+    "validation takes place every validation.every steps": "eval_steps eval_interval val_check_interval evaluation_strategy "
+    "eval_strategy check_val_every_n_epoch eval_every validate_every_n_steps",
+    f"{_STOPPING}; the best checkpoint is not kept, but {_KEEPING.removesuffix(' are kept')}": "load_best_model_at_end "
+    "metric_for_best_model greater_is_better monitor checkpoint_score_attribute checkpoint_score_order",
+    _STOPPING: "early_stop early_stopping_patience earlystopping",
+    "checkpoints are saved every checkpoint.every steps": "save_steps save_interval save_every save_strategy save_freq "
+    "checkpoint_frequency checkpoint_interval enable_checkpointing",
+    _KEEPING: "save_total_limit num_to_keep save_top_k max_to_keep",
+    "runs are stored under run_dir": "output_dir storage_path log_dir logging_dir save_dir default_root_dir checkpoint_dir "
+    "project_dir overwrite_output_dir",
+    "the run's name is `name`": "run_name experiment_name job_name exp_name",
+    "a run is resumed by `raypar resume RUN`, or from Python by resume_from_checkpoint": "resume resume_from ckpt_path "
+    "load_checkpoint auto_resume",
+    _INITIAL_WEIGHTS: "pretrained pretrained_model_name_or_path weights load_from load_weights state_dict finetune_from",
+    "nothing is uploaded; `raypar export RUN` writes the weights of a run under run_dir as one file": "push_to_hub hub_model_id "
+    "hub_token",
+    _TRACKING: "logger loggers report_to log_with wandb wandb_project tensorboard mlflow",
+    "the metrics of every step are in metrics.jsonl, in the run's folder under run_dir; `trackers` get them too": (
+        "logging_steps log_every_n_steps log_every log_interval steps_per_print print_every logging_strategy"
+    ),
+    "what a run prints is said by fit(verbose=...); its metrics are in its folder under run_dir": "verbose "
+    "enable_progress_bar disable_tqdm progress_bar enable_model_summary",
+    "steps are measured every trace_every steps": "profiler profile flops_profiler wall_clock_breakdown",
+    "hooks are `callbacks`": "hooks plugins",
+    "the fields of TrainingArguments are arguments of their own here, under raypar's names: `steps`, batch_size, `optimizer`, "
+    "`checkpoint`, ...": "args training_args training_arguments config",
 }
-"""A name of another framework -> the sentence that names raypar's own.
 
-They are from torchrun, Lightning, Transformers, DeepSpeed, Megatron, torchtitan and Ray Train.
+ADVICE: dict[str, str] = {name: advice for advice, names in _NAMES_BY_ADVICE.items() for name in names.split()}
+"""A name of another framework -> the sentence that names raypar's own key, or says that there is none yet.
+
+They are from torchrun, DDP, Lightning, Transformers, Accelerate, DeepSpeed, Megatron, torchtitan and Ray Train.
 """
+
+_CALLBACKS: dict[str, str] = {
+    "early_?stopping": _STOPPING,
+    "(model)?_?checkpoint": f"checkpoints are saved every checkpoint.every steps, and {_KEEPING}",
+    "learning_?rate_?monitor|lr_?monitor": "the learning rate is a metric of every step, lr",
+    "learning_?rate_?scheduler|lr_?scheduler": ADVICE["lr_scheduler"],
+    "tensor_?board|wandb|m_?l_?flow|comet|neptune|clear_?ml": _TRACKING,
+    "progress|tqdm|printer|model_?summary": ADVICE["verbose"],
+    "weight_?averaging|ema|swa": _WEIGHT_AVERAGE,
+    "gradient_?accumulation": _ACCUMULATION,
+    "timer": ADVICE["max_time"],
+    "device_?stats|throughput": ADVICE["log_interval"],
+}
+"""What a callback of another framework has in the name of its class -> the sentence that says who does that here."""
 
 
 def advice_for(key: str) -> str | None:
     """The sentence for a key or argument of another framework; None for names that are not known from one."""
     return ADVICE.get(key.lower().replace("-", "_"))
+
+
+def advice_for_callback(class_name: str) -> str | None:
+    """The sentence for a class of callbacks of another framework, such as `EarlyStoppingCallback`; None for other names."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", class_name).lower()
+    return next((advice for pattern, advice in _CALLBACKS.items() if re.search(rf"(^|_)({pattern})(_|$)", words)), None)

@@ -105,14 +105,17 @@ class _Explainer:
         return model
 
     def suggest_keys(self, key: str, path: Sequence[str | int], here: Sequence[str]) -> list[str]:
-        """The full names of the most similar key to an unknown one: `here`, where `path` leads, else in other sections."""
-        elsewhere: dict[str, list[str]] = {}
-        for full in dotted_keys(self.job):
-            elsewhere.setdefault(full.rpartition(".")[2], []).append(full)
-        found = difflib.get_close_matches(key, dict.fromkeys([*here, *elsewhere]), n=1, cutoff=0.6)
-        if not found:
-            return []
-        return [".".join(map(str, [*path, found[0]]))] if found[0] in here else elsewhere[found[0]]
+        """The full names of the keys that an unknown one may mean: those that have its name, in the singular or the plural, in
+        `here`, where `path` leads, else in other sections; else the most similar one of `here`.
+
+        Similar names in other sections mean other things: `data.shuffle` has nothing to do with `plan.schedule`.
+        """
+        name = key.lower().replace("-", "_").rstrip("s")
+        same = [one for one in here if one.rstrip("s") == name]
+        elsewhere = [full for full in dict.fromkeys(dotted_keys(self.job)) if full.rpartition(".")[2].rstrip("s") == name]
+        if elsewhere and not same:
+            return elsewhere
+        return [".".join(map(str, [*path, one])) for one in same or difflib.get_close_matches(key, here, n=1, cutoff=0.7)]
 
     def explain(self, error: Mapping[str, Any]) -> tuple[str, str]:
         """(what, cure) for one error of pydantic."""

@@ -13,6 +13,7 @@ import raypar
 from raypar.config import Job, load_job, parse_job, parse_plan_section
 from raypar.config.validation_errors import dotted_keys
 from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
+from raypar.callbacks import check_callbacks
 from raypar.keys_of_other_frameworks import ADVICE
 from raypar.run_folder import RunFolder, check_run_dir_is_writable
 from raypar.worker.job_spec import Precision, Ref, contract_of_job
@@ -350,11 +351,71 @@ def test_a_name_of_another_framework_gets_advice_of_its_own(setting, cure):
     assert cure in caught.value.cure and "did you mean" not in str(caught.value)
 
 
+FOREIGN = """
+torchrun: nproc_per_node=plan.stages nnodes=plan.stages rdzv_endpoint=`address` master_addr=`address` local_rank=`address`
+    max_restarts=`elastic` sampler=shuffled shuffle=`seed` drop_last=dropped collate_fn=pad persistent_workers=data.processes
+    worker_init_fn=seeds find_unused_parameters=plan.replicas grad_scaler=precision.compute
+transformers: args=batch_size compute_metrics=`validation` data_collator=pad train_dataset=`data` eval_dataset=`validation`
+    tokenizer=tokenizes processing_class=tokenizes optimizers=`optimizer` optim=`optimizer` num_train_epochs=`steps`
+    per_device_train_batch_size=batch_size per_device_eval_batch_size=validation.samples logging_steps=metrics.jsonl
+    eval_strategy=validation.every save_strategy=checkpoint.every load_best_model_at_end=early_stopping torch_compile=yet
+    label_smoothing_factor=loss.args group_by_length=shuffled dataloader_drop_last=dropped push_to_hub=export
+    peft_config=get_peft_model label_names=data.target full_determinism=`seed` deepspeed=plan.stages
+lightning: strategy=plan.replicas accelerator=`device` max_epochs=`steps` fast_dev_run=Subset limit_val_batches=validation.samples
+    check_val_every_n_epoch=validation.every log_every_n_steps=metrics.jsonl enable_progress_bar=verbose sync_batchnorm=microbatch
+    deterministic=`seed` profiler=trace_every datamodule=`data` gradient_clip_algorithm=clip_norm max_time=max_time_s ema=checkpoint
+deepspeed: offload_optimizer=plan.recompute train_micro_batch_size_per_gpu=batch_size wall_clock_breakdown=trace_every
+    steps_per_print=metrics.jsonl moe=plan.shards
+accelerate: mixed_precision=precision.compute split_batches=shuffled even_batches=shuffled log_with=trackers project_dir=run_dir
+ray: train_loop_config=runs resources_per_worker=`threads` checkpoint_score_attribute=early_stopping datasets=`data`
+"""
+"""Framework -> name there = a word of the advice."""
+
+
+@pytest.mark.parametrize("name, word", [pair.split("=") for pair in FOREIGN.split() if "=" in pair])
+def test_a_word_of_another_framework_gets_its_sentence_wherever_it_is_written(name: str, word: str):
+    for setting in (f"{name}=1", f"data.{name}=1", f"optimizer.{name}=1")[: 1 if name == "args" else 3]:
+        with pytest.raises(ConfigError, match=rf"^unknown key {re.escape(setting[:-2])}\n") as caught:
+            parse_job(SMALL, [setting])
+        assert word in caught.value.cure
+
+
+@pytest.mark.parametrize(
+    "key", ["data.shufle", "data.schedules_", "compute_metric_", "optimizer.schedul", "evry", "model.input_names", "data.sample_"]
+)
+def test_a_key_of_another_section_is_not_suggested_because_it_looks_like_it(key: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_job(SMALL, [f"{key}=1"])
+    assert caught.value.what == f"unknown key {key}" and "valid keys here: " in caught.value.cure
+
+
+def test_a_callback_of_another_framework_is_told_what_does_its_work_here():
+    for name, word in (
+        ("EarlyStoppingCallback", "early_stopping"),
+        ("ModelCheckpoint", "checkpoint.every"),
+        ("LearningRateMonitor", "lr"),
+        ("WandbCallback", "trackers"),
+        ("TQDMProgressBar", "verbose"),
+        ("StochasticWeightAveraging", "not there yet"),
+        ("EMACallback", "not there yet"),
+        ("SchemaCallback", "derive your class from"),
+    ):
+        for given in (type(name, (), {}), type(name, (), {})()):
+            with pytest.raises(ConfigError, match=f"^callback {name} is a") as caught:
+                check_callbacks([given])
+            assert word in caught.value.cure
+
+
+OTHER_NAMES = ("num_workers", "optimizer.args.lr", "metrics.jsonl", "torch.utils.data", "torch.compile", "get_peft_model")
+"""Names in advice that are no keys."""
+
+
 def test_advice_about_names_of_other_frameworks_names_keys_that_there_are_and_no_key_needs_it():
     keys = {*dotted_keys(Job), *inspect.signature(raypar.Trainer).parameters}
-    assert not {key.rpartition(".")[2] for key in keys} & set(ADVICE)
+    assert {key.rpartition(".")[2] for key in keys} & set(ADVICE) == {"args"}  # an argument of transformers' Trainer
+    assert not set(Job.model_fields) & set(ADVICE)
     for advice in ADVICE.values():
         named = re.findall(r"\b[a-z]+(?:[._][a-z]+)+\b|(?<=`)[a-z]+(?=`)", advice)
         assert named, advice
         for key in named:
-            assert key in keys or key in ("num_workers", "optimizer.args.lr"), (key, advice)
+            assert key in keys or key in OTHER_NAMES, (key, advice)
