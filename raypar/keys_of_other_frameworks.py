@@ -9,8 +9,8 @@ _CLUSTER = "the Ray cluster to join is `address`; raypar connects the workers it
 _DATA = "the training data is `data`, and what a run validates on is `validation`; raypar makes the batches"
 _DEVICE = "the kind of device is `device`: cpu or gpu"
 _EVALUATION = (
-    "a run validates by its loss only (`validation`); other figures are computed from exported weights, or by one of `callbacks` "
-    "whenever a checkpoint was saved"
+    "a run validates by its loss only (`validation`); other figures are computed from exported weights, or by one of "
+    "`callbacks` whenever a checkpoint was saved"
 )
 _INITIAL_WEIGHTS = "weights to begin with are init_from: a file, or a folder of Hugging Face"
 _KEEPING = "the newest checkpoint.keep checkpoints are kept"
@@ -152,8 +152,8 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "a run is resumed by `raypar resume RUN`, or from Python by resume_from_checkpoint": "resume resume_from ckpt_path "
     "load_checkpoint auto_resume",
     _INITIAL_WEIGHTS: "pretrained pretrained_model_name_or_path weights load_from load_weights state_dict finetune_from",
-    "nothing is uploaded; `raypar export RUN` writes the weights of a run under run_dir as one file": "push_to_hub hub_model_id "
-    "hub_token",
+    "nothing is uploaded; `raypar export RUN` writes the weights of a run under run_dir as one file": "push_to_hub "
+    "hub_model_id hub_token",
     _TRACKING: "logger loggers report_to log_with wandb wandb_project tensorboard mlflow",
     "the metrics of every step are in metrics.jsonl, in the run's folder under run_dir; `trackers` get them too": (
         "logging_steps log_every_n_steps log_every log_interval steps_per_print print_every logging_strategy"

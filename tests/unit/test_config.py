@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 import raypar
+from raypar.callbacks import check_callbacks
 from raypar.config import Job, load_job, parse_job, parse_plan_section
 from raypar.config.validation_errors import dotted_keys
 from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
-from raypar.callbacks import check_callbacks
 from raypar.keys_of_other_frameworks import ADVICE
 from raypar.run_folder import RunFolder, check_run_dir_is_writable
 from raypar.worker.job_spec import Precision, Ref, contract_of_job
@@ -361,9 +361,10 @@ transformers: args=batch_size compute_metrics=`validation` data_collator=pad tra
     eval_strategy=validation.every save_strategy=checkpoint.every load_best_model_at_end=early_stopping torch_compile=yet
     label_smoothing_factor=loss.args group_by_length=shuffled dataloader_drop_last=dropped push_to_hub=export
     peft_config=get_peft_model label_names=data.target full_determinism=`seed` deepspeed=plan.stages
-lightning: strategy=plan.replicas accelerator=`device` max_epochs=`steps` fast_dev_run=Subset limit_val_batches=validation.samples
-    check_val_every_n_epoch=validation.every log_every_n_steps=metrics.jsonl enable_progress_bar=verbose sync_batchnorm=microbatch
-    deterministic=`seed` profiler=trace_every datamodule=`data` gradient_clip_algorithm=clip_norm max_time=max_time_s ema=checkpoint
+lightning: strategy=plan.replicas accelerator=`device` max_epochs=`steps` fast_dev_run=Subset
+    limit_val_batches=validation.samples check_val_every_n_epoch=validation.every log_every_n_steps=metrics.jsonl enable_progress_bar=verbose
+    sync_batchnorm=microbatch deterministic=`seed` profiler=trace_every datamodule=`data` gradient_clip_algorithm=clip_norm max_time=max_time_s
+    ema=checkpoint
 deepspeed: offload_optimizer=plan.recompute train_micro_batch_size_per_gpu=batch_size wall_clock_breakdown=trace_every
     steps_per_print=metrics.jsonl moe=plan.shards
 accelerate: mixed_precision=precision.compute split_batches=shuffled even_batches=shuffled log_with=trackers project_dir=run_dir
@@ -381,7 +382,8 @@ def test_a_word_of_another_framework_gets_its_sentence_wherever_it_is_written(na
 
 
 @pytest.mark.parametrize(
-    "key", ["data.shufle", "data.schedules_", "compute_metric_", "optimizer.schedul", "evry", "model.input_names", "data.sample_"]
+    "key",
+    ["data.shufle", "data.schedules_", "compute_metric_", "optimizer.schedul", "evry", "model.input_names", "data.sample_"],
 )
 def test_a_key_of_another_section_is_not_suggested_because_it_looks_like_it(key: str):
     with pytest.raises(ConfigError) as caught:
