@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from raypar.comm.tensor_layout import empty_message, layout_of, message_of, tensor_of_message
 from raypar.model.capture.forward_inputs import ForwardInputs
-from raypar.model.capture.module_graph import find_aliases, make_layers, trace_module
+from raypar.model.capture.module_graph import ModuleCapture, find_aliases, make_layers, trace_module, traces_of
+from raypar.model.capture.sequential import capture_layer_graph
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.graph import Layer
 from raypar.model.layer_skeletons import make_skeletons
@@ -40,6 +41,17 @@ def capture(model: nn.Module, batch: Mapping[str, Tensor], units: Sequence[str] 
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     cache = trace_module(skeleton, buffers, batch, inputs, dtype=torch.float32, units=units)
     return Captured(cache, *make_layers(cache, skeleton), skeleton)
+
+
+def capture_as_a_job(model: nn.Module, batch: Mapping[str, Tensor]) -> Captured:
+    """The layers of an unmodified module, with all that a job refuses before it looks at the forward."""
+    request = ModuleCapture(
+        fields=lambda: tuple(batch), read=lambda names: {name: batch[name] for name in names}, dtype=torch.float32, target=""
+    )
+    graph = capture_layer_graph(model, input="", whole=request)
+    cache = traces_of(graph)
+    assert cache is not None and cache.skeleton is not None
+    return Captured(cache, list(graph.layers), list(graph.ties), cache.skeleton)
 
 
 @dataclass

@@ -1,13 +1,15 @@
 """Models that people brought and that were refused, or crashed, at first: each is the plain module now, in training and in
 evaluation."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.captured_stages import capture, differences, evaluate_stages, make_stages, run_plain, run_stages
+from helpers.captured_stages import capture, capture_as_a_job, differences, evaluate_stages, make_stages, run_plain, run_stages
 from helpers.model_zoo import ids, noise, sum_of_squares
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from raypar.errors import ModelError
 from raypar.model.capture.forward_inputs import choose_forward_inputs
+from raypar.model.capture.refusal import user_location
 
 Batch = dict[str, Tensor]
 
@@ -318,3 +321,74 @@ class ChoosesRowsOfPadding(Packed):
 def test_rows_that_values_choose_are_refused_after_packing():
     with pytest.raises(ModelError, match="depends on the values of an activation"):
         capture(ChoosesRowsOfPadding(True), {"tokens": ids(3, 5), "lengths": torch.tensor([5, 2, 4])})
+
+
+class Frozen(OrderedDict[str, Any]):
+    """A config as diffusers has it: what has been made cannot be changed."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("a frozen dict")
+
+
+class HasFrozenConfig(nn.Module):
+    """Keeps a config that cannot be changed, and beside it dicts, lists and sets that a forward fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.blocks = Frozen(rounds=2), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.seen: OrderedDict[int, bool] = OrderedDict()
+        self.rows: list[int] = []
+        self.shapes: set[torch.Size] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.seen:
+            self.seen[len(x)] = True
+            self.rows.append(len(x))
+            self.shapes.add(x.shape)
+        for _ in range(self.config["rounds"]):
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
+def test_a_dict_that_cannot_be_updated_keeps_its_content():
+    check(HasFrozenConfig, numbers(2, 3))
+
+
+def test_what_a_forward_puts_into_containers_is_taken_out_again():
+    captured = capture(HasFrozenConfig(), numbers(2)[0])
+    model = captured.cache.model
+    assert model.config == {"rounds": 2}
+    assert (list(model.seen.items()), model.rows, model.shapes) == ([], [], set())
+
+
+class FreezesNorm(HasFrozenConfig):
+    """Keeps a norm in evaluation mode; its `train` returns nothing, as those of five models of timm."""
+
+    def __init__(self, call: bool) -> None:
+        super().__init__()
+        self.norm = nn.Dropout(0.5)
+        if call:
+            self.train()
+
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+        self.norm.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
+def test_an_own_train_may_return_nothing():
+    capture_as_a_job(FreezesNorm(call=True), numbers(2)[0])
+    with pytest.raises(ModelError, match="leaves norm in evaluation mode, and has not been called"):
+        capture_as_a_job(FreezesNorm(call=False), numbers(2)[0])
+
+
+def test_code_in_a_package_whose_name_begins_with_torch_is_the_users():
+    folder = Path(torch.__file__).parent
+    for name, is_users in (("torchvision", True), ("torch_geometric", True), ("torch", False)):
+        found: dict[str, Any] = {"user_location": user_location}
+        file = str(folder.with_name(name) / "models" / "deep.py")
+        exec(compile("where = user_location()", file, "exec"), found)
+        assert (found["where"] == f"{file}:1") == is_users

@@ -202,7 +202,8 @@ def _refuse_own_train(skeleton: nn.Module) -> None:
     for name, module in skeleton.named_modules():
         if type(module).train is not nn.Module.train and all(part.training for part in module.modules()):
             ((_, copied),) = make_skeletons([("", module)])
-            left = next((path for path, part in copied.train().named_modules() if not part.training), None)
+            copied.train()  # which may return nothing
+            left = next((path for path, part in copied.named_modules() if not part.training), None)
             if left is not None:
                 raise ModelError(
                     f"train() of {name or 'the model'} ({type(module).__name__}) leaves {left or 'itself'} in evaluation mode, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -11,8 +12,12 @@ import torch
 
 from raypar.errors import ModelError
 
-_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen", "<string>")
-"""Beginnings of the file names of PyTorch's and raypar's own code."""
+_NOT_USERS = (
+    *(str(package) + os.sep for package in (Path(torch.__file__).parent, Path(__file__).parents[2])),
+    "<frozen",
+    "<string>",
+)
+"""Beginnings of the file names of PyTorch's and raypar's own code; torchvision's folder begins as PyTorch's does."""
 _PYTHONS = sysconfig.get_path("stdlib")
 """Beginning of the file names of Python's own library, in which packages may be installed too."""
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from raypar.errors import ModelError, RayparError
 from raypar.model.capture.absent_tensor import AbsentTensor
 from raypar.model.capture.attribute_state import is_changed, state_of
+from raypar.model.capture.container_contents import Container, content_of, put_back
 from raypar.model.capture.forward_inputs import ForwardInputs
 from raypar.model.capture.layer_programs import CutTrace, LayerProgram, buffers_read_by, cut_into_layers
 from raypar.model.capture.record_forward import record_forward
@@ -396,8 +397,7 @@ class TraceCache:
             before.restore()
 
 
-_Container = dict[Any, Any] | list[Any] | set[Any]
-_Attributes = list[tuple[nn.Module, dict[str, Any], list[tuple[_Container, _Container]]]]
+_Attributes = list[tuple[nn.Module, dict[str, Any], list[tuple[Container, Container]]]]
 """(module, its attributes, its dicts (buffers, hooks, its own), lists and sets with copies of them) of every module of a
 model."""
 
@@ -465,7 +465,7 @@ def _attributes_of(model: nn.Module) -> _Attributes:
         (
             module,
             dict(vars(module)),
-            [(value, value.copy()) for value in vars(module).values() if isinstance(value, (dict, list, set))],
+            [(value, content_of(value)) for value in vars(module).values() if isinstance(value, (dict, list, set))],
         )
         for module in model.modules()
     ]
@@ -477,8 +477,7 @@ def _restore_attributes(attributes: _Attributes) -> None:
         vars(module).clear()
         vars(module).update(former)
         for value, content in containers:
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)  # type: ignore[arg-type]
+            put_back(value, content)
 
 
 def _check_fits(made: CutTrace, first_trace: CutTrace, *, training: bool) -> None:
