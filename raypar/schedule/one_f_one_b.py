@@ -42,17 +42,100 @@ def resolve_warmups(plan: ParallelPlan, given: Sequence[int] | None) -> tuple[in
 
 
 def one_f_one_b(routing: MicrobatchRouting, warmup: Sequence[int] | None = None) -> Schedule:
-    """1F1B orders: at most `warmup` activations alive (p - s by default); bubble (p-1)/m of the ideal time."""
+    """1F1B orders: at most `warmup` activations alive (p - s by default); bubble (p-1)/m of the ideal time.
+
+    The default lets every plan run: `warmups_that_run`. A given `warmup` is taken as it is.
+    """
     plan = routing.plan
-    depths = resolve_warmups(plan, warmup)
+    by_position = resolve_warmups(plan, warmup)
+    depths = [by_position[seat.position] for seat in plan.seats]
+    if warmup is None and len(set(replicas_by_position(plan))) > 1:
+        depths = warmups_that_run(routing, depths)
     orders: list[tuple[Compute, ...]] = []
     for rank, seat in enumerate(plan.seats):
         (stage,) = plan.stages_of(rank)
         mine = routing.microbatches_of_replica(stage, seat.replica)
-        ahead = min(depths[seat.position], len(mine)) - 1 if mine else 0
+        ahead = min(depths[rank], len(mine)) - 1 if mine else 0
         order: list[Compute] = [Forward(stage, m) for m in mine[:ahead]]
         for m, behind in zip(mine[ahead:], mine, strict=False):
             order += [Forward(stage, m), Backward(stage, behind)]
         order += [Backward(stage, m) for m in mine[len(mine) - ahead :]]
         orders.append(tuple(order))
     return tuple(orders)
+
+
+def warmups_that_run(routing: MicrobatchRouting, warmups: Sequence[int]) -> list[int]:
+    """By rank, the least warmups, from `warmups` up, with which no workers wait for each other in a circle.
+
+    Where replica counts differ, the neighbours of a microbatch on one replica of a stage are on several of the next: a backward
+    may then need forwards that its own worker has put behind it. All orders are run as far as they come. If they stop, the
+    worker whose forward is the next to enter, held back by its own warmup only, gets one more; then they are run again.
+
+    There is such a worker until all finish. Of the microbatches that are not yet through all forwards let x be the first to
+    enter: it stands before a worker that has done all forwards before x, so waits for a backward. With all forwards done, the
+    first microbatch that is not yet through all backwards finds its worker waiting for it, since all keep the order of entry.
+    """
+    run = _OrdersRun(routing)
+    warmups = list(warmups)
+    while (held_back := run.held_back(warmups)) is not None:
+        for shard in range(routing.plan.stages[run.stage[held_back]].shards):
+            warmups[held_back + shard] += 1
+    return warmups
+
+
+class _OrdersRun:
+    """The 1F1B orders of some warmups, run as far as they come; only one shard of each replica is followed."""
+
+    stage: dict[int, int]
+    """Rank -> its stage."""
+    mine: dict[int, tuple[int, ...]]
+    """Rank -> its microbatches in order of entry."""
+    place: list[dict[int, tuple[int, int]]]
+    """Stage -> microbatch -> (rank that runs it, index among the microbatches of that rank)."""
+
+    def __init__(self, routing: MicrobatchRouting) -> None:
+        plan = routing.plan
+        firsts = [(rank, seat.replica) for rank, seat in enumerate(plan.seats) if seat.shard == 0]
+        self.stage = {rank: plan.stages_of(rank)[0] for rank, _ in firsts}
+        self.mine = {rank: routing.microbatches_of_replica(self.stage[rank], replica) for rank, replica in firsts}
+        self.entry = {m: turn for turn, m in enumerate(routing.entry_order)}
+        self.place = [{} for _ in plan.stages]
+        for rank, microbatches in self.mine.items():
+            self.place[self.stage[rank]] |= {m: (rank, index) for index, m in enumerate(microbatches)}
+
+    def held_back(self, warmups: Sequence[int]) -> int | None:
+        """The rank of the first microbatch to enter whose forward only a warmup holds back; None if all orders finish."""
+        forwards, backwards = dict.fromkeys(self.mine, 0), dict.fromkeys(self.mine, 0)
+        runnable = list(self.mine)
+        held_back: dict[int, int] = {}  # rank -> turn of its next forward, which nothing else holds back
+        while runnable:
+            rank = runnable.pop()
+            stage, mine = self.stage[rank], self.mine[rank]
+            held_back.pop(rank, None)
+            while backwards[rank] < len(mine):
+                done = forwards[rank]
+                ready = done < len(mine) and self._is_done(forwards, stage - 1, mine[done])
+                if done < min(backwards[rank] + warmups[rank], len(mine)):
+                    if not ready:
+                        break
+                    forwards[rank] += 1
+                    neighbour, microbatch = stage + 1, mine[done]
+                else:
+                    microbatch = mine[backwards[rank]]
+                    if not self._is_done(backwards, stage + 1, microbatch):
+                        if ready:
+                            held_back[rank] = self.entry[mine[done]]
+                        break
+                    backwards[rank] += 1
+                    neighbour = stage - 1
+                if 0 <= neighbour < len(self.place):
+                    runnable.append(self.place[neighbour][microbatch][0])
+        finished = all(backwards[rank] == len(mine) for rank, mine in self.mine.items())
+        return None if finished else min(held_back, key=held_back.__getitem__)
+
+    def _is_done(self, counts: dict[int, int], stage: int, microbatch: int) -> bool:
+        """Whether a stage has computed a microbatch; one that does not exist, before the first or behind the last, always."""
+        if not 0 <= stage < len(self.place):
+            return True
+        rank, index = self.place[stage][microbatch]
+        return counts[rank] > index

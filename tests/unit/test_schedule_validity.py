@@ -13,6 +13,7 @@ from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConn
 from raypar.schedule import registry
 from raypar.schedule.instructions import Backward, BackwardInput, BackwardWeight, ExchangeBuffers, ExchangeTies, Forward, Send
 from raypar.schedule.lower import lower_schedule, lower_validation_pass
+from raypar.schedule.one_f_one_b import default_warmups, warmups_that_run
 from raypar.schedule.schedule_csv import parse_schedule_csv
 from raypar.schedule.validate import find_schedule_problems, validate_schedule
 
@@ -27,7 +28,10 @@ def case(name, pp, microbatches, chunks=None, replicas=1, blocks=0, skip=False, 
     if skip and len(plan.stages) > 2:
         crossing = replace(crossing, edges=(*crossing.edges, StageEdge(0, len(plan.stages) - 1, ("skip",))))
     if shared:
-        crossing = replace(crossing, edges=(*crossing.edges, *(StageEdge(0, dst) for dst in range(2, len(plan.stages)))))
+        read = {edge.dst for edge in crossing.edges if edge.src == 0}  # one edge between two stages carries all their values
+        crossing = replace(
+            crossing, edges=(*crossing.edges, *(StageEdge(0, dst) for dst in range(2, len(plan.stages)) if dst not in read))
+        )
     return registry.build_schedule(name, routing), routing, crossing
 
 
@@ -91,6 +95,67 @@ def test_small_cases_lower_to_valid_programs_with_replicas_equal_and_uneven(name
 @pytest.mark.parametrize("name", registry.NAMES)
 def test_every_small_case_lowers_to_a_valid_program(name):
     lower_and_validate(name, product(range(1, 7), range(1, 13)))
+
+
+def random_plans(count, seed=11):
+    """(replicas by position, microbatches, blocks), with few and many of each."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        replicas = [draw.choice([1, 1, 2, 2, 3, 4, 5, 6, 7, 8]) for _ in range(draw.randint(2, 6))]
+        microbatches = draw.choice([1, 2, 3, 5, 6, 8, 12, 16, 24, 32, 48, 64])
+        yield replicas, microbatches, draw.choice([0, microbatches, min(microbatches, 16), draw.randint(1, microbatches)])
+
+
+def check_plans_run(name, plans):
+    for number, (replicas, microbatches, blocks) in enumerate(plans):
+        chunks = CHUNKS.get(name, (None,))[number % len(CHUNKS.get(name, (None,)))]
+        schedule, routing, crossing = case(name, len(replicas), microbatches, chunks, replicas, blocks)
+        found = find_schedule_problems(schedule, routing, crossing)
+        assert not found, (name, replicas, microbatches, blocks, chunks, found[0])
+
+
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_a_schedule_runs_for_every_plan(name):
+    """Three of these deadlock with the default warmups of 1F1B."""
+    held = [([1, 3, 7], 64, 16), ([2, 7, 1, 2, 1], 12, 12), ([8, 6, 3, 1, 4, 7], 16, 4)]
+    check_plans_run(name, [*held, *random_plans(20)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_a_schedule_runs_for_each_of_two_thousand_plans(name):
+    check_plans_run(name, random_plans(2041))
+
+
+def check_warmups(plans):
+    """Counts the plans whose 1F1B has more than the default warmups."""
+    raised = 0
+    for replicas, microbatches, blocks in plans:
+        schedule, routing, crossing = case("1f1b", len(replicas), microbatches, replicas=replicas, blocks=blocks)
+        default = registry.build_schedule("1f1b", routing, warmup=default_warmups(routing.plan))
+        if schedule == default:
+            continue
+        raised += 1
+        assert find_schedule_problems(default, routing, crossing)[0].rule == "deadlock-free", (replicas, microbatches, blocks)
+    return raised
+
+
+def test_1f1b_has_its_default_warmups_wherever_those_run():
+    assert check_warmups([([1, 3, 7], 64, 16), *random_plans(100)]) > 1
+
+
+@pytest.mark.full
+def test_1f1b_has_its_default_warmups_wherever_those_run_in_two_thousand_plans():
+    assert 100 < check_warmups(random_plans(2041)) < 200
+
+
+def test_1f1b_gives_the_warmup_that_is_missing_to_the_replica_that_needs_it():
+    routing = MicrobatchRouting(ParallelPlan.of([1, 3, 7]), Microbatches(64, 16))
+    default = [default_warmups(routing.plan)[seat.position] for seat in routing.plan.seats]
+    assert [a - b for a, b in zip(warmups_that_run(routing, default), default, strict=True)] == [2] + 10 * [0]
+    with pytest.raises(ScheduleError, match="deadlock-free"):
+        schedule = registry.build_schedule("1f1b", routing, warmup=default_warmups(routing.plan))
+        validate_schedule(schedule, routing, StageConnections.chain(3))
 
 
 @pytest.mark.parametrize("pp, microbatches", list(product(range(1, 7), range(1, 13))))
