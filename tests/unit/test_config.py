@@ -352,22 +352,25 @@ def test_a_name_of_another_framework_gets_advice_of_its_own(setting, cure):
 
 
 FOREIGN = """
-torchrun: nproc_per_node=plan.stages nnodes=plan.stages rdzv_endpoint=`address` master_addr=`address` local_rank=`address`
-    max_restarts=`elastic` sampler=shuffled shuffle=`seed` drop_last=dropped collate_fn=pad persistent_workers=data.processes
-    worker_init_fn=seeds find_unused_parameters=plan.replicas grad_scaler=precision.compute
-transformers: args=batch_size compute_metrics=`validation` data_collator=pad train_dataset=`data` eval_dataset=`validation`
-    tokenizer=tokenizes processing_class=tokenizes optimizers=`optimizer` optim=`optimizer` num_train_epochs=`steps`
-    per_device_train_batch_size=batch_size per_device_eval_batch_size=validation.samples logging_steps=metrics.jsonl
-    eval_strategy=validation.every save_strategy=checkpoint.every load_best_model_at_end=early_stopping torch_compile=yet
-    label_smoothing_factor=loss.args group_by_length=shuffled dataloader_drop_last=dropped push_to_hub=export
-    peft_config=get_peft_model label_names=data.target full_determinism=`seed` deepspeed=plan.stages
+torchrun: nproc_per_node=plan.stages nnodes=plan.stages rdzv_endpoint=`address` master_addr=`address`
+    local_rank=`address` max_restarts=`elastic` sampler=shuffled shuffle=`seed` drop_last=dropped collate_fn=pad
+    persistent_workers=data.processes worker_init_fn=seeds find_unused_parameters=plan.replicas
+    grad_scaler=precision.compute
+transformers: args=batch_size compute_metrics=`validation` data_collator=pad train_dataset=`data`
+    eval_dataset=`validation` tokenizer=tokenizes processing_class=tokenizes optimizers=`optimizer` optim=`optimizer`
+    num_train_epochs=`steps` per_device_train_batch_size=batch_size per_device_eval_batch_size=validation.samples
+    logging_steps=metrics.jsonl eval_strategy=validation.every save_strategy=checkpoint.every
+    load_best_model_at_end=early_stopping torch_compile=yet label_smoothing_factor=loss.args group_by_length=shuffled
+    dataloader_drop_last=dropped push_to_hub=export peft_config=get_peft_model label_names=data.target
+    full_determinism=`seed` deepspeed=plan.stages
 lightning: strategy=plan.replicas accelerator=`device` max_epochs=`steps` fast_dev_run=Subset
-    limit_val_batches=validation.samples check_val_every_n_epoch=validation.every log_every_n_steps=metrics.jsonl enable_progress_bar=verbose
-    sync_batchnorm=microbatch deterministic=`seed` profiler=trace_every datamodule=`data` gradient_clip_algorithm=clip_norm max_time=max_time_s
-    ema=checkpoint
+    limit_val_batches=validation.samples check_val_every_n_epoch=validation.every log_every_n_steps=metrics.jsonl
+    enable_progress_bar=verbose sync_batchnorm=microbatch deterministic=`seed` profiler=trace_every datamodule=`data`
+    gradient_clip_algorithm=clip_norm max_time=max_time_s ema=checkpoint
 deepspeed: offload_optimizer=plan.recompute train_micro_batch_size_per_gpu=batch_size wall_clock_breakdown=trace_every
     steps_per_print=metrics.jsonl moe=plan.shards
-accelerate: mixed_precision=precision.compute split_batches=shuffled even_batches=shuffled log_with=trackers project_dir=run_dir
+accelerate: mixed_precision=precision.compute split_batches=shuffled even_batches=shuffled log_with=trackers
+    project_dir=run_dir
 ray: train_loop_config=runs resources_per_worker=`threads` checkpoint_score_attribute=early_stopping datasets=`data`
 """
 """Framework -> name there = a word of the advice."""
