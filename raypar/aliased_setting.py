@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from raypar.errors import ConfigError
+from raypar.untrusted_files import repr_text
 
 
 class ImpliedSetting(NamedTuple):
@@ -33,7 +34,9 @@ class ImpliedSetting(NamedTuple):
                 inside = {name: getattr(inside, name) for name in inside.model_fields_set}
             elif not isinstance(inside, Mapping):
                 if inside is False:
-                    raise ConfigError(f"{section} is False, and {self.source} is {self.value!r}", cure="give one of them")
+                    raise ConfigError(
+                        f"{section} is False, and {self.source} is {repr_text(self.value)}", cure="give one of them"
+                    )
                 return  # a wrong type, which the job's own checks report
             tree[section] = here = dict(inside)
         there = here.get(inner)
@@ -43,6 +46,7 @@ class ImpliedSetting(NamedTuple):
             return
         if there is not None and there != self.value:
             raise ConfigError(
-                f"{self.key} is {there!r}, and {self.source} is {self.value!r}", cure="give one of them, or both alike"
+                f"{self.key} is {repr_text(there)}, and {self.source} is {repr_text(self.value)}",
+                cure="give one of them, or both alike",
             )
         here[inner] = self.value

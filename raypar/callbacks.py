@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from raypar.errors import ConfigError, InputError, RayparError, UserCodeError, exception_chain, with_article
 from raypar.keys_of_other_frameworks import advice_for_callback
+from raypar.untrusted_files import repr_text
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
@@ -581,7 +582,7 @@ def callbacks_from_job(job: Job) -> tuple[Callback, ...]:
 def check_callbacks(given: Any) -> tuple[Callback, ...]:
     """The callbacks given to `Trainer`. Raises `ConfigError` unless `given` is a list of valid callbacks."""
     if not isinstance(given, Iterable) or isinstance(given, (str, Mapping)):
-        raise ConfigError(f"callbacks is {given!r}, not a list", cure=f"give a list: callbacks=[{_shown(given)}]")
+        raise ConfigError(f"callbacks is {repr_text(given)}, not a list", cure=f"give a list: callbacks=[{_shown(given)}]")
     return tuple(check_callback(one, one.__name__ if isinstance(one, type) else type(one).__name__) for one in given)
 
 

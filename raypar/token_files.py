@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypar.errors import DataError
-from raypar.untrusted_files import open_regular_file, parse_untrusted_json, read_limited_bytes, shorten
+from raypar.untrusted_files import open_regular_file, parse_untrusted_json, read_limited_bytes, repr_text, shorten
 
 DTYPES: dict[str, numpy.dtype[Any]] = {"uint16": numpy.dtype("<u2"), "uint32": numpy.dtype("<u4")}
 """Little endian, whatever the machine."""
@@ -55,7 +55,7 @@ class TokenFile(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         notes = self._noted()
         kind = dtype or notes.get("dtype", "uint16")
         if not isinstance(kind, str) or kind not in DTYPES:
-            raise DataError(f"token file {self.path}: dtype {shorten(repr(kind))}", cure=f"one of {', '.join(DTYPES)}")
+            raise DataError(f"token file {self.path}: dtype {repr_text(kind)}", cure=f"one of {', '.join(DTYPES)}")
         self.dtype = DTYPES[kind]
         with self._open() as file:
             nbytes = os.fstat(file.fileno()).st_size

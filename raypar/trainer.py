@@ -37,6 +37,7 @@ from raypar.trainer_arguments import (
     job_from_trainer_arguments,
     with_checked_argument_names,
 )
+from raypar.untrusted_files import repr_text
 from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec
 
@@ -216,7 +217,7 @@ class Trainer:
         from raypar.launch.tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
 
         if isinstance(verbose, str) and verbose != "brief":
-            raise ConfigError(f"verbose={verbose!r}", cure='give True, False or "brief"')
+            raise ConfigError(f"verbose={repr_text(verbose)}", cure='give True, False or "brief"')
         trial = current_trial_id()
         check_run_dir_in_trial(self.job.run_dir, trial)
         name, run_dir = name_of_run_in_trial(self.job.name, DEFAULTS["name"], trial), choose_lasting_run_dir(self.job.run_dir)

@@ -29,6 +29,7 @@ from raypar.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, settings_from_
 from raypar.errors import ConfigError, with_article
 from raypar.plan import ParallelPlan
 from raypar.traceback_filter import is_raypar_file
+from raypar.untrusted_files import repr_text, shorten
 from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import DataSpec, OptimizerSpec, Ref, find_unstable_argument
 
@@ -232,8 +233,8 @@ def plan_section(plan: Any, schedule: str | None, **more: Any) -> Any:
         return dict(plan) if isinstance(plan, Mapping) else plan
     if isinstance(plan, str) and plan == "auto":
         raise ConfigError(
-            f'schedule is {schedule!r}, but with plan="auto" the planner chooses the schedule too',
-            cure=f'leave schedule out, or give the plan: plan={{"stages": ..., "schedule": {schedule!r}}}',
+            f'schedule is {repr_text(schedule)}, but with plan="auto" the planner chooses the schedule too',
+            cure=f'leave schedule out, or give the plan: plan={{"stages": ..., "schedule": {repr_text(schedule)}}}',
         )
     tree = {"plan": plan}
     ImpliedSetting("plan.schedule", schedule, "schedule").apply_to(tree)
@@ -246,6 +247,7 @@ def _callback_sections(given: Any) -> Any:
         return given  # wrong types: the job's own checks report them
     if not isinstance(given, Iterable):
         check_callbacks(given)  # one callback alone, or its class: raises an error of its own
+    given = [_with_unpacked_pair("a callback", one) if isinstance(one, Mapping) else one for one in given]
     return [one if _makes_callback(one) else {"function": Given(check_callbacks([one])[0])} for one in given]
 
 
@@ -285,7 +287,7 @@ def function_section(key: str, value: Any) -> Any:
                 cure="give one data set (of several splits, one); or a dict with the keys "
                 + ", ".join(FUNCTIONS[key].model_fields),
             )
-        section = dict(value)
+        section = _with_unpacked_pair(key, value)
     elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         section = {"function": value[0], "args": dict(value[1])}
     else:
@@ -299,6 +301,18 @@ def function_section(key: str, value: Any) -> Any:
         if key == "loss":
             _check_loss(section)
     return section
+
+
+def _with_unpacked_pair(key: str, section: Arguments) -> dict[str, Any]:
+    """A section whose function is a pair (function, keyword arguments), with these in `args`. Raises `ConfigError` for both."""
+    pair = section.get("function")
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Mapping)):
+        return dict(section)
+    if section.get("args"):
+        raise ConfigError(
+            f"{key} has arguments for its function twice: in the pair (function, {{...}}), and in args", cure="give one of them"
+        )
+    return {**section, "function": pair[0], "args": dict(pair[1])}
 
 
 def _is_several_data_sets(value: Arguments) -> bool:
@@ -318,23 +332,31 @@ def _function_for(key: str, value: Any) -> Any:
         )
     if isinstance(value, functools.partial) and (unstable := find_unstable_argument(value)) is not None:
         raise ConfigError(
-            f"{key} is a functools.partial with the argument {unstable}, which is another text in another process, so "
+            f"{key} is a functools.partial with the argument {shorten(unstable)}, which is another text in another process, so "
             "the run could not be resumed",
             cure=f"give a function that makes that argument itself, or the class of it a __repr__ that says what it holds: "
             f"{key}=a function, or (function, {{...}})",
         )
     if isinstance(value, str) or callable(value):
         return value
-    if key in ("data", "validation") and hasattr(value, "__getitem__") and not isinstance(value, (tuple, Mapping)):
+    if hasattr(value, "dataset") and hasattr(value, "batch_sampler"):
+        cure = f"give the data set in it ({key}=loader.dataset): raypar makes the batches, of batch_size= samples each"
+        raise ConfigError(f"{key} is {with_article(type(value).__name__)}", cure=cure)
+    if key in ("data", "validation") and not isinstance(value, (tuple, Mapping)) and _is_data(value):
+        from raypar.worker.microbatch_loader import require_map_style
+
+        require_map_style(value, key)
         return Given(value)
     if key == "optimizer" and hasattr(value, "param_groups"):
         name = type(value).__name__
         cure = f"give its class, which every worker calls with the parameters that it holds: optimizer=({name}, {{'lr': ...}})"
         raise ConfigError(f"{key} is {with_article(name)}", cure=cure)
-    if hasattr(value, "dataset") and hasattr(value, "batch_sampler"):
-        cure = f"give the data set in it ({key}=loader.dataset): raypar makes the batches, of batch_size= samples each"
-        raise ConfigError(f"{key} is {with_article(type(value).__name__)}", cure=cure)
     return value
+
+
+def _is_data(value: Any) -> bool:
+    """Whether `value` is a collection of samples, though it may be one that cannot be read by sample id."""
+    return any(hasattr(type(value), name) for name in ("__getitem__", "__iter__", "iter_batches"))
 
 
 def _is_module(value: Any) -> bool:

@@ -7,9 +7,11 @@ that no read hangs.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
+import reprlib
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,7 +149,9 @@ def json_nesting_depth(content: bytes) -> int:
 
 def shorten(value: object, most: int = 200) -> str:
     """A path, or a value from a file, as text for a message: one line of at most `most` characters."""
-    text = str(value) if isinstance(value, (str, os.PathLike)) else repr_text(value)
+    if not isinstance(value, (str, os.PathLike)):
+        return repr_text(value, most)
+    text = str(value)
     text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogateescape").decode() for c in text[: 2 * most])
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
 
@@ -160,12 +164,47 @@ def printable(value: object) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in str(value))
 
 
-def repr_text(value: object) -> str:
-    """`repr(value)`; the name of its type where that raises, as of a number with thousands of digits."""
+def repr_text(value: object, most: int = 200) -> str:
+    """`repr(value)` for a message: one line of at most `most` characters, `<Type>` for what has no such text.
+
+    That is a collection other than Python's own (the `repr` of a `ray.data.Dataset` computes it), what has several lines, such
+    as a table, and what raises, as a number with thousands of digits does.
+    """
     try:
-        return repr(value)
+        text = _BRIEF.repr(value)
     except Exception:
-        return f"<{type(value).__name__}>"
+        text = f"<{type(value).__name__}>"
+    return shorten(text, most)
+
+
+class _BriefRepr(reprlib.Repr):
+    """`repr` with limits on levels, items and characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 8, 400, 400
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 20
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """The items in their order, which `reprlib` would sort."""
+        if level <= 0 < len(x):
+            return "{...}"
+        items = [
+            f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in itertools.islice(x.items(), self.maxdict)
+        ]
+        return f"{{{', '.join([*items, *['...'] * (len(x) > self.maxdict)])}}}"
+
+    def repr_instance(self, x: object, level: int) -> str:
+        kinds = {dict: self.repr_dict, list: self.repr_list, tuple: self.repr_tuple}
+        for kind, of_kind in kinds.items():
+            if isinstance(x, kind) and type(x).__repr__ is kind.__repr__:
+                return of_kind(x, level)  # type: ignore[operator]
+        collection = hasattr(type(x), "__len__") and not isinstance(x, (str, bytes)) and not hasattr(x, "tolist")
+        text = "" if collection else repr(x)
+        return f"<{type(x).__name__}>" if collection or "\n" in text else text
+
+
+_BRIEF = _BriefRepr()
 
 
 def _without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

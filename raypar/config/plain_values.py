@@ -40,7 +40,7 @@ def _plain_value(value: Any, key: str, unwritable: list[str], depth: int = 0) ->
             value["function"] = _function_name(value["function"], f"{key}.function", unwritable)
     if isinstance(value, Mapping):
         odd = [name for name in value if type(name) not in PLAIN]
-        unwritable += [f"{key} has the key {shorten(repr_text(name))} ({type(name).__name__})" for name in odd]
+        unwritable += [f"{key} has the key {repr_text(name)} ({type(name).__name__})" for name in odd]
         return {
             name: _plain_value(part, f"{key}.{name}" if key else str(name), unwritable, depth + 1)
             for name, part in value.items()
@@ -50,7 +50,7 @@ def _plain_value(value: Any, key: str, unwritable: list[str], depth: int = 0) ->
         return [_plain_value(part, f"{key}.{index}", unwritable, depth + 1) for index, part in enumerate(value)]
     if type(value) in PLAIN:
         return value
-    unwritable.append(f"{key} is {shorten(repr_text(value))} ({type(value).__name__})")
+    unwritable.append(f"{key} is {repr_text(value)} ({type(value).__name__})")
     return None
 
 

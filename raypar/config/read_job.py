@@ -55,10 +55,10 @@ def load_job(path: str | os.PathLike[str], overrides: Sequence[str] = (), defaul
     `defaults`: values of keys that the job gives neither way.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise ConfigError(f"the job file is {shorten(repr_text(path))}, not a path", cure="give the path of a YAML file")
+        raise ConfigError(f"the job file is {repr_text(path)}, not a path", cure="give the path of a YAML file")
     if isinstance(overrides, str) or not isinstance(overrides, Sequence) or not all(isinstance(one, str) for one in overrides):
         raise ConfigError(
-            f"overrides is {shorten(repr_text(overrides))}, not a list of texts", cure='for example ["plan.stages=4", "seed=7"]'
+            f"overrides is {repr_text(overrides)}, not a list of texts", cure='for example ["plan.stages=4", "seed=7"]'
         )
     path = Path(path)
     if path.suffix == ".py":
@@ -90,7 +90,7 @@ def parse_job(
     if name is not None and "name" not in tree:
         if not is_run_name(name):
             raise ConfigError(
-                f"the job has no name, and that of its file, {shorten(repr(name))}, cannot name a run's folder",
+                f"the job has no name, and that of its file, {repr_text(name)}, cannot name a run's folder",
                 cure=f"add name to the job file: {RUN_NAME_CURE}",
             )
         tree["name"] = name
@@ -176,7 +176,7 @@ def _written_out(value: Any, model: type[BaseModel] | None, what: str, at: str) 
         first = next(iter(model.model_fields))  # the key that a text alone stands for, if one does
         if model.model_fields[first].is_required():
             return {first: value}
-    raise ConfigError(f"{what} is {shorten(repr_text(value))} and has no keys", cure=f"set {at} itself")
+    raise ConfigError(f"{what} is {repr_text(value)} and has no keys", cure=f"set {at} itself")
 
 
 def _place(items: list[Any], part: str, at: str) -> int:

@@ -126,7 +126,7 @@ class _Explainer:
             return self.explain_unknown_key(path, key, argument)
         if error["type"] == "invalid_key" or path[-1:] == ["[key]"]:
             where = shorten(".".join(map(str, path[: -2 if path[-1] == "[key]" else -1])))
-            what = f"{f'{where}: ' if where else ''}the key {shorten(repr_text(error['input']))} is no text"
+            what = f"{f'{where}: ' if where else ''}the key {repr_text(error['input'])} is no text"
             return what, "write a key that looks like a number, a date or a truth value in quotes"
         inside = "the job file" if not self.of_trainer else f"the argument {path[0]}"
         inner = key.partition(".")[2] if self.of_trainer else key
@@ -149,7 +149,7 @@ class _Explainer:
         if self.of_trainer and "function" in self.section_at(path).model_fields:
             cure += '; a function is "module:name", the function itself, or a pair (function, keyword arguments)'
         cure += self._as_it_is_written(path, got)
-        return f"{key}: expected {expected}, got {shorten(repr_text(got))} ({type(got).__name__})", cure
+        return f"{key}: expected {expected}, got {repr_text(got)} ({type(got).__name__})", cure
 
     def _as_it_is_written(self, path: Sequence[str | int], got: Any) -> str:
         """What a cure says besides, for a value that stands for another one elsewhere: `torch.bfloat16`, `cuda`."""

@@ -29,7 +29,7 @@ from raypar.launch.resumption import describe_resumption
 from raypar.run_folder import ERROR_FILE, RunFolder, SharedStoragePlace, parse_storage_location
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.folder_download import has_run
-from raypar.untrusted_files import explain_read_errors
+from raypar.untrusted_files import explain_read_errors, repr_text
 from raypar.user_code_errors import make_importable
 from raypar.worker.job_spec import JobSpec
 
@@ -176,7 +176,8 @@ def find_checkpoint(given: Any, tell: EventHandler) -> CheckpointRef:
         given = str(uri_of_filesystem_object(elsewhere, given, "resume_from_checkpoint"))
     if not given or not isinstance(given, (str, os.PathLike)):
         raise ConfigError(
-            f"resume_from_checkpoint is {given!r}", cure="give a result's checkpoint, or the path of a checkpoint or of a run"
+            f"resume_from_checkpoint is {repr_text(given)}",
+            cure="give a result's checkpoint, or the path of a checkpoint or of a run",
         )
     if (shared := parse_storage_location(given, "resume_from_checkpoint")) is not None:
         given = str(shared)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raypar.errors import ConfigError, with_article
 from raypar.plan.microbatches import Microbatches
+from raypar.untrusted_files import repr_text, shorten
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS, AutocastPrecision, PrecisionName
 
@@ -90,7 +91,8 @@ class Ref:
         """The function's name, in messages; of a loss module its class with its options, of a given object its class."""
         if isinstance(self.target, str):
             return self.target
-        return str(getattr(self.target, "label_in_messages", "")) or stable_callable_label(self.target)
+        text = str(getattr(self.target, "label_in_messages", "")) or stable_callable_label(self.target)
+        return shorten(text) if "\n" not in text else type(self.target).__name__
 
     @property
     def contract_text(self) -> str:
@@ -112,7 +114,9 @@ def argument_refusal(function: Callable[..., Any], args: Mapping[str, Any], labe
     unknown = [name for name in args if name not in named]
     if any(one.kind is one.VAR_KEYWORD for one in taken):
         unknown = []
-    shown = ", ".join(name if one.default is one.empty else f"{name}={one.default!r}"[:60] for name, one in named.items())
+    shown = ", ".join(
+        name if one.default is one.empty else f"{name}={repr_text(one.default, 60)}" for name, one in named.items()
+    )
     takes = f"it takes {shown}" if shown else "it takes none"
     if unknown:
         near = difflib.get_close_matches(unknown[0], named, n=1)

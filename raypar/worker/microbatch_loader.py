@@ -86,15 +86,22 @@ def make_dataset(spec: DataSpec, key: str = "data") -> Any:
     return dataset
 
 
+def require_map_style(dataset: Any, what: str) -> None:
+    """Raise `DataError` for a data set without `__len__` and `__getitem__`. `what`: its name, for messages."""
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # has a __getitem__ that only raises
+    if iterable or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        listed = "dataset.take_all() is such a list" if hasattr(dataset, "take_all") else "an iterable one can be listed first"
+        raise DataError(
+            f"{what} is {with_article(type(dataset).__name__)}, which cannot be read by sample id",
+            cure="give a map-style data set, with __len__ and __getitem__, such as a list of samples; "
+            f"{listed}, or saved to files",
+        )
+
+
 def dataset_size(dataset: Any, label: str = "") -> int:
     """Number of samples. Raises `DataError` for an empty data set and for one without `__len__` and `__getitem__`."""
     name = label or type(dataset).__name__
-    iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # has a __getitem__ that only raises
-    if iterable or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(
-            f"data set {name} is {with_article(type(dataset).__name__)}, which cannot be read by sample id",
-            cure="give it __len__ and __getitem__ (a map-style data set); an iterable one can be listed, or saved, first",
-        )
+    require_map_style(dataset, f"data set {name}")
     try:
         size = len(dataset)
     except TypeError as error:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from raypar.errors import CheckpointError
 from raypar.plan.shard_ranges import IndexRanges
-from raypar.untrusted_files import parse_untrusted_json, shorten
+from raypar.untrusted_files import parse_untrusted_json, repr_text, shorten
 from raypar.worker.checkpoint.checkpoint_store import (
     CheckpointRef,
     CheckpointStore,
@@ -536,7 +536,7 @@ def list_contract_differences(manifest: Manifest, spec: JobSpec) -> list[str]:
     then = _as_written_now({"device": "cpu", "precision": None, **manifest.contract})
     now = _as_written_now({"precision": None, **contract_of_job(spec)})
     return [
-        f"{k} was {shorten(repr(then.get(k)))}, is {v!r}"
+        f"{k} was {repr_text(then.get(k))}, is {repr_text(v)}"
         for k, v in now.items()
         if k not in _OF_SHARDS and not (_is_same_setting(then.get(k), v) or (k == "edition" and _edition_of(manifest) < v))
     ]

@@ -26,6 +26,7 @@ from raypar.untrusted_files import (
     open_regular_file,
     parse_untrusted_json,
     read_limited_bytes,
+    repr_text,
     shorten,
 )
 from raypar.worker.checkpoint.checkpoint_files import (
@@ -629,7 +630,7 @@ def _open_state_dict(path: Path) -> WeightsFile:
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state_dict", cure=cure)
     for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise CheckpointError(f"{path}: {shorten(repr(name))} is a {type(tensor).__name__}, not a tensor", cure=cure)
+            raise CheckpointError(f"{path}: {repr_text(name)} is a {type(tensor).__name__}, not a tensor", cure=cure)
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             raise CheckpointError(f"{path}: {shorten(name)} is no dense tensor", cure=cure)
     return _StateDictWeights(path, found)

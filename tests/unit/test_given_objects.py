@@ -1,0 +1,117 @@
+"""Objects that users give from Python: what messages show of them, and the forms in which they may be given."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_job
+
+from raypar import Trainer
+from raypar.errors import RayparError
+from raypar.untrusted_files import repr_text
+from raypar.worker.job_spec import Ref
+
+SAMPLES = [(torch.ones(2), torch.ones(1))] * 8
+GOOD: dict[str, Any] = {
+    "model": "helpers.tiny_job:model",
+    "loss": "helpers.tiny_job:loss",
+    "data": SAMPLES,
+    "steps": 1,
+    "batch_size": 4,
+    "microbatches": 2,
+}
+
+
+class Verbose:
+    """Its `repr` has a line for each of 500 rows."""
+
+    def __repr__(self) -> str:
+        return "table\n" + "\n".join(f"row {number}" for number in range(500))
+
+    def forward(self) -> None: ...
+
+
+class Lazy(Verbose):
+    """Its `repr` computes it, as that of a `ray.data.Dataset` does."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("the repr of users' data was made")
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Callable_(Verbose):
+    def __call__(self, *given: Any) -> Any: ...
+
+
+KEYS = [key for key in {**GOOD, **dict.fromkeys(Trainer.__init__.__annotations__)} if key not in ("return",)]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_no_message_about_an_argument_shows_more_than_a_line_of_it(key: str):
+    for value in (Verbose(), Lazy(), Callable_()):
+        forms: list[Any] = [value, (value, {}), {"function": value}, (tiny_job.model, {"x": value}), {"x": value}]
+        if not isinstance(value, Lazy):  # a partial is known by the repr of its arguments
+            forms += [[value], functools.partial(tiny_job.model, value)]
+        for given in forms:
+            try:
+                Trainer(**{**GOOD, key: given}).to_yaml()
+            except RayparError as error:
+                assert len(error.what) < 700 and "row 3" not in str(error) and str(error).count("\n") <= 2, str(error)
+    assert Ref(Callable_()).label == "Callable_"
+
+
+def test_a_value_in_a_message_has_one_line_and_python_s_own_are_as_python_writes_them():
+    for value in (3, 1.5, None, "a'b", b"x", [1, (2,), {"b": 1, "a": {3}}], torch.float32, (), {}, set(), frozenset({1})):
+        assert repr_text(value) == repr(value)
+    assert repr_text(Verbose()) == "<Verbose>" and repr_text([Lazy(), {"a": Verbose()}]) == "[<Lazy>, {'a': <Verbose>}]"
+    assert repr_text(10**5000) == "<int>" and len(repr_text("x" * 5000)) <= 203 and len(repr_text(list(range(10**6)))) <= 203
+    endless: list[Any] = []
+    endless.append(endless)
+    assert len(repr_text(endless)) < 100
+
+
+def test_what_is_no_map_style_data_set_is_refused_before_anything_starts():
+    class RayData(Lazy):
+        def iter_batches(self) -> None: ...
+        def take_all(self) -> None: ...
+
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any: ...
+
+    generator = (one for one in SAMPLES)
+    for given, cure in ((RayData(), "take_all()"), (Stream(), "listed"), (generator, "listed"), (iter([1]), "listed")):
+        for key in ("data", "validation"):
+            for form in (given, {"function": given, "input": "x"}):
+                with pytest.raises(RayparError, match=f"^{key} is an? .*, which cannot be read by sample id") as found:
+                    Trainer(**{**GOOD, key: form})
+                assert cure in found.value.cure
+    with pytest.raises(RayparError, match=r"^data is a DataLoader\n"):
+        Trainer(**{**GOOD, "data": torch.utils.data.DataLoader(SAMPLES)})  # type: ignore[arg-type]
+
+
+class Samples:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+@pytest.mark.parametrize("key", ["data", "validation", "model", "loss", "optimizer", "lr_schedule"])
+def test_a_pair_is_taken_inside_of_a_section_as_everywhere_else(key: str):
+    function: dict[str, Callable[..., Any]] = {"data": Samples, "validation": Samples, "optimizer": torch.optim.SGD}
+    pair = (function.get(key, tiny_job.model), {"count": 8})
+    inside, outside = Trainer(**{**GOOD, key: {"function": pair}}).job, Trainer(**{**GOOD, key: pair}).job
+    assert getattr(inside, key) == getattr(outside, key) and getattr(inside, key).args == {"count": 8}
+    with pytest.raises(RayparError, match=f"^{key} has arguments for its function twice"):
+        Trainer(**{**GOOD, key: {"function": pair, "args": {"count": 9}}})
+
+
+def test_a_pair_is_taken_inside_of_a_callback():
+    pair = (Samples, {"count": 1})
+    inside, outside = (Trainer(**GOOD, callbacks=[form]).job for form in ({"function": pair}, pair))
+    assert inside.callbacks == outside.callbacks
