@@ -243,7 +243,7 @@ class Callbacks:
                 if isinstance(callback, Tracker) and callback.may_fail(hook, error):
                     self._cannot_write(index, callback, hook, error, began_s)
                     continue
-                at = f", after {facts['step']} steps," if "step" in facts else ""
+                at = f", after {facts['step']} step{'s' * (facts['step'] != 1)}," if "step" in facts else ""
                 text = f"callback {name}{at} raised {error_text(error)}\n{traceback.format_exc()}"
                 failed = failed or UserCodeError(
                     text, cure="mend the callback; `raypar resume` goes on from the last checkpoint"
@@ -286,7 +286,12 @@ def _own_metrics(answer: Mapping[Any, Any], facts: Mapping[str, Any]) -> dict[st
     taken = sorted(set(answer) & set(facts))
     if taken:
         raise ValueError(f"metric {taken[0]!r} is one of the run's own: choose another name")
-    json.dumps(dict(answer))  # raises TypeError for what metrics.jsonl cannot hold
+    for name, value in answer.items():
+        try:
+            json.dumps({name: value})
+        except TypeError:
+            what = f"metric {name!r} is {with_article(type(value).__name__)}, which metrics.jsonl cannot hold"
+            raise TypeError(f"{what}: give a number or a text, as from .item()") from None
     return dict(answer)
 
 
@@ -330,7 +335,8 @@ class EarlyStopping(Callback):
     def _look(self, metrics: Mapping[str, Any]) -> Stop | None:
         if self.metric not in metrics:
             return None
-        value = float(metrics[self.metric])
+        given = metrics[self.metric]
+        value = math.nan if given is None else float(given)  # metrics.jsonl has null for what is not finite
         if value < self.best - self.min_delta:
             self.best, self.waited = value, 0
             return None

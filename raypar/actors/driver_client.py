@@ -40,6 +40,10 @@ ALONE_S = 10.0
 DRIVER_BACK_S = 60.0
 """How long Ray may take to restart the driver of an elastic run."""
 
+MOST_DRIVER_DEATHS = 4
+"""How often in a row the driver may die without reporting another step, validation or checkpoint. What ends it each time (code
+of a callback) would end it for ever."""
+
 LEAVE_S = 5.0
 """How long the call that tells the driver to end may take, once the control store is given up."""
 
@@ -203,6 +207,8 @@ class RunFollower:
         """Whether the driver that lives now has been told of the first signal."""
         self.lost_s: float | None = None
         """Since when the driver has been dead; None while it lives."""
+        self.deaths = 0
+        """How often the driver has died since the last step, validation or checkpoint was told."""
         self.patience_s = DRIVER_START_S
         """How long the driver may take for its next answer."""
         self.started: Any = call_ray(lambda: driver.start.remote(request))
@@ -303,13 +309,21 @@ class RunFollower:
         return list(events)
 
     def _wait_for_restart(self, error: RayActorError) -> None:
-        """Note that the driver is dead. Raises `WorkerLost` if Ray does not restart it, or not in time."""
+        """Note that the driver is dead. Raises `WorkerLost` if Ray restarts it not, not in time or again and again."""
         now = time.monotonic()
-        self.lost_s = now if self.lost_s is None else self.lost_s
-        final = not self.request.policy.elastic or isinstance(error, ActorDiedError)
-        if final or now - self.lost_s > DRIVER_BACK_S:
-            cure = "`raypar resume` goes on from the last checkpoint"
-            raise WorkerLost(f"the driver was lost: {str(error).strip().splitlines()[0]}", cure=cure) from error
+        if self.lost_s is None:
+            self.lost_s, self.deaths = now, self.deaths + 1
+        step = self.last_step["step"] + 1
+        what = None
+        if not self.request.policy.elastic or isinstance(error, ActorDiedError):
+            what = f"its process died before it had reported step {step}"
+        elif now - self.lost_s > DRIVER_BACK_S:
+            what = f"its process died before it had reported step {step}, and no other has begun within {DRIVER_BACK_S:.0f} s"
+        elif self.deaths >= MOST_DRIVER_DEATHS:
+            what = f"its process has died {self.deaths} times, one after the other, without any of them reporting step {step}"
+        if what is not None:
+            cure = "look at what your callbacks do, which run in it, and at the memory of its machine"
+            raise WorkerLost(f"the driver was lost: {what}", cure=f"{cure}; {self._how_to_resume()}") from error
         if self.started is not None:  # it died before it had begun
             self.started = call_ray(lambda: self.driver.start.remote(self.request))
         self.stop_sent = False
@@ -322,7 +336,7 @@ class RunFollower:
             return True
         if event["step"] <= self.last_step[kind]:
             return False
-        self.last_step[kind] = event["step"]
+        self.last_step[kind], self.deaths = event["step"], 0
         if kind == "step" and self.watch is not None:
             self.watch.note_progress()  # a step is told once it is in the control store
         return True

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pickle
+import re
 import statistics
 import sys
 import time
@@ -31,8 +32,9 @@ from raypar.actors.step_timeline_files import write_step_timeline_files
 from raypar.atomic_write import replace_file_atomically
 from raypar.elastic.actions import Teardown
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
-from raypar.errors import CheckpointError, RayparError
+from raypar.errors import CheckpointError, RayparError, error_first_line
 from raypar.plan import ParallelPlan
+from raypar.plan.global_loss_and_norm import mean_loss
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.plan_report import layers_as_dicts, processors_of_prediction
 from raypar.read_run_lines import Line, jsonl_line_sort_key
@@ -330,6 +332,8 @@ class RunRecorder:
             self.traced_step = {"step": step + 1, "spans": spans, "ledger": reports[0]["ledger"], "nodes": self.nodes}
         self._last_loss_and_norm = {"loss": metrics["loss"], "norm": metrics["norm"]}
         self.telemetry.add_step(metrics, now, reports)
+        if brief["skipped"]:
+            self._warn_of_skipped_step(metrics)
         stop, own = self._call("on_step", metrics)
         metrics |= own
         self._write(metrics)
@@ -354,18 +358,27 @@ class RunRecorder:
         }
         return metrics | {"skipped": True} if brief["skipped"] else metrics
 
+    def _warn_of_skipped_step(self, metrics: Mapping[str, Any]) -> None:
+        """Warn of the first skipped step, and again whenever their number has doubled: a few lines, however many they are."""
+        skipped = self.telemetry.totals.skipped_steps
+        if skipped & (skipped - 1):
+            return
+        one = f"step {metrics['step']} was skipped and changed nothing: loss {metrics['loss']}, gradient norm {metrics['norm']}"
+        self._warn(
+            one if skipped == 1 else f"{one}; so were {skipped - 1} steps before it",
+            "if it happens often, lower the learning rate or look at these samples (`raypar debug`); non_finite: stop ends the "
+            "run instead",
+        )
+
     def record_validation(self, done: int, reports: Sequence[Mapping[str, Any]]) -> str | None:
         """Write the validation loss and call its callbacks; the reason to stop, if a callback gave one.
 
         The loss is the sum over the microbatches, in their order, divided by the count.
         """
         losses = {m: pair for report in reports for m, pair in report["losses"].items()}
-        total = count = 0.0
-        for microbatch in sorted(losses):
-            total += losses[microbatch][0]
-            count += losses[microbatch][1]
+        loss, count = mean_loss(losses)
         seconds = max(r["seconds"] for r in reports)
-        metrics = {"step": done, "validation_loss": total / count, "count": count, "seconds": seconds}
+        metrics = {"step": done, "validation_loss": loss, "count": count, "seconds": seconds}
         stop, own = self._call("on_validation", metrics)
         metrics |= own
         if self.journal is not None:
@@ -563,8 +576,17 @@ class RunRecorder:
                 text = f"the picture could not be written ({error})\n  cure: free disk space; the run itself is not touched"
                 self._say("warning", text)
         if teardown.error is not None:
-            self._call("on_exception", {"error": teardown.error, "step": teardown.done})
-        self._call("on_end", facts)
+            self._call_last("on_exception", {"error": teardown.error, "step": teardown.done})
+        self._call_last("on_end", facts)
+
+    def _call_last(self, hook: str, facts: Mapping[str, Any]) -> None:
+        """Call a hook at the end of the run, whose outcome no callback changes any more: one that raises is a warning."""
+        try:
+            self._call(hook, facts)
+        except RayparError as error:
+            place = re.findall(r'File "[^"]+", line \d+', error.what)[-1:]
+            what = ", ".join([error_first_line(error), *place])
+            self._say("warning", f"{what}; the run itself is not touched\n  cure: mend the callback")
 
 
 def lost_workers_since_last_start(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:

@@ -61,6 +61,8 @@ class EventPrinter:
         """Sums over all steps shown: seconds, samples, and units that the loss is averaged over (tokens)."""
         self.shown = 0
         """How many steps these sums are of."""
+        self.skipped = 0
+        """How many of them were skipped, because loss or gradient norm was not finite."""
         self.known_secrets = secrets_of_environment(os.environ)
         """Values of this process's environment that are not printed: others read the log of a submitted job."""
 
@@ -87,6 +89,7 @@ class EventPrinter:
         elif kind == "step":
             self.recent.append(event)
             self.shown += 1
+            self.skipped += bool(event.get("skipped"))
             self.seconds += event["seconds"]
             self.samples += event["samples_per_s"] * event["seconds"]
             self.counted += event["count"]
@@ -193,6 +196,8 @@ class EventPrinter:
             return 0
         part = f" in the last {count_noun(self.shown, 'step')}" if 0 < self.shown < result.done else ""
         lines = [f"{result.why}: {result.done} steps, {self.speed()}{part}"]
+        if self.skipped:
+            lines.append(f"skipped {self.skipped} of {count_noun(self.shown, 'step')}: loss or gradient norm not finite")
         survived = summarize_faults(self.faults)
         if survived is not None:
             lines.append(f"survived: {survived}")

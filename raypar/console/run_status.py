@@ -66,6 +66,8 @@ class RunStatus:
     """The first finite loss of the run."""
     non_finite_losses: int
     """Number of steps whose loss is NaN or infinite."""
+    skipped_steps: int
+    """Number of steps that changed nothing, because loss or gradient norm was not finite."""
     validation_loss: float | None
     """The last validation loss."""
     validation_step: int | None
@@ -174,6 +176,7 @@ def losses_of_run(metrics: Sequence[Mapping[str, Any]], done: Sequence[Mapping[s
         "loss": done[-1]["loss"] if done and is_finite_number(done[-1]["loss"]) else None,
         "first_loss": next((line["loss"] for line in done if is_finite_number(line["loss"])), None),
         "non_finite_losses": sum(not is_finite_number(line["loss"]) for line in done),
+        "skipped_steps": sum(bool(line.get("skipped")) for line in done),
         "validation_loss": validation["validation_loss"] if validation is not None else None,
         "validation_step": validation["step"] if validation is not None else None,
     }
@@ -188,6 +191,8 @@ def format_losses(status: RunStatus) -> str | None:
         text += f" ({format_loss(status.first_loss)} at first)"
     if status.non_finite_losses > (status.loss is None):
         text += f", not finite in {count_noun(status.non_finite_losses, 'step')}"
+    if status.skipped_steps:
+        text += f", {count_noun(status.skipped_steps, 'step')} skipped"
     if status.validation_loss is not None:
         text += f"; in validation {format_loss(status.validation_loss)} after step {status.validation_step}"
     return text

@@ -1,8 +1,20 @@
-"""The result of a step's vote."""
+"""The loss over all microbatches, and the result of a step's vote."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+
+def mean_loss(losses: Mapping[int, tuple[float, float]]) -> tuple[float, float]:
+    """(mean, count) of microbatch -> (sum, count), added in microbatch order (rule 8 of the numerics contract); the mean is
+    NaN where no term counts."""
+    total = count = 0.0
+    for microbatch in sorted(losses):
+        total += losses[microbatch][0]
+        count += losses[microbatch][1]
+    return total / count if count else math.nan, count
 
 
 @dataclass(frozen=True, slots=True)

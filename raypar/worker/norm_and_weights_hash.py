@@ -1,4 +1,4 @@
-"""The arithmetic of the numerics contract: sum of losses, gradient norm, weights hash (raypar/README.md, rules 7, 8, 10)."""
+"""The arithmetic of the numerics contract: gradient norm, weights hash (raypar/README.md, rules 7, 10)."""
 
 from __future__ import annotations
 
@@ -44,15 +44,6 @@ def gradient_norm_and_factor(squares: Sequence[float], count: float, clip_norm: 
     if clip_norm is None:
         return norm, 1.0 / count
     return norm, min(1.0, clip_norm / (norm + 1e-6)) / count
-
-
-def sum_losses(losses: Mapping[int, tuple[float, float]]) -> tuple[float, float]:
-    """(sum, count) of all microbatches' losses, added in microbatch order. `losses`: microbatch -> its (sum, count)."""
-    total = count = 0.0
-    for microbatch in sorted(losses):
-        total += losses[microbatch][0]
-        count += losses[microbatch][1]
-    return total, count
 
 
 def weights_hash(parameters: Mapping[str, Tensor]) -> str:

@@ -22,6 +22,7 @@ from raypar.model.initial_values import initial_values_of
 from raypar.model.layer_skeletons import SkeletonCopier, make_model_outline
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
+from raypar.plan.global_loss_and_norm import mean_loss
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import Digest
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -29,7 +30,6 @@ from raypar.schedule.instructions import Instruction
 from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord
 from raypar.worker.job_spec import DataSpec, JobSpec
 from raypar.worker.microbatch_loader import BatchSource, MicrobatchLoader, SampleOrder, make_dataset
-from raypar.worker.norm_and_weights_hash import sum_losses
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.gpu_setup import DeviceBatchSource
 from raypar.worker.process.memory_in_use import memory_in_use
@@ -458,5 +458,4 @@ def merge_validation_losses(reports: list[ValidationReport]) -> float:
     losses = {m: pair for report in reports for m, pair in report.losses.items()}
     if not losses:
         raise WorkerLost("no worker reported a validation loss", cure="report this: a worker must hold the last stage")
-    total, count = sum_losses(losses)
-    return total / count
+    return mean_loss(losses)[0]

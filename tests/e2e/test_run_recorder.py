@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import pickle
 import time
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ from helpers.tiny_job import Diary
 from raypar.actors import jsonl_file
 from raypar.actors import run_recorder as module
 from raypar.actors.run_recorder import RunRecorder
-from raypar.callbacks import Callbacks, Tracker
+from raypar.callbacks import Callback, Callbacks, Tracker
+from raypar.elastic.actions import Teardown
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError
 
@@ -119,3 +121,55 @@ def test_a_tracker_that_cannot_write_is_told_as_a_lost_line_is_and_the_run_goes_
     assert "\n  cure: free disk space" in event["text"]
     kept = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [line["text"] for line in kept] == [event["text"]]
+
+
+class Raising(Callback):
+    """Raises at the end of a run, and notes which hooks were called."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def on_exception(self, info):
+        self.called.append("on_exception")
+        raise ZeroDivisionError("in on_exception")
+
+    def on_end(self, info):
+        self.called.append("on_end")
+        raise ZeroDivisionError("in on_end")
+
+
+def test_a_callback_that_raises_at_the_end_keeps_no_other_hook_from_its_call_and_is_two_lines(tmp_path):
+    """`on_end`, which closes trackers, was not called after a failing `on_exception`; the line had a whole traceback in it and
+    said that the end could not be recorded."""
+    request = SimpleNamespace(folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, job_steps=3))
+    recorder, callback = RunRecorder(request), Raising()
+    recorder.callbacks = Callbacks([callback])
+    recorder.record_end(Teardown("failed", "it failed", 2, CheckpointError("it failed")), None)
+    assert callback.called == ["on_exception", "on_end"]
+    warnings = [event["text"] for event in recorder.new_events() if event["kind"] == "warning"]
+    assert [text.count("\n") for text in warnings] == [1, 1] and "callback Raising.on_end" in warnings[1]
+    assert all(f'File "{__file__}", line ' in text and "the run itself is not touched" in text for text in warnings)
+
+
+def test_a_validation_in_which_nothing_counts_has_no_loss_and_the_run_goes_on(tmp_path):
+    """Only padding in the validation samples: the run ended with `ZeroDivisionError`, without a cure."""
+    recorder = RunRecorder(SimpleNamespace(folder=tmp_path))
+    recorder.record_validation(4, [{"losses": {0: (0.0, 0.0), 1: (0.0, 0.0)}, "seconds": 0.1}])
+    assert math.isnan(recorder.new_events()[0]["validation_loss"])
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["validation_loss"] is None
+
+
+def test_skipped_steps_are_told_at_first_and_whenever_their_number_has_doubled(tmp_path):
+    """A run of which every step was skipped ended well; a progress line every ten seconds might have said so."""
+    batching = SimpleNamespace(batch_size=8)
+    request = SimpleNamespace(folder=tmp_path, run="tiny", policy=RunPolicy(workers=1, job_steps=9), batching=batching)
+    request.plan, request.traced_steps = SimpleNamespace(world=1), frozenset()
+    recorder = RunRecorder(request)
+    recorder.restart_step_timer()
+    report = {"loss": math.nan, "norm": 0.5, "count": 8.0, "seconds": 0.5, "busy_seconds": 0.4, "peak_rss_bytes": 9}
+    report |= {"mirror_seconds": 0.0, "digest": None, "spans": []}
+    for step in range(9):
+        recorder.record_step(step, {0: {**report, "skipped": step > 0}})
+    told = [event["text"].splitlines() for event in recorder.new_events() if event["kind"] == "warning"]
+    assert [what.partition(" was skipped")[0] for what, _ in told] == ["step 2", "step 3", "step 5", "step 9"]
+    assert told[0][0].endswith("loss nan, gradient norm 0.5") and told[3][0].endswith("so were 7 steps before it")

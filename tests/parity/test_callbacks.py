@@ -82,9 +82,13 @@ def test_a_callback_that_raises_keeps_no_other_from_its_call():
     assert len(after.heard) == 1 and "resume" in error.value.cure
 
 
-@pytest.mark.parametrize("answer", [{"loss": 0.0}, {"tensor": object()}, "stop"])
-def test_answers_that_cannot_be_written_down_are_refused(answer: Any):
-    with pytest.raises(UserCodeError, match=r"Said\.on_step"):
+@pytest.mark.parametrize("answer, what", [
+    ({"loss": 0.0}, "metric 'loss' is one of the run's own"),
+    ({"fine": 1, "mine": object()}, "metric 'mine' is an object, which metrics.jsonl cannot hold: give a number"),
+    ("stop", "returned a str, neither Stop nor a dict"),
+])  # fmt: skip
+def test_answers_that_cannot_be_written_down_are_refused(answer: Any, what: str):
+    with pytest.raises(UserCodeError, match=rf"Said\.on_step, after 7 steps, raised \w+: {what}"):
         Callbacks([Said(answer)]).call("on_step", step(7))
 
 
@@ -102,6 +106,15 @@ def test_early_stopping_takes_a_nan_for_no_progress():
 
 def test_early_stopping_of_a_resumed_run_goes_on_counting(tmp_path: Path):
     lines = [validation(10, 2.0), step(11), validation(20, 2.5), validation(30, 1.0)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    early = Callbacks([EarlyStopping(patience=2)])
+    early.call("on_start", {"run": "r", "folder": str(tmp_path), "first": 21})
+    assert early.call("on_validation", validation(30, 2.1))[0] is not None
+
+
+def test_early_stopping_of_a_resumed_run_counts_what_was_not_finite(tmp_path: Path):
+    """metrics.jsonl has null for it; the run could not be resumed (`TypeError`)."""
+    lines = [validation(10, 2.0), {**validation(20, 2.0), "validation_loss": None}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     early = Callbacks([EarlyStopping(patience=2)])
     early.call("on_start", {"run": "r", "folder": str(tmp_path), "first": 21})

@@ -242,6 +242,16 @@ def test_the_end_of_a_disturbed_run_says_what_it_has_survived():
     assert "survived: 1 worker lost; 0.4 s of pauses in all, 2 steps executed again" in out.getvalue().splitlines()
 
 
+def test_the_end_of_a_run_says_how_many_of_its_steps_were_skipped():
+    """A run all of whose steps were skipped ended as any other."""
+    out = io.StringIO()
+    console = EventPrinter(steps=3, out=out)
+    for step, skipped in ((1, {}), (2, {"skipped": True}), (3, {"skipped": True})):
+        console({**STEP, "step": step, **skipped})
+    console.finish(Result(metrics={}, path="runs/tiny", end="done", done=3, why="all 3 steps are done"))
+    assert "skipped 2 of 3 steps: loss or gradient norm not finite" in out.getvalue().splitlines()
+
+
 @pytest.mark.parametrize("end, next_line", [
     ("done", "next: raypar export tiny --out model.safetensors"),
     ("stopped", "next: Trainer(..., resume_from_checkpoint=result.checkpoint).fit() goes on from there"),

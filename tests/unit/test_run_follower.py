@@ -100,6 +100,17 @@ def test_a_second_ctrl_c_ends_the_run_at_once(follow):
     assert (end.end, end.why) == ("interrupted", "Ctrl-C again: ended without waiting")
 
 
+def test_a_driver_that_dies_again_and_again_in_the_same_step_ends_the_run_and_one_that_gets_on_does_not(follow):
+    """A callback ended its process: Ray started 33 drivers in three minutes, and a Ctrl-C ended none of it."""
+    with pytest.raises(
+        WorkerLost, match=r"the driver was lost: its process has died 4 times.* without any of them reporting step 3"
+    ) as raised:
+        follow(Driver([step(1), step(2)], *[RayActorError(), [{"kind": "driver"}, step(2)]] * 99), "Ctrl-C")
+    assert "callbacks" in raised.value.cure and "begin the run anew" in raised.value.cure
+    end, _ = follow(Driver([step(1)], *(a for n in range(2, 50) for a in (RayActorError(), [step(n)])), [END]))
+    assert end.end == "done"
+
+
 def test_a_terminal_that_is_gone_does_not_keep_the_driver_from_saving(follow):
     def gone(event: dict) -> None:
         raise OSError("the terminal is gone")

@@ -176,6 +176,17 @@ def test_a_loss_that_is_not_finite_is_told_and_null_in_json():
     assert json.loads(json.dumps(of(metrics=[{**line(1, 1000), "loss": float("nan")}]).facts()))["loss"] is None
 
 
+def test_steps_that_changed_nothing_are_counted_also_where_the_loss_was_finite():
+    metrics = [
+        line(1, 1000),
+        {**line(2, 1001), "norm": None, "skipped": True},
+        {**line(3, 1002), "loss": None, "skipped": True},
+    ]
+    found = of(metrics=metrics, events=EVENTS[:1], members=None)
+    assert found.skipped_steps == 2
+    assert "not finite (2.0000 at first), 2 steps skipped" in format_status(found)
+
+
 def test_speed_is_that_of_the_present_generation_without_the_pause_before_it():
     assert of().samples_per_s == pytest.approx(40)
     first = [line(step, 1000 + step / 10) for step in range(1, 50)] + [line(50, 1005.2, 0.6), line(51, 1005.4, 0.2)]

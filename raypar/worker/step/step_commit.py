@@ -23,12 +23,12 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import canonical_names
 from raypar.plan import MicrobatchRouting, TiedParameter
 from raypar.plan.addition_tree import TreeNode
-from raypar.plan.global_loss_and_norm import VoteResult
+from raypar.plan.global_loss_and_norm import VoteResult, mean_loss
 from raypar.plan.ownership import Ownership
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
-from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_losses, sum_squared_gradients
+from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_squared_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage, fold_gradients
 from raypar.worker.step.buffer_exchange import exchange_buffer_updates
@@ -279,10 +279,9 @@ class StepCommit:
                 stage, size = int(next(numbers)), int(next(numbers))
                 mine = squares.setdefault(stage, {}).setdefault(seat.shard, [])
                 mine.extend(next(numbers) for _ in range(size))  # ranks of replicas ascend
-        total, count = sum_losses(losses)
+        loss, count = mean_loss(losses)
         in_order = [s for stage in sorted(squares) for s in _over_shards(squares[stage])]
         norm, factor = gradient_norm_and_factor(in_order, count, self.spec.clip_norm)
-        loss = total / count if count else math.nan
         finite = math.isfinite(loss) and math.isfinite(norm)
         self.outcome = VoteResult(loss, count, norm, factor, skipped=not finite)
 

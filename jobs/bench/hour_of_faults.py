@@ -1,0 +1,381 @@
+"""An hour of faults: what becomes of a small run when memory, disks, callbacks, numbers or its driver go wrong, also at once.
+
+`python jobs/bench/hour_of_faults.py [NAME ...]` (`--list` names all): each scenario disturbs a run of `raypar train` of a tiny
+model and prints a row: whether it ended, in time, with the weights of the undisturbed run, and what it left behind. Scenarios
+that limit memory or mount a file system of their own need root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from helpers.run_processes import RunProcesses  # noqa: E402
+
+from jobs.bench.tiny_run import TinyRun  # noqa: E402
+from raypar.callbacks import Callback  # noqa: E402
+
+LIMIT_S = 240.0
+"""By when a run has ended, whatever befell it."""
+ELASTIC = "elastic={min_workers: 1, step_deadline_s: 2.0}"
+FOUR = "plan={stages: 2, replicas: 2}"
+
+
+class Misbehaving(Callback):
+    """A callback that raises, or sleeps for `seconds`, in a hook at a step; `note`: a file that then exists."""
+
+    def __init__(self, hook: str, how: str = "raise", at: int = 0, seconds: float = 1e6, note: str = "") -> None:
+        self.hook, self.how, self.at, self.seconds, self.note = hook, how, at, seconds, note
+
+    def _do(self, hook: str, step: int) -> Any:
+        if hook != self.hook or (self.at and step != self.at):
+            return None
+        if self.note:
+            Path(self.note).touch()
+        if self.how == "raise":
+            raise ZeroDivisionError("the fault that was asked for")
+        if self.how == "sleep":
+            time.sleep(self.seconds)
+        if self.how == "answer":
+            return {"mine": torch.ones(2)}
+        if self.how == "exit":
+            sys.exit(3)
+        if self.how == "die":
+            os._exit(7)
+        if self.how == "torch":
+            torch.set_grad_enabled(False)
+            torch.set_default_dtype(torch.float64)
+            torch.manual_seed(0)
+            os.chdir("/")
+        return None
+
+    def on_start(self, info: Any) -> Any:
+        return self._do("on_start", 0)
+
+    def on_step(self, info: Any) -> Any:
+        return self._do("on_step", info.step)
+
+    def on_validation(self, info: Any) -> Any:
+        return self._do("on_validation", info.step)
+
+    def on_checkpoint(self, info: Any) -> Any:
+        if self.hook == "on_checkpoint" and self.how == "weights" and info.step == self.at:
+            for file in Path(info.path).glob("*.safetensors"):
+                content = bytearray(file.read_bytes())
+                content[-1] ^= 1
+                file.write_bytes(content)
+        return self._do("on_checkpoint", info.step)
+
+    def on_exception(self, info: Any) -> Any:
+        return self._do("on_exception", info.step)
+
+    def on_end(self, info: Any) -> Any:
+        return self._do("on_end", info.step)
+
+
+def misbehaving(hook: str, **how: Any) -> str:
+    """The setting for one `Misbehaving`."""
+    args = ", ".join(f"{key}: {value}" for key, value in {"hook": hook, **how}.items())
+    return "callbacks=[{function: jobs.bench.hour_of_faults:Misbehaving, args: {" + args + "}}]"
+
+
+# -- the run and what is done to it ------------------------------------------------------------------------------------------
+
+MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+class Place:
+    """Folder and processes of one scenario."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.temp = Path(tempfile.mkdtemp(prefix="hf", dir="/tmp"))
+        """TMPDIR of the run, short: Ray puts its sockets in it."""
+        self.processes = RunProcesses()
+        self.run: TinyRun | None = None
+
+    def start(self, *settings: str, env: dict[str, str] | None = None, **more: Any) -> TinyRun:
+        """Start the run, or another command about it."""
+        env = {"TMPDIR": str(self.temp), **self.processes.env, **(env or {})}
+        self.run = TinyRun(self.folder, "run", *settings, env=env, **more)
+        return self.run
+
+    def finish(self) -> str:
+        """The weights of the run, which must end within `LIMIT_S`; else it is killed, and that is said."""
+        assert self.run is not None
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            self.processes.see()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.run.finish(1.0)
+        print(f"--- HANGS: not over after {LIMIT_S:.0f} s", flush=True)
+        self.processes.end()
+        return self.run.finish()
+
+    def close(self) -> list[str]:
+        """End everything; returns what the run has left behind."""
+        left = self.processes.left(15.0)
+        left += [str(path) for path in self.temp.iterdir() if not path.name.startswith("torchinductor_")]
+        self.processes.end()
+        subprocess.run(["rm", "-rf", str(self.temp)], check=True)
+        return left
+
+
+def mounted(where: Path | str, size: str) -> list[str]:
+    """The prefix of a command that has a tmpfs of its own there."""
+    return ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs {where} && exec "$@"', "sh"]
+
+
+def fill(place: Place, where: str, spare: int = 0) -> Path:
+    """Fill a file system as the run sees it, but for `spare` bytes; returns the file to remove."""
+    assert place.run is not None
+    path = Path(f"/proc/{place.run.pid}/root{where}/filler")
+    with path.open("wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while True:
+                file.write(b"x" * 4096)
+        file.truncate(max(0, file.tell() - spare))
+    print(f"--- {where} is full: {path.stat().st_size} bytes", flush=True)
+    return path
+
+
+@contextlib.contextmanager
+def memory_limit(mb: int) -> Iterator[list[str]]:
+    """The prefix of a command all of whose processes may use so much memory together, as in a container."""
+    group = MEMORY / f"raypar-hour-{os.getpid()}"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(mb * 2**20))
+    try:
+        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+    finally:
+        print(f"--- most memory used: {int((group / 'memory.max_usage_in_bytes').read_text()) >> 20} MB", flush=True)
+        print(f"--- {(group / 'memory.oom_control').read_text().split()}", flush=True)
+        until = time.monotonic() + 20.0
+        while (group / "cgroup.procs").read_text() and time.monotonic() < until:
+            time.sleep(0.5)
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def kill(what: str, *pids: int, number: int = signal.SIGKILL) -> None:
+    print(f"--- {signal.Signals(number).name} to {what}", flush=True)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def kill_driver(run: TinyRun, times: int = 1) -> None:
+    """Kill the driver, then the next as soon as members.json names it."""
+    before = 0
+    for _ in range(times):
+        run.wait("a new driver", lambda: run.pids()[0] != before)  # noqa: B023
+        before = run.pids()[0]
+        kill("the driver", before)
+
+
+SCENARIOS: dict[str, Callable[[Place], str]] = {}
+
+
+def scenario(function: Callable[[Place], str]) -> Callable[[Place], str]:
+    SCENARIOS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+def undisturbed(place: Place) -> str:
+    place.start(ELASTIC, FOUR)
+    return place.finish()
+
+
+for _mb in (1200, 1600, 2000, 2400):
+
+    def _limited(place: Place, mb: int = _mb) -> str:
+        with memory_limit(mb) as prefix:
+            place.start(ELASTIC, FOUR, "steps=200", prefix=prefix)
+            return place.finish()
+
+    SCENARIOS[f"container-of-{_mb}-MB"] = _limited
+
+for _gb in (1, 4, 8, 20):
+
+    def _address_space(place: Place, gb: int = _gb) -> str:
+        place.start(ELASTIC, FOUR, prefix=["sh", "-c", f'ulimit -v {gb * 2**20} && exec "$@"', "sh"])
+        return place.finish()
+
+    SCENARIOS[f"address-space-of-{_gb}-GB"] = _address_space
+
+for _size in ("64k", "1m", "8m", "64m"):
+
+    def _small_shm(place: Place, size: str = _size) -> str:
+        place.start(ELASTIC, FOUR, prefix=mounted("/dev/shm", size))
+        return place.finish()
+
+    SCENARIOS[f"shm-of-{_size}"] = _small_shm
+
+for _size in ("16k", "256k", "1m", "4m"):
+
+    def _small_tmp(place: Place, size: str = _size) -> str:
+        place.start(ELASTIC, FOUR, prefix=mounted(place.temp, size))
+        return place.finish()
+
+    SCENARIOS[f"tmp-of-{_size}"] = _small_tmp
+
+
+@scenario
+def tmp_fills_while_it_trains(place: Place) -> str:
+    run = place.start(ELASTIC, FOUR, "steps=200", prefix=mounted(place.temp, "400m"))
+    run.wait_for_steps(20)
+    fill(place, str(place.temp))
+    return place.finish()
+
+
+@scenario
+def tmp_fills_and_a_worker_dies(place: Place) -> str:
+    run = place.start(ELASTIC, FOUR, "steps=300", prefix=mounted(place.temp, "400m"))
+    run.wait_for_steps(20)
+    fill(place, str(place.temp))
+    kill("a worker", run.pids()[1][3])
+    return place.finish()
+
+
+@scenario
+def tmp_fills_and_the_driver_dies(place: Place) -> str:
+    run = place.start(ELASTIC, FOUR, "steps=300", prefix=mounted(place.temp, "400m"))
+    run.wait_for_steps(20)
+    fill(place, str(place.temp))
+    kill_driver(run)
+    return place.finish()
+
+
+@scenario
+def shm_fills_while_it_trains(place: Place) -> str:
+    run = place.start(ELASTIC, FOUR, "steps=300", prefix=mounted("/dev/shm", "400m"))
+    run.wait_for_steps(20)
+    fill(place, "/dev/shm")
+    kill("a worker", run.pids()[1][3])
+    return place.finish()
+
+
+@scenario
+def the_driver_dies_twice(place: Place) -> str:
+    run = place.start(ELASTIC, FOUR, "steps=300")
+    run.wait_for_steps(20)
+    kill_driver(run, 2)
+    return place.finish()
+
+
+@scenario
+def the_driver_dies_while_a_worker_is_replaced(place: Place) -> str:
+    run = place.start(ELASTIC, FOUR, "steps=600")
+    run.wait_for_steps(20)
+    kill("a worker", run.pids()[1][3])
+    run.wait("a worker wanted", lambda: run.has_said("is wanted"))
+    kill_driver(run)
+    run.wait("a joined worker", lambda: run.has_said("joined") or run.has_said("generation 4"))
+    kill_driver(run)
+    return place.finish()
+
+
+@scenario
+def sigterm_in_a_recovery(place: Place) -> str:
+    run = place.start(ELASTIC, FOUR, "steps=300")
+    run.wait_for_steps(20)
+    kill("a worker", run.pids()[1][3])
+    run.wait("a lost worker", lambda: run.has_said("lost worker"))
+    kill("raypar train", run.pid, number=signal.SIGTERM)
+    place.finish()
+    place.start(command=["resume"])
+    return place.finish()
+
+
+@scenario
+def ctrl_c_twice(place: Place) -> str:
+    run = place.start(ELASTIC, FOUR, "steps=300", "checkpoint={every: 10}")
+    run.wait_for_steps(35)
+    kill("raypar train", run.pid, number=signal.SIGINT)
+    time.sleep(0.2)
+    kill("raypar train", run.pid, number=signal.SIGINT)
+    place.finish()
+    place.start(command=["resume"])
+    return place.finish()
+
+
+@scenario
+def disk_full_in_a_checkpoint_while_a_worker_dies(place: Place) -> str:
+    disk = place.folder / "run"
+    disk.mkdir()
+    run = place.start(ELASTIC, FOUR, "steps=400", "checkpoint={every: 30}", prefix=mounted(disk, "1m"))
+    run.wait("20 steps", lambda: run.has_said("step 1/"))
+    time.sleep(1.0)
+    filler = fill(place, str(disk))
+    pids = json.loads(Path(f"/proc/{run.pid}/root{disk}/members.json").read_text())["members"]
+    run.wait("a checkpoint that does not fit", lambda: run.has_said("No space left"))
+    kill("a worker", pids[3]["pid"])
+    time.sleep(2.0)
+    filler.unlink()
+    return place.finish()
+
+
+@scenario
+def a_callback_hangs_and_ctrl_c(place: Place) -> str:
+    run = place.start(ELASTIC, FOUR, "steps=300", misbehaving("on_step", how="sleep", at=20))
+    run.wait_for_steps(19)
+    time.sleep(15.0)
+    kill("raypar train", run.pid, number=signal.SIGINT)
+    return place.finish()
+
+
+@scenario
+def a_callback_hangs(place: Place) -> str:
+    place.start(ELASTIC, FOUR, "steps=60", misbehaving("on_step", how="sleep", at=20))
+    return place.finish()
+
+
+@scenario
+def a_callback_hangs_at_the_end(place: Place) -> str:
+    place.start(ELASTIC, FOUR, misbehaving("on_end", how="sleep"))
+    return place.finish()
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="name all scenarios")
+    given = parser.parse_args()
+    if given.list:
+        print("\n".join(SCENARIOS))
+        return 0
+    rows = []
+    for name in given.names or SCENARIOS:
+        print(f"=== {name}, load {os.getloadavg()[0]:.1f}", flush=True)
+        with tempfile.TemporaryDirectory(prefix="raypar-hour-") as folder:
+            place, began_s = Place(Path(folder)), time.monotonic()
+            try:
+                weights = SCENARIOS[name](place)
+            except RuntimeError as error:
+                print(f"--- {error}", flush=True)
+                weights = place.finish()
+            seconds, left = time.monotonic() - began_s, place.close()
+        code = place.run.exit_code if place.run is not None else None
+        rows.append(f"{name}: exit code {code}, weights {weights[:12] or 'none'}, {seconds:.0f} s, left {left or 'nothing'}")
+        print(f"--- {rows[-1]}", flush=True)
+    print("\n".join(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
