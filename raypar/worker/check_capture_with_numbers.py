@@ -198,12 +198,14 @@ class _PlainModule:
         """Raises `ModelError` if the layers' loss or a gradient is another than the module's."""
         autocast = self._spec.precision.autocast
         tolerance = TOLERANCES[self._spec.dtype] if autocast is None else autocast.comparison_tolerance
-        wanted = self.total / self.count
+        wanted = self.total / self.count if self.count else math.nan
         if not math.isfinite(wanted):
             return  # gradients say nothing then
         if not math.isclose(loss, wanted, rel_tol=tolerance, abs_tol=1e-12):
             raise self._error(f"their loss is {loss:.8g}, the module's {wanted:.8g}")
         named = dict(self.model.named_parameters(remove_duplicate=False))
+        if not all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in named.values()):
+            return  # the step is skipped by its norm, and the layers have no gradients
         for name, gradient in found.items():
             own = named[name].grad
             zero = torch.zeros(())

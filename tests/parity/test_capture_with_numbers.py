@@ -549,3 +549,20 @@ def test_nested_tensors_are_refused_with_their_switch():
         preflight(job_of(PaddedEncoder, model=Ref(PaddedEncoder, {"nested": True}), validation=validation))
     assert "enable_nested_tensor=False" in found.value.cure
     preflight(job_of(PaddedEncoder, model=Ref(PaddedEncoder, {"nested": False}), validation=validation))
+
+
+class SquareRoot(Blocks):
+    """Its value is finite, and its gradient at zero is not a number."""
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        return torch.sqrt(x * 0) if number == 1 else x
+
+
+def nothing_counts(output: Any, target: Tensor) -> tuple[Tensor, int]:
+    return output.sum() * 0, 0
+
+
+@pytest.mark.parametrize("make, with_loss", [(SquareRoot, loss), (Blocks, nothing_counts)])
+def test_numbers_that_are_not_finite_say_nothing_of_the_record(make: Callable[[], nn.Module], with_loss: Callable[..., Any]):
+    """A gradient of NaN was blamed on hidden state of the model; a first step without terms was `ZeroDivisionError`."""
+    preflight(job_of(make, loss=Ref(with_loss)))
