@@ -32,6 +32,7 @@ from raypar.untrusted_files import (
     explain_read_errors,
     open_regular_file,
     parse_untrusted_json,
+    printable,
     read_limited_bytes,
     read_limited_text,
     shorten,
@@ -39,10 +40,14 @@ from raypar.untrusted_files import (
 
 ERROR_FILE = "error.txt"
 """The error of a failed run, with all frames."""
+WHY_NO_JOB_FILE = "why_no_job.txt"
+"""Which functions and objects of a job that was given in Python no job file can name. Only there without a job.yaml."""
+WHY_BYTES = 64 << 10
+"""Size limit of that file."""
 FILES = (
     "job.yaml", "plan.json", "plan.new", "metrics.jsonl", "events.jsonl", "members.json", "members.new", "cluster.json",
     "totals.json", "trace.json", "swimlane.svg", "wandb.id", "mlflow.id",
-    ERROR_FILE,
+    ERROR_FILE, WHY_NO_JOB_FILE,
 )  # fmt: skip
 """Names of the files that a run reads and writes directly in its folder."""
 DOCUMENT_BYTES = 16 << 20
@@ -119,10 +124,14 @@ def resume_argument(path: str | os.PathLike[str]) -> str:
 
 
 def run_without_job_error(folder: RunFolder) -> ConfigError:
-    """The error for a run without job.yaml, which commands cannot resume or export."""
+    """The error for a run without job.yaml, which commands cannot resume or export; it names the objects that are to blame."""
+    why, cure = "raypar.Trainer made it, from functions without names, or it was removed", ""
+    with contextlib.suppress(ConfigError):  # there is no such file
+        why = printable(read_limited_text(folder.why_no_job, follow=False, limit=WHY_BYTES)).strip() or why
+        cure = "; for a run that commands can resume, put what is named here into a module of its own, which the script imports"
     return ConfigError(
-        f"run {folder.place} has no job.yaml: raypar.Trainer made it, from functions without names, or it was removed",
-        cure=f"go on from Python: Trainer(..., resume_from_checkpoint={folder.place!r}).fit()",
+        f"run {folder.place} has no job.yaml: {why}",
+        cure=f"go on from Python, with the same arguments: Trainer(..., resume_from_checkpoint={folder.place!r}).fit(){cure}",
     )
 
 
@@ -165,6 +174,11 @@ class RunFolder:
     def job(self) -> Path:
         """The job with its overrides and defaults written out; loads like any job file."""
         return self.path / "job.yaml"
+
+    @property
+    def why_no_job(self) -> Path:
+        """Why the run has no job file, in words (`WHY_NO_JOB_FILE`)."""
+        return self.path / WHY_NO_JOB_FILE
 
     @property
     def plan(self) -> Path:

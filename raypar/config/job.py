@@ -673,15 +673,6 @@ class Job(Section):
             sequence_parallel=plan.sequence_parallel,
         )
 
-    @property
-    def is_writable(self) -> bool:
-        """Whether `to_yaml` can write the job: its functions have names that workers can import."""
-        try:
-            self.to_yaml()
-        except ConfigError:
-            return False
-        return True
-
     def to_yaml(self) -> str:
         """The text of a job file that loads to this job, with all defaults written out; callables are written `module:name`,
         tuples among arguments as lists.

@@ -6,13 +6,14 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from raypar.errors import ConfigError
 from raypar.launch.chosen_plan import ChosenPlan, make_plan_chooser, plan_json
 from raypar.launch.client_storage_session import check_run_dir_on_storage, new_run_on_storage
 from raypar.launch.launch_options import EventHandler, launch_options_from_job
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.resume import find_checkpoint, prepare_resumed_run
-from raypar.redact_secrets import find_secrets_in_job, secrets_of_environment
+from raypar.redact_secrets import find_secrets_in_job, redact_certain_secrets, secrets_of_environment
 from raypar.run_folder import RunFolder, check_run_dir_is_writable, parse_storage_location
 from raypar.safe_yaml import parse_yaml
 from raypar.user_code_errors import make_importable
@@ -43,7 +44,7 @@ def train_job_in_new_folder(
     workers: int | None = None,
     resume_from: Any = None,
 ) -> Result:
-    """Train a job in a new run folder. The folder has a job file, unless the job holds functions or objects without names.
+    """Train a job in a new run folder. The folder has a job file, or a text that says which objects no file can name.
 
     `address`: the Ray cluster to join; `local_nodes`: of a local Ray cluster; `workers`: the most that `plan: auto` may use;
     `resume_from`: what `find_checkpoint` takes; training continues after its steps.
@@ -55,7 +56,11 @@ def train_job_in_new_folder(
         check_run_dir_on_storage(shared)
     else:
         check_run_dir_is_writable(job.run_dir, job.name)
-    job_yaml = job.to_yaml() if job.is_writable else None
+    job_yaml, why_no_job = None, ""
+    try:
+        job_yaml = job.to_yaml()
+    except ConfigError as error:
+        why_no_job = redact_certain_secrets(error.what, secrets_of_environment(os.environ))
     if "plan" not in job.model_fields_set and job.usable_processors > 1:
         text = f"no plan is given: one worker; plan auto uses as many of the {job.usable_processors} processors as help"
         tell({"kind": "note", "text": text})
@@ -72,6 +77,8 @@ def train_job_in_new_folder(
                 if job_yaml is not None:
                     made.job.write_text(job_yaml)
                     stack.enter_context(made.hold_lock())
+                else:
+                    made.why_no_job.write_text(why_no_job)
                 made.plan.write_text(plan_json(chosen))
             return made
 

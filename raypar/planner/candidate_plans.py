@@ -30,6 +30,11 @@ class PlanCandidate:
     plan: ParallelPlan
     bound_ms: float
 
+    @property
+    def is_yardstick(self) -> bool:
+        """Whether this is one of the plans with which people compare others: one worker, or two replicas of all layers."""
+        return self.stages == 1 and self.replicas <= 2
+
 
 def enumerate_candidates(
     profile: ModelProfile, workers: int, cut: Microbatches, shards: int = 1, recompute: Collection[int] = ()

@@ -15,9 +15,10 @@ LEAST_GAIN = f"{100 * MIN_GAIN_SHARE:g} % and {MIN_GAIN_MS:g} ms"
 
 
 def plan_report(choice: PlanChoice, *, rows: int = 12) -> str:
-    """A table of the chosen plan and the next best, at most `rows` of them, then how many more were considered."""
-    shown = choice.verdicts[:rows]
-    lines = [REPORT_COLUMNS, *(_row(v, "chosen: the fastest" if v is choice.best else v.reason) for v in shown)]
+    """A table of the chosen plan and the next best, at most `rows` of them, the plans of one worker and of two replicas, then
+    how many more were considered."""
+    shown = [v for number, v in enumerate(choice.verdicts) if number < rows or v.candidate.is_yardstick]
+    lines = [REPORT_COLUMNS, *(_row(v, v.reason) for v in shown)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(REPORT_COLUMNS))]
     text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     hidden = len(choice.verdicts) - len(shown)

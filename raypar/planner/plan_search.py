@@ -1,4 +1,4 @@
-"""Choosing a uniform plan: every candidate is simulated on the measured profile; the fastest that fits into memory wins.
+"""Choosing a uniform plan: every candidate is simulated on the profile; of the fastest that fit into memory the smallest wins.
 
 The bits of the result depend on the number of microbatches, `virtual_replicas` and threads. So the job says what they are,
 and the planner never chooses them.
@@ -26,6 +26,8 @@ MakeSchedule = Callable[[MicrobatchRouting], Schedule]
 """Makes the orders of a plan's workers."""
 BALANCED_CANDIDATES = 3
 """Number of candidates, the fastest ones, whose split points are chosen by simulation (`balance_stages`)."""
+ABOUT_AS_FAST = 0.03
+"""Predictions that differ by no more than this share are of equal worth: measured steps differ by more from run to run."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,10 @@ class EvaluatedCandidate:
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """The outcome of a search: the chosen candidate, the other simulated ones by predicted time, then those ruled out."""
+    """The outcome of a search: the chosen candidate, the other simulated ones by predicted time, then those ruled out.
+
+    Candidates whose bound alone ruled them out have no predicted time.
+    """
 
     verdicts: tuple[EvaluatedCandidate, ...]
     workers: int
@@ -69,18 +74,19 @@ class PlanChoice:
 def search_plans(
     profile: ModelProfile, workers: int, microbatches: Microbatches, shards: int = 1, recompute: Collection[int] = ()
 ) -> PlanChoice:
-    """The fastest uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
+    """The best uniform plan on at most `workers` workers. Raises `PlanError` when none fits into memory.
 
     All stages have `shards` shards; the bits depend on that number, so it is not chosen here. Every plan recomputes the layers
-    with the indices `recompute`; one that does not fit recomputes all layers that can be (`profile.recomputable`). Of equal
-    predictions the one with fewer workers wins, then the one with less memory. A candidate whose busiest worker alone computes
-    longer than the best whole step found so far is not simulated.
+    with the indices `recompute`; one that does not fit recomputes all layers that can be (`profile.recomputable`). Of the
+    plans that are about as fast as the fastest one (`ABOUT_AS_FAST`) the one with the fewest workers wins, then with the fewest
+    stages, then the faster. A candidate whose busiest worker alone computes longer than that is not simulated, unless it has
+    one stage and one or two replicas, which people compare others with.
     """
     simulated: list[EvaluatedCandidate] = []
     ruled_out: list[EvaluatedCandidate] = []
     best_ms = float("inf")
     for candidate in sorted(enumerate_candidates(profile, workers, microbatches, shards, recompute), key=lambda c: c.bound_ms):
-        if candidate.bound_ms > best_ms:
+        if candidate.bound_ms > (1 + ABOUT_AS_FAST) * best_ms and not candidate.is_yardstick:
             reason = f"its busiest worker computes {candidate.bound_ms:.4g} ms at least"
             ruled_out.append(EvaluatedCandidate(candidate, reason))
             continue
@@ -115,8 +121,10 @@ def search_plans(
     simulated.sort(key=_order)
     simulated[:BALANCED_CANDIDATES] = [_balanced(profile, v, microbatches) for v in simulated[:BALANCED_CANDIDATES]]
     simulated.sort(key=_order)
-    fastest = simulated[0].predicted_ms or 0.0
-    told = [EvaluatedCandidate(v.candidate, _why(v, fastest), v.predicted_ms, v.bubble, v.memory_bytes) for v in simulated]
+    fastest = simulated[0]
+    chosen = min((v for v in simulated if _share_slower(v, fastest) <= ABOUT_AS_FAST), key=_size_order)
+    others = [replace(v, reason=_why(v, chosen)) for v in simulated if v is not chosen]
+    told = [replace(chosen, reason=_why_chosen(chosen, fastest)), *others]
     ruled_out.sort(key=lambda v: (v.predicted_ms is None, v.predicted_ms or v.candidate.bound_ms))
     return PlanChoice((*told, *ruled_out), workers, microbatches)
 
@@ -256,9 +264,29 @@ def _order(verdict: EvaluatedCandidate) -> tuple[float, int, int, int]:
     return round(ms, 6), verdict.candidate.plan.world, verdict.memory_bytes or 0, verdict.candidate.chunks
 
 
-def _why(verdict: EvaluatedCandidate, fastest_ms: float) -> str:
-    slower = (verdict.predicted_ms or 0.0) / fastest_ms - 1 if fastest_ms else 0.0
-    return f"{100 * slower:.1f} % slower" if slower >= 5e-4 else "as fast"
+def _size_order(verdict: EvaluatedCandidate) -> tuple[int, int, float, int, int, int]:
+    """Sort key of plans of equal worth: workers, then stages, then as `_order`."""
+    return verdict.candidate.plan.world, verdict.candidate.stages, *_order(verdict)
+
+
+def _share_slower(verdict: EvaluatedCandidate, than: EvaluatedCandidate) -> float:
+    """By which share of the other's step a candidate's step is longer."""
+    return (verdict.predicted_ms or 0.0) / than.predicted_ms - 1 if than.predicted_ms else 0.0
+
+
+def _why(verdict: EvaluatedCandidate, chosen: EvaluatedCandidate) -> str:
+    slower = _share_slower(verdict, chosen)
+    if abs(slower) < 5e-4:
+        return "as fast"
+    return f"{100 * slower:.1f} % slower" if slower > 0 else f"{-100 * slower:.1f} % faster"
+
+
+def _why_chosen(chosen: EvaluatedCandidate, fastest: EvaluatedCandidate) -> str:
+    slower = _share_slower(chosen, fastest)
+    if slower < 5e-4:
+        return "chosen: the fastest"
+    fewer = "workers" if chosen.candidate.plan.world < fastest.candidate.plan.world else "stages"
+    return f"chosen: the fewest {fewer} within {100 * ABOUT_AS_FAST:g} % of the fastest"
 
 
 def format_mib(nbytes: int) -> str:

@@ -7,7 +7,7 @@ s3://bucket/runs/mine/  lease.json  job.yaml  plan.json  members.json  ...      
 
 DOCUMENTS = (
     "job.yaml", "plan.json", "members.json", "cluster.json", "totals.json", "trace.json", "swimlane.svg", "wandb.id",
-    "mlflow.id", "error.txt",
+    "mlflow.id", "error.txt", "why_no_job.txt",
 )  # fmt: skip
 """Files that are replaced whole."""
 LINE_FILES = ("metrics.jsonl", "events.jsonl")

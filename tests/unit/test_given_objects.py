@@ -10,8 +10,11 @@ from helpers import tiny_job
 
 from raypar import Trainer
 from raypar.errors import RayparError
+from raypar.launch import start_new_run
+from raypar.run_folder import RunFolder
 from raypar.untrusted_files import repr_text
-from raypar.worker.job_spec import Ref
+from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.job_spec import Ref, contract_of_job
 
 SAMPLES = [(torch.ones(2), torch.ones(1))] * 8
 GOOD: dict[str, Any] = {
@@ -115,3 +118,33 @@ def test_a_pair_is_taken_inside_of_a_callback():
     pair = (Samples, {"count": 1})
     inside, outside = (Trainer(**GOOD, callbacks=[form]).job for form in ({"function": pair}, pair))
     assert inside.callbacks == outside.callbacks
+
+
+def local_model(width: int = 2) -> torch.nn.Module:
+    return torch.nn.Linear(width, width)
+
+
+def test_a_run_without_a_job_file_names_the_objects_that_no_file_can_name(tmp_path, monkeypatch):
+    made: list[RunFolder] = []
+    monkeypatch.setattr(start_new_run, "launch_run", lambda spec, choose, options, tell: made.append(options.make_folder(None)))
+    monkeypatch.setattr(start_new_run, "plan_json", lambda chosen: "{}")
+    job = Trainer(**{**GOOD, "loss": lambda output, target: output.sum()}, run_dir=tmp_path).job
+    start_new_run.train_job_in_new_folder(job, lambda event: None)
+    with pytest.raises(RayparError) as found:
+        RunFolder.find(made[0].path)
+    assert "loss.function is test_a_run_without_a_job_file" in found.value.what and "<lambda>" in found.value.what
+    assert "data.function is an object (list)" in found.value.what and "model" not in found.value.what
+    assert "put what is named here into a module" in found.value.cure
+    made[0].why_no_job.unlink()  # a run of an earlier release
+    with pytest.raises(RayparError, match="from functions without names, or it was removed"):
+        RunFolder.find(made[0].path)
+
+
+def test_a_checkpoint_of_another_job_is_refused_with_the_way_to_begin_with_its_weights(tmp_path):
+    before, after = (Trainer(**GOOD, optimizer=(torch.optim.SGD, {"lr": lr})).spec for lr in (0.1, 0.2))
+    contract = contract_of_job(before)
+    folder = checkpoint_files.create_checkpoint(tmp_path, 1)
+    path = checkpoint_files.commit_checkpoint(folder, [], steps_done=1, contract=contract)
+    with pytest.raises(RayparError, match="belongs to another job: optimizer was") as found:
+        checkpoint_files.check_contract(checkpoint_files.load_manifest(path), after)
+    assert f"init_from={path}" in found.value.cure

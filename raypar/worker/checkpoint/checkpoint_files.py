@@ -584,7 +584,8 @@ def check_contract(manifest: Manifest, spec: JobSpec) -> None:
     if differences:
         raise CheckpointError(
             f"checkpoint {manifest.checkpoint} belongs to another job: {'; '.join(differences)}",
-            cure="resume with these as they were (plan, steps and validation may change), or train a new run",
+            cure="resume with these as they were (plan, steps and validation may change); or begin a new run with its weights: "
+            f"without resuming, and with init_from={manifest.checkpoint}",
         )
 
 
