@@ -72,6 +72,8 @@ class StepInfo:
     """Units of `count` per second of wall time."""
     bubble: float
     """Fraction of the workers' time in which they did not compute."""
+    lr: float | None = None
+    """The learning rate, without those of groups of their own; None for a skipped step, and where the optimizer has none."""
     skipped: bool = False
     """Whether the parameters were left as they were, because loss or norm was not finite (`non_finite: skip`)."""
     metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)

@@ -70,7 +70,8 @@ EVENT: dict[str, Check] = WHO | {
     "plan": _text, "schedule": _text, "schedule_was": _text, "schedule_why": _text, "shards": _text, "shards_was": _text,
     "pause_s": _number(MAX_TIME_S), "again": STEP, "moved_elements": _count(2**63), "state": _text, "path": _text,
     "lost": lambda value: isinstance(value, bool), "former_end_s": TIME, "resumed_s": TIME,
-    "end": _text, "precision": _text, "fingerprint": _mapping_of(_text),
+    "end": _text, "precision": _text, "optimizer": _text, "optimizer_args": _text,
+    "batch_size": STEP, "microbatches": STEP, "fingerprint": _mapping_of(_text),
 }  # fmt: skip
 NEEDED = {
     "lost": ("worker",), "joined": ("worker",), "draining": ("worker",), "generation": ("generation", "workers"),
@@ -78,7 +79,8 @@ NEEDED = {
 }  # fmt: skip
 """Kind of event -> fields that its line for users needs."""
 METRICS: dict[str, Check] = {
-    "time": TIME, "step": lambda value: STEP(value) and value > 0, "loss": _real, "norm": _real, "validation_loss": _real,
+    "time": TIME, "step": lambda value: STEP(value) and value > 0, "loss": _real, "norm": _real, "lr": _real,
+    "validation_loss": _real,
     "count": _real, "count_per_s": _real, "bubble": _real, "seconds": _number(MAX_TIME_S),
     "samples_per_s": _number(1e18), "peak_rss_bytes": lambda value: isinstance(value, list),
 }  # fmt: skip

@@ -60,8 +60,7 @@ class DriverStartup:
         nodes = parts.registry.nodes_of_workers(hellos)
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
         text = f"{count_of(len(hellos), 'worker')} on {count_of(len(set(nodes.values())), 'node')}: pids {pids}"
-        precision = request.contract.get("precision")
-        facts = {"precision": precision["compute"]} if precision else {}
+        facts = membership_event_text.training_facts(request.contract)
         first = next((hellos[n].fingerprint for n in members if n in hellos), {})
         facts["fingerprint"] = dict(first)  # of one worker: differences between workers are warnings
         parts.side_effects.note("started", text=text, workers=[parts.registry.worker_facts(n) for n in members], **facts)

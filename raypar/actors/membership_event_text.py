@@ -11,6 +11,18 @@ from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.plan import ParallelPlan
 
 
+def training_facts(contract: Mapping[str, Any]) -> dict[str, Any]:
+    """What a job trains with, as data for the event of a start: optimizer, batch and precision. `contract`: the job's."""
+    optimizer, precision = contract.get("optimizer") or {}, contract.get("precision")
+    groups = len(optimizer.get("groups") or ())
+    facts: dict[str, Any] = {"precision": precision["compute"]} if precision else {}
+    if optimizer.get("function"):
+        given = [f"{name}={value}" for name, value in (optimizer.get("args") or {}).items()]
+        given += [f"{groups} group{'s' * (groups > 1)} with other arguments"] if groups else []
+        facts |= {"optimizer": str(optimizer["function"])[:200], "optimizer_args": ", ".join(given)[:400]}
+    return facts | {key: contract[key] for key in ("batch_size", "microbatches") if key in contract}
+
+
 def describe_generation(order: AdoptPlan) -> str:
     """A new generation in words: number of workers, plan, and where the state comes from."""
     moved = sum(move.piece.size for move in order.moves)

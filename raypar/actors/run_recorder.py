@@ -348,6 +348,7 @@ class RunRecorder:
             "step": step + 1,
             "loss": brief["loss"],
             "norm": brief["norm"],
+            **({"lr": brief["lr"]} if brief.get("lr") is not None else {}),
             "count": brief["count"],
             "seconds": wall,
             "samples_per_s": self.request.batching.batch_size / wall if wall else 0.0,

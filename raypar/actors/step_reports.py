@@ -117,6 +117,7 @@ def merge_reports(reports: Mapping[int, Mapping[str, Any]]) -> Report:
     longest = max(r["seconds"] for r in reports.values())
     return {
         **{key: one[key] for key in ("loss", "norm", "count", "skipped")},
+        "lr": next((lr for r in reports.values() if (lr := r.get("lr")) is not None), None),
         "seconds": longest,
         "busy_seconds": sum(r["busy_seconds"] for r in reports.values()),
         "busy_shares": [round(reports[rank]["busy_seconds"] / longest, 3) for rank in sorted(reports)] if longest else [],

@@ -45,6 +45,8 @@ class EventPrinter:
         """Length of the progress line that is being redrawn; 0 if the last line is complete."""
         self.validation: float | None = None
         """The last validation loss."""
+        self.first_lr: float | None = None
+        """The learning rate of the first step that was drawn."""
         self.members = ""
         """Generation and workers for the progress line; empty in the first generation."""
         self.again = False
@@ -137,8 +139,10 @@ class EventPrinter:
         speed = f"{samples:,.0f} samples/s" + (f"  {counted:,.0f} tokens/s" if counted > 1.5 * samples else "")
         bubble = sum(e["bubble"] for e in self.recent) / len(self.recent)
         skipped = "  skipped: not finite" if event.get("skipped") else ""
+        self.first_lr = event.get("lr") if self.first_lr is None else self.first_lr
+        lr = f"  lr {event['lr']:.3g}" if event.get("lr") not in (None, self.first_lr) else ""  # once a schedule has changed it
         text = (
-            f"step {event['step']}/{self.steps}  loss {event['loss']:.4f}  {speed}  bubble {100 * bubble:.0f} %  "
+            f"step {event['step']}/{self.steps}  loss {event['loss']:.4f}{lr}  {speed}  bubble {100 * bubble:.0f} %  "
             f"ETA {format_duration(event['eta_s'])}{self.members}{skipped}"
         )
         self.draw(text)

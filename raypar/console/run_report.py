@@ -164,7 +164,10 @@ def build_run_report(status: RunStatus, files: RunFiles, now: float, clean: Call
         why=text(status.why),
         made_at=now,
         started_at=next((event["time"] for event in started if event.get("time")), None),
-        facts=tuple(summary_facts(status, done, validated, history, files)),
+        facts=tuple(
+            replace(fact, value=text(fact.value), note=text(fact.note))
+            for fact in (*summary_facts(status, done, validated, history, files), *training_facts(files.events, done))
+        ),
         survived=summarize_faults(files.events) or "",
         loss_chart=draw_loss(done, validated),
         throughput_chart=throughput_svg(history, title="") if done else "",
@@ -266,6 +269,24 @@ def _recovery_fact(events: Sequence[Line]) -> Fact:
     if again and not changes:
         note = f"no worker lost or joined; {count_noun(again, 'step')} again after a resumption"
     return Fact("recoveries", f"{len(changes):,}", note)
+
+
+def training_facts(events: Sequence[Line], done: Sequence[Line]) -> list[Fact]:
+    """The optimizer, the learning rate and the batch size of the last start; none of those that the folder does not say."""
+    started = next((event for event in reversed(events) if event["kind"] == "started"), {})
+    facts = []
+    if started.get("optimizer"):
+        name = re.split(r"[:.]", started["optimizer"])[-1]
+        facts.append(Fact("optimizer", name[:40], str(started.get("optimizer_args", ""))))
+    if rates := [rate for line in done if (rate := _number(line.get("lr"))) is not None]:
+        note = f"first {rates[0]:.4g}, largest {max(rates):.4g}" if min(rates) != max(rates) else "in all steps"
+        facts.append(Fact("learning rate", f"{rates[-1]:.4g}", note))
+    if started.get("batch_size"):
+        parts = started.get("microbatches")
+        facts.append(
+            Fact("batch size", f"{started['batch_size']:,}", f"in {parts:,} microbatch{'es' * (parts > 1)}" if parts else "")
+        )
+    return facts
 
 
 def _loss_facts(done: Sequence[Line], validated: Sequence[Line]) -> list[Fact]:

@@ -111,6 +111,8 @@ class RunTelemetry:
         self._add_seats(line, reports or {})
         for name, key in (("loss", "loss"), ("gradient_norm", "norm")):
             self.last[f"raypar_{name}"] = math.nan if line.get(key) is None else float(line[key])
+        if line.get("lr") is not None:
+            self.last["raypar_learning_rate"] = float(line["lr"])
         if line.get("bubble") is not None:
             self.last["raypar_bubble_ratio"] = self._mean("bubble", line["bubble"])
         if seconds := self._mean("seconds", line["seconds"]):

@@ -59,6 +59,8 @@ class StepReport:
     """Number of terms of the loss: samples, or what the loss function counts."""
     norm: float
     """Norm of the gradient before clipping (rule 7)."""
+    lr: float | None
+    """The learning rate (`StepCommit.learning_rate`); None for a skipped step, and if this worker knows none."""
     skipped: bool
     """Whether the step was not applied, because loss or norm are not finite."""
     seconds: float
@@ -346,6 +348,7 @@ class WorkerCore:
             loss=outcome.loss,
             count=outcome.count,
             norm=outcome.norm,
+            lr=self.step_commit.learning_rate if self.step_commit.applied else None,
             skipped=outcome.skipped,
             seconds=(end - start) / 1e9,
             busy_seconds=self.interpreter.busy_ns / 1e9,

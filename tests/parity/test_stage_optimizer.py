@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import tiny_job
 from helpers.shard_grid import Cell, graph
 from torch import nn
 
+import raypar
+from raypar.actors.step_reports import merge_reports
 from raypar.errors import ConfigError, PlanError
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece
@@ -20,6 +23,7 @@ from raypar.worker.step.make_optimizers_by_name import (
     check_optimizer_groups,
     load_optimizer_state,
     optimizer_state,
+    read_learning_rate,
     select_owned_parameters,
     set_learning_rate,
 )
@@ -165,3 +169,31 @@ def test_a_number_given_as_a_text_is_named():
     with pytest.raises(ConfigError, match="refused its arguments") as x:
         build_optimizer(spec(learning_rate=1e-3), parameters())
     assert "signature" in x.value.cure
+
+
+def falling(step: int) -> float:
+    return 1 / (1 + step)
+
+
+def test_a_step_reports_its_learning_rate_which_is_that_of_the_schedule_and_of_no_group():
+    given = {
+        "model": tiny_job.model,
+        "loss": tiny_job.loss,
+        "data": tiny_job.data,
+        "batch_size": 8,
+        "microbatches": 4,
+        "steps": 3,
+    }
+    groups = [{"match": "*bias", "lr": 7.0}, {"match": "layer0*", "lr": 5.0}]
+    optimizer = {"function": torch.optim.SGD, "args": {"lr": 0.5}, "groups": groups}
+    job = raypar.Trainer(**given, batch_size=8, microbatches=4, optimizer=optimizer, lr_schedule=falling).spec
+    with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=4), "1f1b") as run:
+        for step in range(3):
+            reports = run.step(step)
+            assert [report.lr for report in reports] == [0.5 * falling(step)] * 2
+            assert merge_reports({rank: vars(report) for rank, report in enumerate(reports)})["lr"] == 0.5 * falling(step)
+    assert read_learning_rate(torch.optim.AdamW([nn.Parameter(torch.ones(1))]), 0.5) == 0.5e-3, "the class's own"
+    assert read_learning_rate(torch.optim.Rprop([nn.Parameter(torch.ones(1))]), 1.0) == 1e-2
+    without = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    without.defaults.pop("lr")
+    assert read_learning_rate(without, 1.0) is None

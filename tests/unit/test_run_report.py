@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from raypar.actors.membership_event_text import training_facts
 from raypar.cli import main
 from raypar.console.run_report import RunFiles, build_run_report
 from raypar.console.run_report_html import run_report_html
@@ -126,6 +127,16 @@ def test_a_report_says_what_was_trained_how_fast_and_what_happened(write_run):
         "0 embed .. block0 2 2,000 2 1", "stage 1, replica 1", "41.0", "500.0", "lost worker 3: it died",
         "generation 2: 3 workers", "step 20: checkpoint saved", "torch 2.13.0+cpu", "args: {width: 8}",
         "drawing of a step: none of those that are measured",
+    ):  # fmt: skip
+        assert said in text, said
+    assert "batch size" not in text and "learning rate" not in text, "an earlier release did not write them"
+    contract = {"optimizer": {"function": "torch.optim:AdamW", "args": {"lr": 0.001}, "groups": [["norm", {"lr": 0}]]}}
+    started = EVENTS[0] | training_facts(contract | {"batch_size": 64, "microbatches": 8})
+    rates = [{**line, "lr": 0.001 / line["step"]} if "loss" in line else line for line in METRICS]
+    text = Page(write_run(events=[started, *EVENTS[1:]], metrics=rates)).text
+    for said in (
+        "optimizer AdamW lr=0.001, 1 group with other arguments", "batch size 64 in 8 microbatches",
+        "learning rate 2e-05 first 0.001, largest 0.001",
     ):  # fmt: skip
         assert said in text, said
     assert "step 10: checkpoint" not in text, "of a row of checkpoints the last one"

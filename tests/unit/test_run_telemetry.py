@@ -25,8 +25,8 @@ FOUR = WorkerCounts(seated=4)
 
 
 def line(step: int, seconds: float = 2.0, workers: int = 4, **more: Any) -> dict[str, Any]:
-    return {"step": step, "loss": 1 / step, "norm": 2.0, "seconds": seconds, "samples_per_s": 8 / seconds, "bubble": 0.25,
-            "busy_shares": [0.5] * workers, "peak_rss_bytes": [100 + step] * workers, **more}  # fmt: skip
+    return {"step": step, "loss": 1 / step, "norm": 2.0, "lr": 0.1 / step, "seconds": seconds, "samples_per_s": 8 / seconds,
+            "bubble": 0.25, "busy_shares": [0.5] * workers, "peak_rss_bytes": [100 + step] * workers, **more}  # fmt: skip
 
 
 def values(telemetry: RunTelemetry, price: float | None = None) -> dict[Any, float]:

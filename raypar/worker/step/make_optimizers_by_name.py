@@ -175,6 +175,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["raypar_base_lr"] * factor
 
 
+def read_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float | None:
+    """The learning rate of parameters in no group of their own, at this factor; None for an optimizer without one."""
+    base = getattr(optimizer, "defaults", {}).get("lr")
+    try:
+        return None if base is None else float(base) * factor
+    except (TypeError, ValueError):
+        return None
+
+
 def named_optimizer_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The optimizer's parameters by qualified name."""
     return {

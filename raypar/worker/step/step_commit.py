@@ -32,7 +32,7 @@ from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_sq
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.stage import Stage, fold_gradients
 from raypar.worker.step.buffer_exchange import exchange_buffer_updates
-from raypar.worker.step.make_optimizers_by_name import set_learning_rate
+from raypar.worker.step.make_optimizers_by_name import read_learning_rate, set_learning_rate
 from raypar.worker.step.message_tags import vote_tag
 from raypar.worker.step.tied_gradients import TiedGradientExchange
 
@@ -107,6 +107,8 @@ class StepCommit:
     """A routine to complete before this worker votes (the mirror's exchange of copies)."""
     outcome: VoteResult | None = None
     """The vote's result, once the vote of the step is whole."""
+    learning_rate: float | None = None
+    """The learning rate of the last step that was applied (of groups of their own: not); None: this worker knows none."""
     applied: bool = False
     """Whether the optimizer has run in this step."""
     last_decided_step: int = -1
@@ -301,7 +303,9 @@ class StepCommit:
         if not outcome.skipped:
             for optimizer in self.optimizers.values():
                 with self._user_code("lr_schedule"):
-                    set_learning_rate(optimizer, self.lr_factor(self.step))
+                    lr_factor = self.lr_factor(self.step)
+                    set_learning_rate(optimizer, lr_factor)
+                self.learning_rate = read_learning_rate(optimizer, lr_factor)
                 self.guard.check("the lr_schedule", compare_everything=True)
                 with self._user_code(f"the optimizer {type(optimizer).__name__}"):
                     optimizer.step()
