@@ -176,14 +176,7 @@ def falling(step: int) -> float:
 
 
 def test_a_step_reports_its_learning_rate_which_is_that_of_the_schedule_and_of_no_group():
-    given = {
-        "model": tiny_job.model,
-        "loss": tiny_job.loss,
-        "data": tiny_job.data,
-        "batch_size": 8,
-        "microbatches": 4,
-        "steps": 3,
-    }
+    given = {"model": tiny_job.model, "loss": tiny_job.loss, "data": tiny_job.data, "steps": 3}
     groups = [{"match": "*bias", "lr": 7.0}, {"match": "layer0*", "lr": 5.0}]
     optimizer = {"function": torch.optim.SGD, "args": {"lr": 0.5}, "groups": groups}
     job = raypar.Trainer(**given, batch_size=8, microbatches=4, optimizer=optimizer, lr_schedule=falling).spec
