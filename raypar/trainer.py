@@ -51,10 +51,32 @@ DEFAULTS = {name: info.default for name, info in Job.model_fields.items()}
 
 
 class Trainer:
-    """Trains a model on Ray. Its arguments are the keys of a job file, with the same meaning, defaults and checks.
+    """Trains a PyTorch model on Ray, divided over workers as `plan` says; the results are those of one process, bit for bit.
 
-    A section of a job file is a dict here: `checkpoint.every: 50` is `checkpoint={"every": 50}`. In place of `"module:name"` a
-    function may be given itself, or as a pair (either of those, dict of keyword arguments):
+        result = raypar.Trainer(
+            model=Net,                                        # a class or function that gives an nn.Module
+            loss=torch.nn.functional.mse_loss,                # (output, target) -> the mean, or (sum, count)
+            data=torch.utils.data.TensorDataset(x, y),        # a map-style data set
+            optimizer=(torch.optim.AdamW, {"lr": 1e-3}),
+            steps=100, batch_size=64, microbatches=8,
+            plan={"stages": 2, "replicas": 2},                # four workers
+        ).fit()
+        print(result.metrics["loss"], result.checkpoint)
+
+    Arguments (the keys of a job file, with the same meaning, defaults and checks; all by name):
+
+    - what is trained: model, loss, data, optimizer, lr_schedule, clip_norm, init_from, init, deferred_init, dtype,
+      precision, seed
+    - for how long: steps, batch_size, microbatches, virtual_replicas, max_time_s, early_stopping, stop_at_step
+    - on which workers: plan, schedule, workers, device, threads, placement, address, local_nodes, wait_for_workers_s, reduction
+    - workers that come and go: elastic
+    - what is kept and shown: name, run_dir, checkpoint, validation, callbacks, trackers, trace_every, non_finite,
+      price_per_worker_hour; resume_from_checkpoint
+    - Ray Train's own, in their place: scaling_config, run_config, checkpoint_config
+
+    What each is: examples/guides/reference.md. A section of a job file is a dict here: `checkpoint.every: 50` is
+    `checkpoint={"every": 50}`. In place of `"module:name"` a function may be given itself, or as a pair (either of those, dict
+    of keyword arguments):
 
     - `model()`: an `nn.Module`, a list of blocks or a `Graph`; training begins with the values it gives its parameters; also a
       small model that is built already, which is taken with its values; `{"function": ..., "units": [patterns]}` names the

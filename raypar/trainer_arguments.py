@@ -82,7 +82,8 @@ def with_checked_argument_names(init: Callable[P, None]) -> Callable[P, None]:
 
     Raises `ConfigError` for unknown and missing arguments: Python's `TypeError` would not say the cure.
     """
-    parameters = inspect.signature(init).parameters
+    signature = inspect.signature(init)
+    parameters = signature.parameters
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty and name != "self"}
 
     @functools.wraps(init)
@@ -95,6 +96,9 @@ def with_checked_argument_names(init: Callable[P, None]) -> Callable[P, None]:
             raise _error_of_names(arguments)
         init(*positional, **arguments)  # type: ignore[arg-type]
 
+    # For `help`, which has all types and defaults in one line; `__init__.__annotations__` has the types.
+    bare = [parameter.replace(annotation=parameter.empty) for parameter in parameters.values()]
+    checked.__signature__ = signature.replace(parameters=bare, return_annotation=signature.empty)  # type: ignore[attr-defined]
     return checked
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -20,6 +21,10 @@ class Section(BaseModel):
 
     root: ClassVar[type[BaseModel]]
     """`Job`, in which all sections are; `job.py` sets it."""
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """What was given: without the keys that have their default (for `repr`, in messages and in `help`)."""
+        return ((name, getattr(self, name)) for name in type(self).model_fields if name in self.model_fields_set)
 
     @without_raypar_frames
     def __init__(self, **given: Any) -> None:

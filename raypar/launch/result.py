@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raypar.atomic_write import write_text_atomically
-from raypar.errors import Interrupted, LeaseLostError, RayparError
+from raypar.errors import Interrupted, LeaseLostError, RayparError, error_first_line
 from raypar.launch.job_printer import RESUBMIT_ADVICE
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
@@ -18,12 +18,13 @@ from raypar.storage.filesystems import call_within, open_filesystem
 from raypar.storage.folder_download import has_document, has_run, upload_document
 from raypar.storage.storage_uri import StorageUri
 from raypar.traceback_filter import TRACEBACK_VARIABLE, full_traceback, remove_raypar_frames, shows_raypar_frames
+from raypar.untrusted_files import shorten
 
 ERROR_FILE_S = 20.0
 """How long shared storage may take for a question or a small file after the end of a run."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """What `fit` returns: the fields of `ray.train.Result`, and the history of the run."""
 
@@ -41,7 +42,7 @@ class Result:
     """The error of a failed run."""
     checkpoint_path: str | None = None
     """Location of the last checkpoint."""
-    history: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    history: list[dict[str, Any]] = field(default_factory=list)
     """The facts of every step and validation, in order."""
     weights_sha256: str | None = None
     """Hash of the weights in the last checkpoint, of a run that was not interrupted."""
@@ -49,6 +50,22 @@ class Result:
     """A text that the trained model generates (`sample_from_trained_model.py`)."""
     picture_path: str | None = None
     """The drawing of the predicted and the measured schedule."""
+
+    def __repr__(self) -> str:
+        """The end of the run in at most ten lines."""
+        shown = ("loss", "validation_loss", "lr", "norm")
+        numbers = [f"{key} {value:.6g}" for key in shown if isinstance(value := self.metrics.get(key), (int, float))]
+        lines = {
+            f"Result of a run, {self.end} after {self.done:,} steps": self.why or "no more is said",
+            "metrics": ", ".join(numbers),
+            "history": f"{len(self.history):,} steps and validations (result.history, result.metrics_dataframe)",
+            "folder": self.path,
+            "checkpoint": self.checkpoint_path or "none",
+            "weights": f"sha256 {self.weights_sha256}" if self.weights_sha256 else "",
+            "picture": self.picture_path or "",
+            "error": f"{type(self.error).__name__}: {error_first_line(self.error)}" if self.error is not None else "",
+        }
+        return "\n".join(f"{'  ' * (at > 0)}{name}: {shorten(text)}" for at, (name, text) in enumerate(lines.items()) if text)
 
     @property
     def handle(self) -> str:

@@ -1,6 +1,11 @@
 """Objects that users give from Python: what messages show of them, and the forms in which they may be given."""
 
 import functools
+import inspect
+import pydoc
+import re
+import textwrap
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -8,9 +13,11 @@ import pytest
 import torch
 from helpers import tiny_job
 
+import raypar
 from raypar import Trainer
 from raypar.errors import RayparError
 from raypar.launch import start_new_run
+from raypar.launch.result import Result
 from raypar.run_folder import RunFolder
 from raypar.untrusted_files import repr_text
 from raypar.worker.checkpoint import checkpoint_files
@@ -148,3 +155,41 @@ def test_a_checkpoint_of_another_job_is_refused_with_the_way_to_begin_with_its_w
     with pytest.raises(RayparError, match="belongs to another job: optimizer was") as found:
         checkpoint_files.check_contract(checkpoint_files.load_manifest(path), after)
     assert f"init_from={path}" in found.value.cure
+
+
+def test_help_begins_with_what_a_trainer_is_an_example_and_its_arguments_in_groups():
+    text = pydoc.render_doc(Trainer, renderer=pydoc.plaintext).splitlines()
+    lines = [part for line in text for part in (textwrap.wrap(line, 130) or [""])]
+    screen = "\n".join(lines[:45])
+    assert "Trains a PyTorch model on Ray" in screen and ").fit()" in screen and "Trainer(" in screen
+    grouped = screen[screen.index("- what is trained:") : screen.index("reference.md")]
+    assert set(re.findall(r"\w+", grouped)) >= set(inspect.signature(Trainer).parameters)
+    assert max(map(len, text)) < 1500, "the signature has no types"
+    assert typing.get_type_hints(Trainer.__init__, vars(raypar.trainer) | {"Callback": raypar.Callback})["steps"] is int
+
+
+def test_a_result_is_shown_in_ten_lines():
+    metrics = {
+        "step": 100,
+        "loss": 0.123456789,
+        "norm": 2.0,
+        "lr": 0.001,
+        "busy_shares": [0.5] * 500,
+        "peak_rss_bytes": [1] * 500,
+    }
+    result = Result(
+        metrics, "runs/net", "done", 100, "all 100 steps are done", checkpoint_path="runs/net/checkpoints/step_00000100",
+        history=[metrics] * 100, weights_sha256="ab" * 32, picture_path="runs/net/swimlane.svg",
+    )  # fmt: skip
+    assert repr(result).splitlines() == [
+        "Result of a run, done after 100 steps: all 100 steps are done",
+        "  metrics: loss 0.123457, lr 0.001, norm 2",
+        "  history: 100 steps and validations (result.history, result.metrics_dataframe)",
+        "  folder: runs/net",
+        "  checkpoint: runs/net/checkpoints/step_00000100",
+        f"  weights: sha256 {'ab' * 32}",
+        "  picture: runs/net/swimlane.svg",
+    ]
+    failed = Result({}, "x" * 5000, "failed", 0, "line\n" * 500, RayparError("what\n" * 500, "cure"))
+    assert len(repr(failed).splitlines()) <= 10 and len(repr(failed)) < 1200 and "error: RayparError: what" in repr(failed)
+    assert len(repr([result, failed])) < 2500
