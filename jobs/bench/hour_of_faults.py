@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -24,10 +23,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
+from helpers import reference  # noqa: E402
 from helpers.run_processes import RunProcesses  # noqa: E402
 
-from jobs.bench.tiny_run import TinyRun  # noqa: E402
+from jobs.bench.tiny_run import JOB, TinyRun  # noqa: E402
 from raypar.callbacks import Callback  # noqa: E402
+from raypar.config import load_job  # noqa: E402
+from raypar.worker.norm_and_weights_hash import weights_hash  # noqa: E402
+from raypar.worker.worker_assignments import make_layer_graph  # noqa: E402
 
 LIMIT_S = 240.0
 """By when a run has ended, whatever befell it."""
@@ -107,9 +110,12 @@ class Place:
         """TMPDIR of the run, short: Ray puts its sockets in it."""
         self.processes = RunProcesses()
         self.run: TinyRun | None = None
+        self.steps = "steps=40"
+        """How long the run is, as a setting."""
 
     def start(self, *settings: str, env: dict[str, str] | None = None, **more: Any) -> TinyRun:
         """Start the run, or another command about it."""
+        self.steps = next((word for word in settings if word.startswith("steps=")), self.steps)
         env = {"TMPDIR": str(self.temp), **self.processes.env, **(env or {})}
         self.run = TinyRun(self.folder, "run", *settings, env=env, **more)
         return self.run
@@ -133,6 +139,14 @@ class Place:
         self.processes.end()
         subprocess.run(["rm", "-rf", str(self.temp)], check=True)
         return left
+
+
+def weights_of_one_process(place: Place) -> str:
+    """The weights that one plain process gives."""
+    path = place.folder / "reference.yaml"
+    path.write_text(f"name: reference\n{JOB}")
+    spec = load_job(path, [place.steps, "model.args.sleep_s=0"]).to_spec()
+    return weights_hash(reference.train(make_layer_graph(spec), spec).parameters)
 
 
 def mounted(where: Path | str, size: str) -> list[str]:
@@ -290,6 +304,50 @@ def the_driver_dies_while_a_worker_is_replaced(place: Place) -> str:
     return place.finish()
 
 
+SLOW_BUILD = ("model.args={sleep_s: 0.02, build_s: 4.0}", "optimizer.function=helpers.tiny_job:SlowToBuild")
+"""Who holds the last layer takes that long to build its stage."""
+
+
+@scenario
+def the_driver_dies_twice_in_an_adopt(place: Place) -> str:
+    run = place.start(ELASTIC, FOUR, "steps=300", *SLOW_BUILD)
+    run.wait_for_steps(20)
+    kill("a worker", run.pids()[1][1])
+    run.wait("a plan to adopt", lambda: run.has_said("trying generation 2"))
+    time.sleep(1.0)
+    kill_driver(run)
+    run.wait("a plan to adopt", lambda: run.has_said("trying generation 3"))
+    time.sleep(1.0)
+    kill_driver(run)
+    return place.finish()
+
+
+@scenario
+def the_driver_dies_in_a_checkpoint(place: Place) -> str:
+    run = place.start(ELASTIC, FOUR, "steps=300", "checkpoint={every: 20}")
+    run.wait("a checkpoint that is being written", lambda: any((run.folder / "checkpoints").glob(".tmp-*")))
+    kill_driver(run)
+    return place.finish()
+
+
+@scenario
+def the_driver_dies_at_the_end(place: Place) -> str:
+    note = place.folder / "note"
+    run = place.start(ELASTIC, FOUR, misbehaving("on_end", how="sleep", seconds=3.0, note=note))
+    run.wait("the last callback", note.exists)
+    kill_driver(run)
+    return place.finish()
+
+
+@scenario
+def three_nodes_lose_a_worker_and_the_driver_at_once(place: Place) -> str:
+    run = place.start(ELASTIC, FOUR, "steps=300", command=["train", "--local-nodes", "3"])
+    run.wait_for_steps(20)
+    driver, workers = run.pids()
+    kill("a worker and the driver", workers[2], driver)
+    return place.finish()
+
+
 @scenario
 def sigterm_in_a_recovery(place: Place) -> str:
     run = place.start(ELASTIC, FOUR, "steps=300")
@@ -316,15 +374,15 @@ def ctrl_c_twice(place: Place) -> str:
 
 @scenario
 def disk_full_in_a_checkpoint_while_a_worker_dies(place: Place) -> str:
-    disk = place.folder / "run"
+    disk = place.folder / "disk"
     disk.mkdir()
-    run = place.start(ELASTIC, FOUR, "steps=400", "checkpoint={every: 30}", prefix=mounted(disk, "1m"))
-    run.wait("20 steps", lambda: run.has_said("step 1/"))
-    time.sleep(1.0)
+    run = place.start(ELASTIC, FOUR, "steps=400", "checkpoint={every: 30}", f"run_dir={disk}", prefix=mounted(disk, "1m"))
+    run.folder = Path(f"/proc/{run.pid}/root{disk}/run")  # as the run sees it
+    run.wait_for_steps(20)
+    pids = run.pids()[1]
     filler = fill(place, str(disk))
-    pids = json.loads(Path(f"/proc/{run.pid}/root{disk}/members.json").read_text())["members"]
     run.wait("a checkpoint that does not fit", lambda: run.has_said("No space left"))
-    kill("a worker", pids[3]["pid"])
+    kill("a worker", pids[3])
     time.sleep(2.0)
     filler.unlink()
     return place.finish()
@@ -371,8 +429,9 @@ def main() -> int:
                 print(f"--- {error}", flush=True)
                 weights = place.finish()
             seconds, left = time.monotonic() - began_s, place.close()
+            same = "no weights" if not weights else "SAME" if weights == weights_of_one_process(place) else "OTHER WEIGHTS"
         code = place.run.exit_code if place.run is not None else None
-        rows.append(f"{name}: exit code {code}, weights {weights[:12] or 'none'}, {seconds:.0f} s, left {left or 'nothing'}")
+        rows.append(f"{name}: exit code {code}, {same}, {seconds:.0f} s, left {left or 'nothing'}")
         print(f"--- {rows[-1]}", flush=True)
     print("\n".join(rows))
     return 0

@@ -24,6 +24,12 @@ CLIENT_GONE_S = 60.0
 """How long the end of a run waits to be seen by the client."""
 
 
+LAST_CALLBACKS_S = 60.0
+"""How long callbacks of steps may go on after the end of the run."""
+
+HURRIED_CALLBACKS_S = 3.0
+"""The same after Ctrl-C, which has waited for them already."""
+
 RECORD_S = 5.0
 """How long a driver that has lost the control store may take to record the end of its run."""
 
@@ -68,6 +74,10 @@ class DriverShutdown:
             await parts.pool.close()
         except Exception as error:
             parts.feed.tell("warning", text=f"not every worker could be removed: {error}")
+        limit_s = HURRIED_CALLBACKS_S if teardown.end == "interrupted" else LAST_CALLBACKS_S
+        if await parts.side_effects.abandon_if_busy(limit_s):
+            text = f"a callback has not returned {limit_s:.0f} s after the end of the run: no callback is called any more"
+            parts.feed.tell("warning", text=f"{text}\n  cure: mend the callback; what it waits for needs a time limit")
         try:
             await parts.side_effects.awaited(lambda: parts.recorder.record_end(teardown, step_calls))
         except Exception as error:

@@ -31,7 +31,7 @@ class SideEffectThread:
         self.tasks = tasks
         """Awaits side effects, and posts events to the run machine."""
         self._thread = ThreadPoolExecutor(1, "raypar-effects")
-        """The one thread: nothing else calls the recorder."""
+        """The one thread: nothing else calls the recorder, unless a callback hangs in it (`abandon_if_busy`)."""
 
     def perform(self, call: Callable[[], Any], event: Callable[[Any], on.RunEvent]) -> None:
         """Perform a side effect; `event(its result)`, or its failure, goes to the run machine."""
@@ -62,6 +62,17 @@ class SideEffectThread:
                 ) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, called)
+
+    async def abandon_if_busy(self, limit_s: float) -> bool:
+        """Wait up to `limit_s` for the side effects so far. If one of them hangs, leave it and those behind it, and perform
+        later ones in a new thread, without callbacks; returns whether that was so."""
+        idle = asyncio.wrap_future(self._thread.submit(lambda: None))
+        if (await asyncio.wait([idle], timeout=limit_s))[0]:
+            return False
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread = ThreadPoolExecutor(1, "raypar-effects")
+        self.recorder.callbacks = None
+        return True
 
     def aside(self, call: Callable[..., Any], *facts: Any) -> None:
         """Perform a side effect whose result nobody needs."""

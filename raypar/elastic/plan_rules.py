@@ -16,7 +16,7 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.plural_wording import format_worker_numbers
 from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import assign_seats, refill_seats
-from raypar.elastic.step_flow import issue_steps
+from raypar.elastic.step_flow import describe_last_checkpoint, issue_steps
 from raypar.elastic.straggler_rules import begin_straggler_watch
 from raypar.elastic.worker_hiring import desired_capacity_of_run, spares_of_complete_replicas, start_missing_workers
 from raypar.errors import ClusterError, WorkerLost
@@ -241,6 +241,4 @@ def tell_what_is_awaited(m: RunState, more: str = "") -> None:
 
 def end_run_between_generations(m: RunState) -> None:
     """End the run between two generations: the state is incomplete on the workers, so only the last checkpoint is left."""
-    saved = m.progress.saved
-    left = f"the last checkpoint is of step {saved}" if saved else "nothing is saved"
-    m.end_run("interrupted", f"interrupted while {m.phase.value}; {left}")
+    m.end_run("interrupted", f"interrupted while {m.phase.value}; {describe_last_checkpoint(m)}")

@@ -40,6 +40,8 @@ class RunPolicy:
     """How long the cause of a broken connection is looked for before the connection itself is reported."""
     save_grace_s: float = 10.0
     """How long a failed run waits for a checkpoint that is being written."""
+    callbacks_s: float = 10.0
+    """How long callbacks may take, after the grace of a Ctrl-C, for steps that all workers have applied."""
     abort_s: float = 1.5
     """How long workers may take to leave an aborted step."""
     interrupt_s: float = 5.0

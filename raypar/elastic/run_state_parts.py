@@ -203,6 +203,8 @@ class PendingStop:
     """The first request, or the Ctrl-C that came after it."""
     stop_step: int | None = None
     """Number of steps after which the run ends; None: not decided, or the run ends by itself."""
+    waits_for_callbacks: bool = False
+    """Whether Ctrl-C has found all steps applied and none in flight, but callbacks that have not returned."""
     abandon_at_s: float | None = None
     """When a recovery is broken off because of Ctrl-C."""
 

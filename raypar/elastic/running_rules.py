@@ -37,6 +37,7 @@ from raypar.elastic.step_flow import (
     begin_checkpoint,
     begin_next_save_or_validation,
     commit_step,
+    describe_last_checkpoint,
     end_if_saved,
     issue_steps,
     record_emitted_step,
@@ -115,7 +116,7 @@ def count_emitted_step(m: RunState, event: StepEmitted) -> None:
 def check_step_deadlines(m: RunState, event: Tick) -> None:
     """Act on overdue steps and on the end of the grace period after Ctrl-C; start missing workers."""
     if m.timer.expired:
-        abort_open_work(m, "the steps in flight did not end within the grace; aborted, they never happened")
+        end_grace_after_interrupt(m)
         return
     if check_silent_worker_wait(m, event):
         return
@@ -139,6 +140,24 @@ def check_step_deadlines(m: RunState, event: Tick) -> None:
     elif late and not m.health.probing:
         m.health.probing = True
         m.decide(RequestStacks(late), f"step {m.progress.committed} is over its deadline of {step_deadline_s(m):.0f} s")
+
+
+def end_grace_after_interrupt(m: RunState) -> None:
+    """Abort the steps in flight, which then never happened; if all workers have applied them, wait for callbacks."""
+    if m.progress.committed < m.progress.issued:
+        abort_open_work(m, "the steps in flight did not end within the grace; aborted, they never happened")
+    else:
+        wait_for_callbacks_after_interrupt(m, f"step {m.progress.emitted + 1}")
+
+
+def wait_for_callbacks_after_interrupt(m: RunState, what: str) -> None:
+    """Wait up to `callbacks_s` for the callbacks of `what`, after which the state is saved; else end the run without that."""
+    if not m.stopping.waits_for_callbacks:
+        m.stopping.waits_for_callbacks = True
+        m.timer.deadline_s = m.timer.now_s + m.policy.callbacks_s
+    else:
+        late = f"callbacks of {what} have not returned within {m.policy.callbacks_s:.0f} s"
+        m.end_run("interrupted", f"interrupted; {late}: {describe_last_checkpoint(m)}")
 
 
 def fail_run_on_hung_workers(m: RunState, event: StacksReported) -> None:
@@ -165,6 +184,8 @@ def count_validation(m: RunState, event: ValidationReported) -> None:
     p.answers.add(event.worker)
     if len(p.answers) == len(m.membership.members):
         p.validated = event.done
+        if not m.stopping.interrupted:
+            m.timer.deadline_s = None  # callbacks may take as long as they like
         m.decide(EmitValidation(event.done), "all workers have validated")
 
 
@@ -231,7 +252,9 @@ def check_save_or_validation_deadline(m: RunState, event: Tick) -> None:
         return
     saved = m.progress.saved
     if m.stopping.interrupted:
-        if m.phase is Phase.VALIDATING:
+        if m.phase is Phase.VALIDATING and m.progress.answers >= set(m.membership.members):
+            wait_for_callbacks_after_interrupt(m, "the validation")
+        elif m.phase is Phase.VALIDATING:
             abort_open_work(m, "the validation pass did not end within the grace")
         else:
             left = f"interrupted; the last checkpoint is of step {saved}" if saved else "interrupted, nothing saved"
@@ -374,6 +397,4 @@ def check_abort_deadline(m: RunState, event: Tick) -> None:
     if m.policy.elastic and m.health.aborts == 1:
         begin_recovery(m, what, counts=False)
         return
-    saved = m.progress.saved
-    left = f"the last checkpoint is of step {saved}" if saved else "nothing is saved"
-    m.end_run("interrupted", f"interrupted; {what}: {left}")
+    m.end_run("interrupted", f"interrupted; {what}: {describe_last_checkpoint(m)}")

@@ -148,6 +148,11 @@ def end_if_saved(m: RunState) -> None:
         m.end_run("done", f"all {done} steps are done")
 
 
+def describe_last_checkpoint(m: RunState) -> str:
+    """What is left of a run that cannot save its state."""
+    return f"the last checkpoint is of step {m.progress.saved}" if m.progress.saved else "nothing is saved"
+
+
 def commit_step(m: RunState, step: int) -> None:
     """Count `step` as applied by every worker; journal a new step, compare a replayed one with the journal."""
     p, health, now_s = m.progress, m.health, m.timer.now_s

@@ -12,9 +12,11 @@ from ray.exceptions import ActorUnavailableError
 
 from raypar.actors import driver_actor as module
 from raypar.actors import driver_shutdown
+from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.event_feed import STEP_POLLS_BURST, EventFeed
 from raypar.actors.run_state_in_ray_kv import DriverReplaced
+from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.elastic.actions import Teardown
 from raypar.elastic.cpu_wait_deadline_extension import CpuWaitDeadlineExtension
 from raypar.elastic.events import StopRequested
@@ -148,6 +150,31 @@ def test_a_driver_that_was_replaced_in_its_last_steps_removes_nothing():
         return [(event["kind"], event["end"], event["done"]) for event in feed._kept]
 
     assert asyncio.run(scene()) == [("end", "deposed", 8)] and done == []
+
+
+def test_the_end_of_a_run_waits_for_a_callback_that_hangs_for_a_limited_time_and_is_recorded_without_it(monkeypatch):
+    """Ctrl-C ended no such run, nor did a failure; only a second Ctrl-C did."""
+    monkeypatch.setattr(driver_shutdown, "HURRIED_CALLBACKS_S", 0.1)
+    feed, done, hangs = EventFeed(), [], threading.Event()
+    recorder = SimpleNamespace(callbacks="some", record_end=lambda *given: done.append(recorder.callbacks), new_events=list)
+
+    async def scene():
+        tasks = BackgroundTasks(lambda event: None)
+        effects = SideEffectThread(recorder, None, feed, tasks)
+        assert not await effects.abandon_if_busy(10.0), "it has nothing to do"
+        effects.aside(hangs.wait)
+        effects.perform(lambda: done.append("a later step"), lambda _: None)
+        parts = SimpleNamespace(feed=feed, storage_session=None, side_effects=effects, recorder=recorder)
+        parts.journal = SimpleNamespace(check_claim=lambda steps: None, end=lambda facts: None)
+        parts.pool = SimpleNamespace(close=lambda: asyncio.sleep(0))
+        shutdown = driver_shutdown.DriverShutdown(parts, lambda: None)
+        shutdown._leave = lambda facts: asyncio.sleep(0)
+        await asyncio.wait_for(shutdown.end_run(Teardown("interrupted", "Ctrl-C", 4), 8), 10.0)
+        hangs.set()
+
+    asyncio.run(scene())
+    assert done == [None], "recorded once, and no callback was called"
+    assert "a callback has not returned" in feed._kept[0]["text"] and "cure: " in feed._kept[0]["text"]
 
 
 @pytest.mark.parametrize("age_s, stops", [(0.0, False), (3000.0, False), (3599.9, True)])

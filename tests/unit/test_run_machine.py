@@ -115,6 +115,51 @@ def test_an_interrupted_step_that_outlasts_its_grace_is_aborted_and_never_happen
     assert do(machine, GroupsAborted((1, 1)), 12.3) == [StartCheckpoint(1)]
 
 
+def applied(machine: RunMachine, step: int) -> None:
+    """Both workers report the step, and it is journalled; its callbacks have not returned."""
+    for worker in (0, 1):
+        do(machine, StepReported(worker, step))
+    do(machine, StepJournalled(step))
+
+
+def test_slow_callbacks_of_steps_that_all_workers_have_applied_are_waited_for_after_an_interrupt_and_the_state_is_saved():
+    """They had 1.5 s; then nothing was saved of the steps since the last checkpoint."""
+    machine = RunMachine(RunPolicy(workers=2, job_steps=100))
+    do(machine, WorkersReady())
+    do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 10.0)
+    for step in (0, 1):
+        applied(machine, step)
+    assert do(machine, Tick(), 12.1) == []
+    assert do(machine, StepEmitted(0), 20.0) == [] and do(machine, Tick(), 21.0) == []
+    assert do(machine, StepEmitted(1), 22.0) == [StartCheckpoint(2)]
+
+
+def test_a_callback_that_hangs_after_an_interrupt_ends_the_run_which_says_what_was_waited_for():
+    machine = RunMachine(RunPolicy(workers=2, job_steps=100, elastic=True))
+    do(machine, WorkersReady())
+    commit(machine, 0)
+    do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 10.0)
+    for step in (1, 2):
+        applied(machine, step)
+    assert do(machine, Tick(), 12.1) == [] and do(machine, Tick(), 22.0) == []
+    why = "interrupted; callbacks of step 2 have not returned within 10 s: nothing is saved"
+    assert do(machine, Tick(), 22.2) == [Teardown("interrupted", why, 1)]
+
+
+def test_callbacks_of_a_validation_have_no_deadline_until_an_interrupt():
+    """After ten minutes the workers, which had all answered, were blamed."""
+    machine = RunMachine(RunPolicy(workers=2, job_steps=100, validates=True, validate_every=1, elastic=True))
+    do(machine, WorkersReady())
+    assert commit(machine, 0) == [Validate(1)]
+    do(machine, ValidationReported(0, 1))
+    assert do(machine, ValidationReported(1, 1)) == [EmitValidation(1)]
+    assert do(machine, Tick(), 1000.0) == []
+    do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 1000.0)
+    assert do(machine, Tick(), 1002.1) == [] and do(machine, Tick(), 1012.0) == []
+    (teardown,) = do(machine, Tick(), 1013.0)
+    assert "callbacks of the validation have not returned" in teardown.why
+
+
 def test_workers_that_stand_at_different_steps_after_an_abort_save_nothing_new():
     machine = RunMachine(RunPolicy(workers=2, job_steps=100))
     do(machine, WorkersReady())

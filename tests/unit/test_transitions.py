@@ -161,7 +161,7 @@ def not_elastic(phase, **policy):
 def committed_aborting():
     """Aborted while the last step is committed and not seen yet."""
     machine = arrive(P.FLUSHING)
-    return sent(machine, *reports(machine, 1), CTRL_C, Tick(), GroupsAborted((2, 2)))
+    return sent(machine, CTRL_C, Tick(), *reports(machine, 1), GroupsAborted((2, 2)))
 
 
 def out_of_memory(worker):
