@@ -26,6 +26,16 @@ class RandomState:
         """A copy of the current state."""
         return RandomState(random.getstate(), numpy.random.get_state(), torch.get_rng_state())
 
+    def is_changed(self) -> bool:
+        """Whether a generator has another state now."""
+        now, kept = numpy.random.get_state(legacy=False), self.numpy
+        return (
+            random.getstate() != self.python
+            or not numpy.array_equal(now["state"]["key"], kept[1])  # type: ignore[call-overload]
+            or now["state"]["pos"] != kept[2]  # type: ignore[call-overload]
+            or not torch.equal(torch.get_rng_state(), self.torch)
+        )
+
     def restore(self) -> None:
         """Set the generators to this state: they draw the same numbers again."""
         random.setstate(self.python)

@@ -12,22 +12,27 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from raypar.comm.buffer_pool import CPU
 from raypar.errors import ModelError
 from raypar.model.capture.absent_tensor import ValuesNeeded
 from raypar.model.capture.module_graph import traces_of
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import SkeletonCopier, put_values
-from raypar.model.random_state import preserve_random_state, seed_all
+from raypar.model.python_state import PythonState
+from raypar.model.random_state import RandomState, preserve_random_state, seed_all
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.worker.check_state_between_microbatches import ComputedMicrobatch, compute_with_and_without_state
 from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref, loss_target_name
-from raypar.worker.measure_profile import read_microbatches
+from raypar.worker.measure_profile import read_microbatches_of_steps
+from raypar.worker.process.gpu_setup import make_seeder
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.loss_function import make_loss_function
 
@@ -36,7 +41,7 @@ MOST_BYTES = 64 << 20
 MOST_SECONDS = 3.0
 """A model of which one microbatch takes longer than this is not compared."""
 MICROBATCHES = 3
-"""Number of microbatches that are compared: with two replicas one worker computes two of them."""
+"""Number of microbatches that are computed; those of one step are compared: with two replicas one worker computes two."""
 MOST_STAGES = 8
 """Number of stages into which the model is cut."""
 TOLERANCES = {"float32": 1e-4, "float64": 1e-9}
@@ -44,14 +49,18 @@ TOLERANCES = {"float32": 1e-4, "float64": 1e-9}
 least that a wrong record does. Each mixed precision has its own (`AutocastPrecision.comparison_tolerance`)."""
 
 
-def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> None:
-    """Raises `ModelError` if the layers of a captured model do not compute what the user's module computes.
+def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> str | None:
+    """Raises `ModelError` if the layers of a captured model do not compute what the user's module computes, or if a microbatch
+    depends on what another has left (`compute_with_and_without_state`).
 
-    Large and slow models (`MOST_BYTES`, `MOST_SECONDS`) are not compared, and a module that raises is left to the first step.
+    Returns why nothing was compared, if so: large and slow models (`MOST_BYTES`, `MOST_SECONDS`) are not, and a module that
+    raises is left to the first step.
     """
     cache = traces_of(graph)
-    if cache is None or cache.skeleton is None or graph.initial_values is None or _size(cache.skeleton, spec) > MOST_BYTES:
-        return
+    if cache is None or cache.skeleton is None or graph.initial_values is None:
+        return None
+    if (size := _size(cache.skeleton, spec)) > MOST_BYTES:
+        return f"its parameters and buffers have {size / 2**20:.0f} MiB, and up to {MOST_BYTES >> 20} MiB are tried"
     few = min(MICROBATCHES, spec.microbatches)
     small = replace(
         spec,
@@ -65,18 +74,25 @@ def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> None:
         device="cpu",
         optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.0}), ()),
     )
-    batches = read_microbatches(small, graph, range(few))
+    places = [divmod(number, few) for number in range(MICROBATCHES)]
+    batches = read_microbatches_of_steps(small, graph, places)
     with preserve_random_state():
-        plain = _PlainModule(small, graph, cache)
+        plain = _PlainModule(small, graph, cache, list(zip(places, batches, strict=True)))
         with contextlib.closing(plain):
-            if not plain.run(batches):
-                return
+            try:
+                plain.run(few)
+            except _NotCompared as found:
+                return str(found)
         stages = min(len(graph.layers), MOST_STAGES)
         plan = ParallelPlan.mesh(pp=stages, dp=min(2, few), layers=len(graph.layers))
         with OneProcessRun(small, plan, "1f1b", graph=graph) as run:
             loss = run.step(0)[0].loss
-            found = {name: copies[0] for name, copies in run.gradients().items()}
-    plain.compare(loss, found)
+            gradients = {name: copies[0] for name, copies in run.gradients().items()}
+    return plain.compare(loss, gradients)
+
+
+class _NotCompared(Exception):
+    """Why the module could not be run as it is."""
 
 
 def _size(skeleton: nn.Module, spec: JobSpec) -> int:
@@ -85,12 +101,28 @@ def _size(skeleton: nn.Module, spec: JobSpec) -> int:
     return sum(t.numel() * item for t in (*skeleton.parameters(), *skeleton.buffers()))
 
 
+class _Run(NamedTuple):
+    """One microbatch, computed once."""
+
+    computed: ComputedMicrobatch
+    """What it gave."""
+    draws_in_backward: bool
+    """Whether the backward pass has drawn random numbers, or set a generator."""
+
+
+_seed_layer = make_seeder(CPU)
+"""Seeds the generators as workers do before a layer's forward (rule 3 of the numerics contract)."""
+
+
 class _PlainModule:
     """The user's module with its initial values, run as it is; its gradients are added by autograd."""
 
-    def __init__(self, spec: JobSpec, graph: Graph, cache: TraceCache) -> None:
+    def __init__(
+        self, spec: JobSpec, graph: Graph, cache: TraceCache, batches: list[tuple[tuple[int, int], Mapping[str, Tensor]]]
+    ) -> None:
+        """`batches`: ((step, microbatch), its fields)."""
         assert cache.skeleton is not None and graph.initial_values is not None
-        self._spec, self._graph, self._cache = spec, graph, cache
+        self._spec, self._graph, self._cache, self._batches = spec, graph, cache, batches
         self.model = SkeletonCopier(cache.skeleton)()
         dtype = getattr(torch, spec.dtype)
         own = {name for layer in graph.layers for _, name in layer.own_names or ()}
@@ -105,11 +137,15 @@ class _PlainModule:
         self._layers = [layer.name for layer in graph.layers]
         """Names of the layers, in order."""
         self._started: list[str] = []
-        """Units whose calls have begun in this microbatch."""
+        """Units whose calls have begun in this microbatch's forward."""
+        self._calls: dict[str, list[str]] = {}
+        """Unit -> the layers that are its calls in this microbatch's forward."""
         self._depth = 0
         """How many calls of units are under way."""
-        self._microbatch = 0
-        """The microbatch under way."""
+        self._in_backward = False
+        """Whether the backward pass is under way, in which activation checkpointing calls units again."""
+        self._place = (0, 0)
+        """Step and index of the microbatch under way."""
         self._hooks = [
             hook
             for name in cache.units
@@ -119,45 +155,88 @@ class _PlainModule:
                 unit.register_forward_hook(lambda *args: self._end(), always_call=True),
             )
         ]
+        self._buffers = [(part, dict(part._buffers)) for part in self.model.modules()]
+        """Every module and its buffers."""
+        self._values = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        """Every buffer and its value before the first microbatch."""
         self.total, self.count = 0.0, 0.0
-        """Sums of the losses and counts so far."""
+        """Sums of the losses and counts."""
+        self.gradients: dict[str, Tensor] = {}
+        """Sums of the gradients."""
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
-    def run(self, batches: list[Mapping[str, Tensor]]) -> bool:
-        """Run the microbatches, forward and backward; whether all of them could be, in a short time."""
-        buffers = [(part, dict(part._buffers)) for part in self.model.modules()]
-        values = {id(b): b.clone() for b in self.model.buffers()}
-        for self._microbatch, batch in enumerate(batches):
-            start = time.monotonic()
-            for part, former in buffers:  # rule 14: each microbatch begins with the buffers of the step's beginning
-                part._buffers.update(former)
-            with torch.no_grad():
-                for buffer in self.model.buffers():
-                    buffer.copy_(values[id(buffer)])
-            try:
-                self._run(batch)
-            except ValuesNeeded as error:
-                raise ModelError(
-                    f"the forward of {type(self.model).__name__} keeps a tensor of one call for later ones, outside of its "
-                    f"modules: {error_text(error)}",
-                    cure="keep it in a buffer (register_buffer), or make it in each call",
-                ) from error
-            except USER_CODE_ERRORS as error:
-                reraise_ctrl_c(error)
-                return False
-            if [name.partition("#")[0] for name in self._layers] != self._started and self._cache.units:
-                return False  # a unit is called otherwise than by its class's __call__: its random numbers are not known
-            if time.monotonic() - start > MOST_SECONDS:
-                return False
-        return True
+    def run(self, few: int) -> None:
+        """Run `few` microbatches, forward and backward, and add up what they give.
 
-    def _run(self, batch: Mapping[str, Tensor]) -> None:
-        """Forward and backward of one microbatch."""
-        self._started, self._depth = [], 0
+        Raises `ModelError` if one depends on what others leave behind, `_NotCompared` if they cannot be run in a short time.
+        """
+        forms = [{name: (value.shape, value.dtype) for name, value in batch.items()} for _, batch in self._batches]
+        state = PythonState({"": self.model})
+        for found in compute_with_and_without_state(state, self._compute, forms, few)[:few]:
+            self.total += found.total
+            self.count += found.count
+            for name, gradient in found.gradients.items():
+                self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
+
+    def _compute(self, number: int) -> ComputedMicrobatch:
+        """One microbatch, forward and backward."""
+        start = time.monotonic()
+        found = self._run(number)
+        if found.draws_in_backward and (
+            difference := found.computed.difference(self._run(number, other_numbers=True).computed)
+        ):
+            raise ModelError(
+                f"{type(self.model).__name__} draws random numbers in its backward pass, which are not those of its forward "
+                f"({difference} when they are others): activation checkpointing keeps PyTorch's generator only, and only with "
+                "preserve_rng_state=True, and which numbers come next depends on the plan",
+                cure="draw with torch inside of torch.utils.checkpoint; or use plan.recompute in its place, which seeds all "
+                "generators again",
+            )
+        if [name.partition("#")[0] for name in self._layers] != self._started and self._cache.units:
+            odd = next((name for name in self._cache.units if name not in self._started), "a unit")
+            raise _NotCompared(f"{odd} is called otherwise than by its class's __call__, so its random numbers are not known")
+        if (took := time.monotonic() - start) > MOST_SECONDS:
+            raise _NotCompared(f"one microbatch took {took:.1f} s, and up to {MOST_SECONDS:.0f} s are spent on it")
+        return found.computed
+
+    def _run(self, number: int, *, other_numbers: bool = False) -> _Run:
+        """See `_compute`. `other_numbers`: other random numbers are next when the backward pass begins."""
+        self._place, batch = self._batches[number]
+        for part, former in self._buffers:  # rule 14: each microbatch begins with the buffers of the step's beginning
+            part._buffers.update(former)
+        with torch.no_grad():
+            for buffer, value in self._values:
+                buffer.copy_(value)
+        self.model.zero_grad(set_to_none=True)
+        try:
+            total, count = self._forward(batch)
+            if other_numbers:
+                seed_all(1)
+            before = RandomState.now()
+            self._in_backward, self._depth = True, 0
+            total.backward()
+        except ValuesNeeded as error:
+            raise ModelError(
+                f"the forward of {type(self.model).__name__} keeps a tensor of one call for later ones, outside of its "
+                f"modules: {error_text(error)}",
+                cure="keep it in a buffer (register_buffer), or make it in each call",
+            ) from error
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
+            raise _NotCompared(f"its own forward and backward raised {error_text(error)}") from error
+        finally:
+            self._in_backward = False
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        self.model.zero_grad(set_to_none=True)
+        return _Run(ComputedMicrobatch(float(total.detach()), count, gradients), before.is_changed())
+
+    def _forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+        """(sum of the losses, count) of one microbatch."""
+        self._started, self._calls, self._depth = [], {}, 0
         fields = {name: batch[name].clone() for name in self._cache.inputs.fields}
         self._seed(self._layers[0])
         with self._autocast():
@@ -167,9 +246,7 @@ class _PlainModule:
         if count is None:
             count = float(batch[loss_target_name(self._spec)].shape[0])
             total = total * count
-        total.backward()
-        self.total += float(total.detach())
-        self.count += float(count)
+        return total, float(count)
 
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -182,38 +259,55 @@ class _PlainModule:
 
     def _begin(self, unit: str) -> None:
         self._depth += 1
-        if self._depth == 1:
-            self._started.append(unit)
-            number = len(self._started)
-            if 1 < number <= len(self._layers):
+        if self._depth > 1:
+            return
+        if self._in_backward:  # checkpointing recomputes the calls of a unit from the last to the first
+            calls = self._calls.get(unit, [])
+            if calls:
+                torch.manual_seed(self._seed_of(calls.pop() if len(calls) > 1 else calls[0]))
+            return
+        self._started.append(unit)
+        number = len(self._started)
+        if number <= len(self._layers):
+            self._calls.setdefault(unit, []).append(self._layers[number - 1])
+            if number > 1:
                 self._seed(self._layers[number - 1])
 
     def _end(self) -> None:
         self._depth -= 1
 
     def _seed(self, layer: str) -> None:
-        seed_all(seed_of(self._spec.seed, "forward", 0, self._microbatch, layer))
+        _seed_layer(self._seed_of(layer))
 
-    def compare(self, loss: float, found: Mapping[str, Tensor | None]) -> None:
-        """Raises `ModelError` if the layers' loss or a gradient is another than the module's."""
+    def _seed_of(self, layer: str) -> int:
+        return seed_of(self._spec.seed, "forward", *self._place, layer)
+
+    def compare(self, loss: float, found: Mapping[str, Tensor | None]) -> str | None:
+        """Raises `ModelError` if the layers' loss or a gradient is another than the module's.
+
+        Returns why nothing was compared, if so.
+        """
         autocast = self._spec.precision.autocast
         tolerance = TOLERANCES[self._spec.dtype] if autocast is None else autocast.comparison_tolerance
         wanted = self.total / self.count if self.count else math.nan
         if not math.isfinite(wanted):
-            return  # gradients say nothing then
+            return f"its loss on the first microbatches is {wanted}"
         if not math.isclose(loss, wanted, rel_tol=tolerance, abs_tol=1e-12):
             raise self._error(f"their loss is {loss:.8g}, the module's {wanted:.8g}")
+        odd = next((name for name, gradient in self.gradients.items() if not gradient.isfinite().all()), None)
+        if odd is not None:  # the step is skipped by its norm, and the layers have no gradients
+            return f"the gradient of {odd} on the first microbatches has numbers that are not finite"
+        own_names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         named = dict(self.model.named_parameters(remove_duplicate=False))
-        if not all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in named.values()):
-            return  # the step is skipped by its norm, and the layers have no gradients
         for name, gradient in found.items():
-            own = named[name].grad
+            own = self.gradients.get(own_names[id(named[name])])
             zero = torch.zeros(())
             one, other = (zero if value is None else value.detach() for value in (gradient, own))
             difference = float((one - other / self.count).abs().max()) if one.numel() and other.numel() else 0.0
             largest = float(other.abs().max() / self.count) if other.numel() else 0.0
             if difference > tolerance * largest + 1e-12:
                 raise self._error(f"the gradient of {name} differs by {difference:.3g} (its largest number is {largest:.3g})")
+        return None
 
     def _error(self, what: str) -> ModelError:
         few = self._spec.microbatches

@@ -91,7 +91,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
     (batch,) = read_microbatches(spec, graph, [0])
     with guard.watching("the job's layers"):
         check_layer_shapes(spec, graph, batch)
-        check_capture_with_numbers(spec, graph)
+        not_compared = check_capture_with_numbers(spec, graph)
     validation = 0
     if spec.validation is not None:
         with guard.watching("the job's layers"):
@@ -100,9 +100,17 @@ def preflight(spec: JobSpec) -> PreflightResult:
             size = len(make_dataset(spec.validation.data, "validation"))
         validation = min(size, spec.validation.samples or size)
     of_values = graph.initial_values.notes if graph.initial_values is not None else ()
-    return PreflightResult(
-        graph, samples, validation, batch, (*of_values, *_notes_about_data(spec, graph, names, batch, samples))
-    )
+    notes = (*of_values, *_notes_about_data(spec, graph, names, batch, samples))
+    if not_compared is not None:
+        notes = (*notes, f"the layers were not compared with the model on numbers: {not_compared}; {_UNSEEN}")
+    return PreflightResult(graph, samples, validation, batch, notes)
+
+
+_UNSEEN = (
+    "state that its code keeps between microbatches (counters, averages) is not seen then: try a smaller configuration once "
+    "(examples/guides/your_own_model.md)"
+)
+"""What a user should do about a model that was not compared."""
 
 
 MASKED_LABEL = -100

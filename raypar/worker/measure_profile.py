@@ -94,6 +94,11 @@ def one_microbatch_of_each_size(cut: Microbatches) -> list[int]:
 
 def read_microbatches(spec: JobSpec, graph: Graph, microbatches: Sequence[int]) -> list[Mapping[str, Tensor]]:
     """The fields of these microbatches of step 0, collated."""
+    return read_microbatches_of_steps(spec, graph, [(0, microbatch) for microbatch in microbatches])
+
+
+def read_microbatches_of_steps(spec: JobSpec, graph: Graph, places: Sequence[tuple[int, int]]) -> list[Mapping[str, Tensor]]:
+    """The fields of microbatches, each given as (step, microbatch), collated."""
     guard = TorchStateGuard(spec.threads)
     guard.establish()
     with guard.watching("the data set function"):
@@ -102,8 +107,9 @@ def read_microbatches(spec: JobSpec, graph: Graph, microbatches: Sequence[int]) 
     order = SampleOrder(spec.seed, len(dataset))
     loader = MicrobatchLoader(dataset, spec.data, order, spec.batching, seed=spec.seed, fields=fields, guard=guard)
     try:
-        loader.prefetch(0, microbatches)
-        return [loader.get(0, microbatch) for microbatch in microbatches]
+        for step in dict.fromkeys(step for step, _ in places):
+            loader.prefetch(step, [microbatch for each, microbatch in places if each == step])
+        return [loader.get(step, microbatch) for step, microbatch in places]
     finally:
         loader.close()
 

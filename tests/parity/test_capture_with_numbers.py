@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import random
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +15,11 @@ import pytest
 import torch
 from helpers.captured_jobs import check_run, graph_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from raypar.errors import ModelError
 from raypar.plan import ParallelPlan
+from raypar.worker import check_capture_with_numbers
 from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -52,6 +55,11 @@ def job_of(make: Callable[..., nn.Module], **changed: Any) -> JobSpec:
         optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.05}), ()),
     )
     return replace(job, **changed)
+
+
+def not_compared(job: JobSpec) -> list[str]:
+    """Lines of preflight about layers that were not compared with the module."""
+    return [line for line in preflight(job).notes if "not compared" in line]
 
 
 class Blocks(nn.Module):
@@ -268,13 +276,8 @@ class WritesDataOfSkip(Blocks):
     [
         SetsGlobal,
         SetsContext,
-        SetsTable,
-        SetsTuple,
         SharesOptions,
         LateLambda,
-        lambda: Blocks(WarmsUp),
-        lambda: Blocks(KeepsAverage),
-        lambda: Blocks(OwnGenerator),
         SwapsParameter,
         AsksForType,
         CachedCasts,
@@ -286,6 +289,175 @@ def test_what_no_record_shows_is_refused_by_the_numbers(make: Callable[[], nn.Mo
     with pytest.raises(ModelError, match="do not compute what the module computes") as found:
         preflight(job_of(make))
     assert "your_own_model.md" in found.value.cure
+
+
+@pytest.mark.parametrize(
+    ("make", "attribute"),
+    [
+        (lambda: Blocks(WarmsUp), "'calls' of blocks.0"),
+        (lambda: Blocks(KeepsAverage), "'average' of blocks.0"),
+        (lambda: Blocks(OwnGenerator), "'random' of blocks.0"),
+        (SetsTable, "'table' of blocks.0"),
+        (SetsTuple, "'table' of blocks.0"),
+    ],
+)
+def test_what_a_microbatch_leaves_for_the_next_is_refused_with_its_attribute(make: Callable[[], nn.Module], attribute: str):
+    with pytest.raises(ModelError, match="keeps something of one microbatch for the next in attribute " + attribute) as found:
+        preflight(job_of(make))
+    assert "model.buffers" in found.value.cure
+
+
+class CountsLate(nn.Linear):
+    """Counts its calls; the count has an effect from the 20th one on."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1.0 if self.calls < 20 else 2.0)
+
+
+class Checkpointed(nn.Linear):
+    """Computes its activations again in the backward pass, as layers of transformers do: around `__call__`."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def __call__(self, *args: Any) -> Any:
+        return checkpoint(super().__call__, *args, use_reentrant=False)
+
+
+class CheckpointedDropout(Checkpointed):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.3)
+
+
+class CheckpointedWarmUp(Checkpointed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * min(1.0, self.calls / 4)
+
+
+class CheckpointsGlue(Blocks):
+    """Checkpoints two blocks together, with dropout between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[2](checkpoint(self.two, x, use_reentrant=False))
+
+    def two(self, x: Tensor) -> Tensor:
+        return self.blocks[1](nn.functional.dropout(self.blocks[0](x), 0.3))
+
+
+@pytest.mark.parametrize("block", [CountsLate, CheckpointedWarmUp])
+def test_a_counter_is_refused_however_late_it_has_an_effect_and_with_checkpointing(block: Callable[[], nn.Module]):
+    with pytest.raises(ModelError, match=r"attribute 'calls' of blocks\.0"):
+        preflight(job_of(lambda: Blocks(block)))
+
+
+@pytest.mark.parametrize("make", [lambda: Blocks(CheckpointedDropout), CheckpointsGlue])
+def test_checkpointed_forwards_are_compared(make: Callable[[], nn.Module]):
+    assert not_compared(job_of(make)) == []
+
+
+class DrawsInBackward(Checkpointed):
+    """Draws from Python's generator in a checkpointed forward: the second one draws another number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x) * (0.5 + random.random()))
+
+
+def test_random_numbers_of_the_backward_pass_are_refused():
+    with pytest.raises(ModelError, match="draws random numbers in its backward pass"):
+        preflight(job_of(lambda: Blocks(DrawsInBackward)))
+
+
+class PythonAndNumpyRandom(nn.Linear):
+    """Draws from all three generators."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.2) * (0.5 + random.random()) + numpy.random.rand()
+
+
+@pytest.mark.parametrize(
+    "plan", [ParallelPlan.mesh(pp=3, dp=2, layers=3), ParallelPlan.mesh(pp=2, layers=3, recompute=(0, 1, 2))], ids=str
+)
+def test_random_and_numpy_inside_of_a_unit_have_the_numbers_of_one_process(plan: ParallelPlan):
+    job = job_of(lambda: Blocks(PythonAndNumpyRandom))
+    assert not_compared(job) == []
+    check_run(job, plan, "1f1b")
+
+
+class Cached(nn.Linear):
+    """Keeps what is made of sizes: a table that grows, a mask for each batch size, the last one of another; and its output."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.angles: Tensor | None = None
+        self.masks: dict[int, Tensor] = {}
+        self.last: tuple[int, Tensor] | None = None
+        self.activation: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = len(x)
+        if self.angles is None or len(self.angles) < rows:
+            self.angles = torch.arange(float(rows)).cos()[:, None]
+        if rows not in self.masks:
+            self.masks[rows] = torch.arange(rows)[:, None] < rows - 1
+        if self.last is None or self.last[0] != rows:
+            self.last = rows, torch.arange(float(rows)).sin()[:, None]
+        self.activation = super().forward(x) * self.angles[:rows] * self.masks[rows] + self.last[1]
+        return self.activation
+
+
+def test_caches_are_allowed_and_have_the_bits_of_one_process():
+    job = job_of(lambda: Blocks(Cached))
+    assert not_compared(job) == []
+    check_run(job, ParallelPlan.mesh(pp=2, dp=2, layers=3), "1f1b")
+
+
+class SkipsCall(nn.Linear):
+    """Has a `__call__` that runs no hooks."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+class Fails(Blocks):
+    """Raises between units where there are numbers, so never in a record."""
+
+    def between(self, x: Tensor, number: int) -> Tensor:
+        if type(x) is Tensor:
+            raise ZeroDivisionError("not today")
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "limit", "reason"),
+    [
+        (Blocks, ("MOST_BYTES", 10), "its parameters and buffers have 0 MiB"),
+        (Blocks, ("MOST_SECONDS", 0.0), r"one microbatch took 0\.\d s"),
+        (Fails, ("MICROBATCHES", 3), "its own forward and backward raised ZeroDivisionError: not today"),
+        (lambda: Blocks(SkipsCall), ("MICROBATCHES", 3), "blocks.0 is called otherwise than by its class's __call__"),
+    ],
+)
+def test_a_check_that_compares_nothing_says_so(
+    make: Any, limit: tuple[str, float], reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(check_capture_with_numbers, *limit)
+    (line,) = not_compared(job_of(make))
+    assert re.match(f"the layers were not compared with the model on numbers: {reason}", line)
 
 
 class GlueRandom(Blocks):
@@ -565,4 +737,5 @@ def nothing_counts(output: Any, target: Tensor) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("make, with_loss", [(SquareRoot, loss), (Blocks, nothing_counts)])
 def test_numbers_that_are_not_finite_say_nothing_of_the_record(make: Callable[[], nn.Module], with_loss: Callable[..., Any]):
     """A gradient of NaN was blamed on hidden state of the model; a first step without terms was `ZeroDivisionError`."""
-    preflight(job_of(make, loss=Ref(with_loss)))
+    (line,) = not_compared(job_of(make, loss=Ref(with_loss)))
+    assert "on the first microbatches" in line

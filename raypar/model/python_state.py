@@ -1,0 +1,435 @@
+"""Reads what a model's Python code keeps outside of parameters and buffers, compares two readings, and puts one back.
+
+Such state is in attributes of modules and of objects in them, in their classes, in variables of functions (closures, default
+arguments, attributes), in global variables that their code names, and in generators and iterators held by any of these. Caches
+of `functools`, files and what is in extensions are not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextvars
+import functools
+import hashlib
+import itertools
+import os
+import pickle
+import random
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from raypar.model.graph import join_names
+
+MOST_BYTES = 64 << 20
+"""Bytes of tensors and arrays whose content is read; of others identity and number of writes are."""
+_MOST_FUNCTIONS = 10_000
+"""How many functions are looked into for the global variables that they name."""
+_MOST_ELEMENTS = 100
+"""How many elements of a container are looked at for functions."""
+_DEPTH = 12
+"""How many values inside each other are looked into."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_OTHERS = frozenset(("torch", "numpy", "raypar", "builtins")) | frozenset(sys.stdlib_module_names)
+"""Packages whose functions and classes are not looked into."""
+_OF_MODULES = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
+"""Attributes of every module that are no state of the user's."""
+_ITERATORS = (itertools.count, itertools.cycle, itertools.repeat, itertools.chain, map, zip, enumerate, filter) + tuple(
+    type(iter(each)) for each in ([], (), {}, range(0), "", set())
+)
+
+
+_CACHED_FUNCTION = functools._lru_cache_wrapper
+_NO_STATE = (staticmethod, classmethod, property, type, types.FunctionType, types.ModuleType, _CACHED_FUNCTION)
+"""Types of class attributes and global variables that are looked at elsewhere, or hold no state."""
+_LOOKED_INTO = (
+    types.SimpleNamespace, argparse.Namespace, threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary,
+)  # fmt: skip
+"""Classes of Python's library whose objects are looked into."""
+
+
+_Holder = dict[str, Any] | type
+"""What has a place: the attributes of a module, a namespace, a class."""
+
+
+@dataclass
+class StateReading:
+    """What all places held at one moment."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """Place -> what it held, in a form that can be compared."""
+    restores: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
+    """Place -> what puts the content of each object back that was first reached by it."""
+
+    def changed(self, other: StateReading) -> list[str]:
+        """The places that hold something else in `other`."""
+        labels = dict.fromkeys((*self.values, *other.values))
+        return [label for label in labels if self.values.get(label, _NOTHING) != other.values.get(label, _NOTHING)]
+
+
+_NOTHING = ("nothing",)
+
+
+class PythonState:
+    """The places of a model that may hold state, by a text that names each: `attribute 'calls' of blocks.1 (Block)`."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        """`modules`: by qualified name; the modules inside of them are looked at too."""
+        self._modules: dict[int, tuple[str, nn.Module]] = {}
+        """`id` of every module -> (qualified name, module)."""
+        for name, module in modules.items():
+            for path, part in module.named_modules():
+                self._modules.setdefault(id(part), (join_names(name, path), part))
+        self._code = _Code()
+        """The functions, classes and global variables that the modules' code names."""
+        for _, part in self._modules.values():
+            self._code.add(type(part))
+            for value in vars(part).values():
+                self._code.add(value)
+
+    def read(self) -> StateReading:
+        """What all places hold now."""
+        reading, reader = StateReading(), _Reader(self._modules)
+        for label, holder, key in self._places():
+            reader.restores = []
+            reading.values[label] = reader.read(_get(holder, key))
+            reader.restores.append(functools.partial(_set, holder, key, _get(holder, key)))
+            reading.restores[label] = reader.restores
+        return reading
+
+    def put_back(self, reading: StateReading, only: str | None = None) -> None:
+        """Let all places, or one of them, hold again what they held; iterators stay as they are."""
+        with torch.no_grad():
+            for label, holder, key in list(self._places()):
+                if only in (None, label) and label not in reading.restores:
+                    _delete(holder, key)
+            for label, restores in reading.restores.items():
+                for restore in restores if only in (None, label) else ():
+                    restore()
+
+    def _places(self) -> Iterator[tuple[str, _Holder, str]]:
+        """(what it is, holder, key) of every place."""
+        for name, module in self._modules.values():
+            for key in vars(module):
+                if key not in _OF_MODULES:
+                    yield f"attribute {key!r} of {name or 'the model'} ({type(module).__name__})", vars(module), key
+            for path, parameter in module._parameters.items():
+                for key in vars(parameter) if parameter is not None else ():
+                    yield f"attribute {key!r} of the parameter {join_names(name, path)}", vars(parameter), key
+        yield from self._code.places()
+        yield "an environment variable", vars(os.environ), "_data"
+
+
+class _Code:
+    """The functions and classes that a model's forward may come to, and the global variables that they name.
+
+    It is found by names: from `forward` on, a method of a known class counts if code that counts names it.
+    """
+
+    def __init__(self) -> None:
+        self._globals: dict[tuple[int, str], dict[str, Any]] = {}
+        """(`id` of a namespace, name in it) -> the namespace."""
+        self._classes: dict[int, type] = {}
+        """Classes by `id`."""
+        self._functions: dict[int, types.FunctionType] = {}
+        """Functions by `id`."""
+        self._names = {"forward", "__call__"}
+        """Names of methods that may be called."""
+        self._unnamed: dict[str, list[Any]] = collections.defaultdict(list)
+        """Name -> methods of known classes that nothing has named yet."""
+        self._seen: dict[int, Any] = {}
+        """What has been looked at, by `id`."""
+
+    def places(self) -> Iterator[tuple[str, _Holder, str]]:
+        """(what it is, holder, key) of class attributes, global variables and variables of functions."""
+        names = collections.Counter[str]()
+
+        def numbered(label: str) -> str:
+            names[label] += 1
+            return label if names[label] == 1 else f"{label} ({names[label]})"
+
+        for kind in self._classes.values():
+            for key, value in list(vars(kind).items()):
+                if key in self._names and not isinstance(value, _NO_STATE):
+                    yield numbered(f"class attribute {key!r} of {kind.__module__}.{kind.__qualname__}"), kind, key
+        for (_, key), namespace in self._globals.items():
+            if key in namespace and not isinstance(namespace[key], _NO_STATE):
+                yield numbered(f"global variable {key!r} of {namespace.get('__name__', '?')}"), namespace, key
+        for function in self._functions.values():
+            if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function):
+                yield numbered(f"a variable of function {function.__qualname__}"), {"": function}, ""
+
+    def add(self, value: Any) -> None:
+        """Look for functions and classes in a value, and for the global variables that they name."""
+        pending = [value]
+        while pending:
+            each = pending.pop()
+            if not isinstance(each, _PLAIN) and id(each) not in self._seen:
+                self._seen[id(each)] = each
+                pending += self._parts(each)
+
+    def _parts(self, value: Any) -> list[Any]:
+        """The values in or behind a value that may be code, or have some."""
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            return [value.__func__]
+        if isinstance(value, property):
+            return [value.fget]
+        if isinstance(value, functools.partial):
+            return [value.func, *value.args]
+        if isinstance(value, (list, tuple)):
+            return list(value[:_MOST_ELEMENTS])
+        if isinstance(value, dict):
+            return list(itertools.islice(dict.values(value), _MOST_ELEMENTS))
+        if isinstance(value, types.FunctionType):
+            return self._parts_of_function(value)
+        if isinstance(value, _CACHED_FUNCTION):
+            return [value.__wrapped__]
+        return self._methods(value if isinstance(value, type) else type(value))
+
+    def _methods(self, kind: type) -> list[Any]:
+        """The methods of a class that may be called; others are kept until something names them."""
+        found = []
+        for each in kind.__mro__:
+            if id(each) not in self._classes and _is_users(each):
+                self._classes[id(each)] = each
+                for name, value in list(vars(each).items()):
+                    if isinstance(value, (types.FunctionType, property, staticmethod, classmethod)):
+                        (found if name in self._names else self._unnamed[name]).append(value)
+        return found
+
+    def _parts_of_function(self, function: types.FunctionType) -> list[Any]:
+        """What a function holds, and what it names: methods and global variables."""
+        if not _is_users(function) or len(self._functions) >= _MOST_FUNCTIONS:
+            return []
+        self._functions[id(function)] = function
+        found = [*map(_content_of, function.__closure__ or ()), getattr(function, "__wrapped__", None)]
+        names = set(_names_in(function.__code__))
+        self._names |= names
+        for name in names & self._unnamed.keys():
+            found += self._unnamed.pop(name)
+        for name in names & function.__globals__.keys():
+            value = function.__globals__[name]
+            if not isinstance(value, types.ModuleType):
+                self._globals[id(function.__globals__), name] = function.__globals__
+                found.append(value)
+            elif _is_users(value):
+                for attribute in names & vars(value).keys():
+                    self._globals[id(vars(value)), attribute] = vars(value)
+                    found.append(vars(value)[attribute])
+        return found
+
+
+class _Reader:
+    """Reads values into a form that can be compared, each object once, and keeps what puts the content of objects back."""
+
+    def __init__(self, modules: Mapping[int, tuple[str, nn.Module]]) -> None:
+        self.restores: list[Callable[[], None]] = []
+        """What puts back the content of the objects read so far."""
+        self._known: dict[int, Any] = {key: ("module", name) for key, (name, _) in modules.items()}
+        """`id` of an object -> what has been read. Parameters, buffers and registered modules are not read."""
+        for _, module in modules.values():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                self._known[id(tensor)] = ("tensor of the model", name)
+        self._known.pop(id(None), None)
+        self._kept: list[Any] = []
+        """Objects that have been read, so that no `id` is used twice."""
+        self._left = MOST_BYTES
+        """How many more bytes are read."""
+
+    def read(self, value: Any, depth: int = 0) -> Any:
+        """What a value holds."""
+        if isinstance(value, _PLAIN):
+            return value if value == value else "not a number"
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if depth > _DEPTH:
+            return type(value)
+        self._kept.append(value)
+        self._known[id(value)] = ("a cycle", type(value))
+        self._known[id(value)] = found = self._content(value, depth + 1)
+        return found
+
+    def _content(self, value: Any, depth: int) -> Any:
+        """What an object holds; its type alone, if it is not looked into."""
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, numpy.ndarray):
+            return self._array(value)
+        if isinstance(value, dict):
+            base = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+            self.restores.append(functools.partial(_restore_dict, base, value, dict(dict.items(value))))
+            return {_key(key): self.read(each, depth) for key, each in list(dict.items(value))}, *self._attributes(value, depth)
+        if isinstance(value, (list, collections.deque)):
+            self.restores.append(functools.partial(_restore_list, value, list(value)))
+            return [self.read(each, depth) for each in list(value)]
+        if isinstance(value, (tuple, frozenset)):
+            return (kind, *([self.read(each, depth) for each in value] if kind is not frozenset else map(_key, value)))
+        if isinstance(value, set):
+            self.restores.append(functools.partial(_restore_set, value, set(value)))
+            return set(map(_key, value))
+        if isinstance(value, random.Random):
+            self.restores.append(functools.partial(value.setstate, value.getstate()))
+            return value.getstate()
+        if isinstance(value, (numpy.random.Generator, numpy.random.BitGenerator, numpy.random.RandomState)):
+            bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", value))
+            self.restores.append(functools.partial(setattr, bits, "state", bits.state))
+            return pickle.dumps(bits.state)
+        if isinstance(value, torch.Generator):
+            self.restores.append(functools.partial(value.set_state, state := value.get_state()))
+            return state.numpy().tobytes()
+        if isinstance(value, contextvars.ContextVar):
+            if (content := value.get(None)) is not None:
+                self.restores.append(functools.partial(value.set, content))
+            return self.read(content, depth)
+        if isinstance(value, functools.partial):
+            return [self.read(each, depth) for each in (value.func, value.args, value.keywords)]
+        if isinstance(value, types.MethodType):
+            return [self.read(each, depth) for each in (value.__self__, value.__func__)]
+        if isinstance(value, types.FunctionType):
+            return self._function(value, depth) if _is_users(value) else kind
+        if isinstance(value, types.GeneratorType):
+            frame = value.gi_frame
+            return frame and (frame.f_lasti, {key: self.read(each, depth) for key, each in frame.f_locals.items()})
+        if isinstance(value, _ITERATORS):
+            return self._iterator(value, depth)
+        if isinstance(value, (type, types.ModuleType)) or not (_is_users(kind) or isinstance(value, _LOOKED_INTO)):
+            return kind
+        return (kind, *self._attributes(value, depth))
+
+    def _attributes(self, value: Any, depth: int) -> list[Any]:
+        """What the attributes of an object hold."""
+        found = []
+        if isinstance(own := getattr(value, "__dict__", None), dict):
+            self.restores.append(functools.partial(_restore_dict, dict, own, dict(own)))
+            found.append({key: self.read(each, depth) for key, each in list(own.items())})
+        for each in type(value).__mro__ if _is_users(type(value)) else ():
+            names = vars(each).get("__slots__", ())
+            for name in (names,) if isinstance(names, str) else names:
+                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                    self.restores.append(functools.partial(setattr, value, name, getattr(value, name)))
+                    found.append((name, self.read(getattr(value, name), depth)))
+        return found
+
+    def _function(self, function: types.FunctionType, depth: int) -> Any:
+        cells = function.__closure__ or ()
+        self.restores += [functools.partial(setattr, cell, "cell_contents", _content_of(cell)) for cell in cells]
+        held = (*map(_content_of, cells), function.__defaults__, function.__kwdefaults__, vars(function))
+        return function.__qualname__, [self.read(each, depth) for each in held]
+
+    def _iterator(self, value: Any, depth: int) -> Any:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                _, arguments, *state = value.__reduce__()
+        except (TypeError, AttributeError):
+            return repr(value) if isinstance(value, itertools.count) else type(value)
+        # The iterators inside are made for this call: what is known by their `id` would be taken for others later.
+        self._kept += [arguments, state]
+        return self.read(arguments, depth), self.read(state, depth)
+
+    def _tensor(self, value: Tensor) -> Any:
+        what = (tuple(value.shape), value.dtype)
+        if value.is_meta or value.layout is not torch.strided or not self._may_read(value.numel() * value.element_size()):
+            return (*what, id(value), 0 if value.is_inference() else value._version)
+        with torch.no_grad():
+            content = value.detach().clone().resolve_conj().resolve_neg()
+            if value.is_leaf:
+                self.restores.append(functools.partial(_restore_tensor, value, content))
+            flat = content.reshape(-1).contiguous()
+            return (*what, hashlib.blake2b(flat.view(torch.uint8).numpy() if flat.numel() else b"").digest())
+
+    def _array(self, value: numpy.ndarray[Any, Any]) -> Any:
+        if value.dtype == object or not self._may_read(value.nbytes):
+            return value.shape, value.dtype
+        if value.flags.writeable:
+            self.restores.append(functools.partial(numpy.copyto, value, value.copy()))
+        return value.shape, value.dtype, hashlib.blake2b(value.tobytes()).digest()
+
+    def _may_read(self, nbytes: int) -> bool:
+        self._left -= nbytes
+        return self._left >= 0
+
+
+def _is_users(value: Any) -> bool:
+    """Whether a function, class or module is none of PyTorch's, Python's or raypar's."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or ""
+    return name.partition(".")[0] not in _OTHERS
+
+
+def _key(value: Any) -> Any:
+    """The key of a dict, or an element of a set, to be compared."""
+    return (
+        value
+        if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value))
+        else id(value)
+    )
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names that a function's code, and that of functions inside of it, looks up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has none yet
+        return None
+
+
+def _get(holder: _Holder, key: str) -> Any:
+    return vars(holder).get(key) if isinstance(holder, type) else holder[key]
+
+
+def _set(holder: _Holder, key: str, value: Any) -> None:
+    if isinstance(holder, type):
+        if vars(holder).get(key) is not value:
+            setattr(holder, key, value)
+    elif holder.get(key) is not value:
+        holder[key] = value
+
+
+def _delete(holder: _Holder, key: str) -> None:
+    if isinstance(holder, type):
+        delattr(holder, key)
+    else:
+        del holder[key]
+
+
+# A container is put back by the methods of its base class, and only if it has changed: its own class may forbid it.
+
+
+def _restore_dict(base: Any, value: dict[Any, Any], content: dict[Any, Any]) -> None:
+    if len(value) != len(content) or any(key not in value or value[key] is not each for key, each in content.items()):
+        base.clear(value)
+        base.update(value, content)
+
+
+def _restore_list(value: list[Any] | collections.deque[Any], content: list[Any]) -> None:
+    if len(value) != len(content) or any(a is not b for a, b in zip(value, content, strict=True)):
+        value.clear()
+        value.extend(content)
+
+
+def _restore_set(value: set[Any], content: set[Any]) -> None:
+    set.clear(value)
+    set.update(value, content)
+
+
+def _restore_tensor(value: Tensor, content: Tensor) -> None:
+    if value.shape == content.shape and not torch.equal(value.detach(), content):
+        value.data.copy_(content)

@@ -1,0 +1,123 @@
+"""Checks, before a run, that no microbatch depends on what those before it have left outside of parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from raypar.errors import ModelError
+from raypar.model.python_state import PythonState, StateReading
+from raypar.worker.stage.buffer_updates import same_bits
+
+_MOST_SUSPECTS = 20
+"""Of how many places each is tried by itself, to find the one that a microbatch depends on."""
+
+
+class ComputedMicrobatch(NamedTuple):
+    """What a forward and backward gave."""
+
+    total: float
+    """The loss, summed over samples."""
+    count: float
+    """By what the sum is divided."""
+    gradients: dict[str, Tensor]
+    """Parameter -> its gradient."""
+
+    def difference(self, other: ComputedMicrobatch) -> str | None:
+        """What is another number in `other`: the loss, or a gradient; None if nothing is."""
+        if repr(self.total) != repr(other.total):
+            return f"the loss is {other.total / (other.count or 1):.8g}, not {self.total / (self.count or 1):.8g}"
+        for name in dict.fromkeys((*self.gradients, *other.gradients)):
+            one, two = self.gradients.get(name), other.gradients.get(name)
+            if one is None or two is None or not same_bits(one, two):
+                return f"the gradient of {name} is another one"
+        return None
+
+
+def compute_with_and_without_state(
+    state: PythonState, compute: Callable[[int], ComputedMicrobatch], forms: Sequence[Any], needed: int
+) -> list[ComputedMicrobatch]:
+    """The microbatches 0, 1, ..., each computed with what those before it have left. Those after `needed` are left out if none
+    leaves anything.
+
+    If one has left something, the next is also computed without, and the last one twice. Raises `ModelError` if that makes a
+    difference, or if a place still changes although the model has met such a microbatch before. So a table that is made for a
+    size is a cache, and allowed, as is what every microbatch overwrites; a counter and an average are not.
+
+    `forms`: of each microbatch, what a cache may depend on (shapes).
+    """
+    first = before = state.read()
+    found: list[ComputedMicrobatch] = []
+    for number, form in enumerate(forms):
+        if number >= needed and not first.changed(before):
+            break
+        found.append(compute(number))
+        after = state.read()
+        if number and first.changed(before):
+            state.put_back(first)
+            without, left = compute(number), state.read()
+            if (difference := without.difference(found[number])) is not None:
+                raise _dependence(state, compute, number, (first, before), without, difference)
+            carried = [place for place in before.changed(after) if after.values.get(place) != left.values.get(place)]
+            if carried and form in forms[:number]:
+                raise _still_changing(carried[0])
+            state.put_back(after)
+        before = after
+    if first.changed(before):
+        again = compute(len(found) - 1)
+        if changed := before.changed(state.read()):
+            raise _still_changing(changed[0])
+        if (difference := found[-1].difference(again)) is not None:
+            raise _dependence(state, compute, len(found) - 1, (first, before), found[-1], difference)
+        state.put_back(before)
+    return found
+
+
+def _dependence(
+    state: PythonState,
+    compute: Callable[[int], ComputedMicrobatch],
+    number: int,
+    readings: tuple[StateReading, StateReading],
+    without: ComputedMicrobatch,
+    difference: str,
+) -> ModelError:
+    """The error for a microbatch that depends on what is left: names the place, if one by itself makes the difference.
+
+    `readings`: before the first microbatch, and before this one.
+    """
+    first, before = readings
+    places, guilty = first.changed(before), list[str]()
+    for place in places[:_MOST_SUSPECTS] if len(places) > 1 else ():
+        state.put_back(before)
+        with_all = compute(number)
+        state.put_back(before)
+        state.put_back(first, only=place)
+        if with_all.difference(compute(number)) is not None:
+            guilty.append(place)
+    return ModelError(
+        f"the forward keeps something of one microbatch for the next in {_named(guilty or places)}: with what the microbatches "
+        f"before have left there, in microbatch {number} {difference}. Each worker computes some of the microbatches only, so "
+        "it would train otherwise than one process",
+        cure=_CURE,
+    )
+
+
+def _still_changing(place: str) -> ModelError:
+    return ModelError(
+        f"{place} is changed by every microbatch, and holds something of those before: what the model computes may come to "
+        "depend on how many microbatches a worker has computed, which differs between plans",
+        cure=_CURE,
+    )
+
+
+def _named(places: Sequence[str]) -> str:
+    more = f" (and {len(places) - 3} more)" if len(places) > 3 else ""
+    return ", or ".join(places[:3]) + more
+
+
+_CURE = (
+    "keep it in a buffer (register_buffer), and say in model.buffers what becomes of it (last, sum); leave out what only "
+    "counts; draw random numbers from torch, random or numpy themselves, which raypar seeds before every layer"
+)
