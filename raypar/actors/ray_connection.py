@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -67,6 +68,9 @@ DEATH_NOTICE = re.compile(
     r"\s*(Raylet is terminated|The node with node id|A worker died or was killed|\[.*\] \((raylet|gcs_server)\) )", re.DOTALL
 )
 """How Ray's messages about dead nodes and workers begin, and the lines of its servers' logs."""
+
+TEMP_BYTES = 2**19
+"""Without so much room for its logs a local Ray cluster does not start, and says nothing."""
 
 SOCKET_PATH_ROOM = 40
 """Ray puts about 65 characters of socket path below its folder, and the system allows 107."""
@@ -309,6 +313,8 @@ def _started() -> Iterator[None]:
     """Turn the bare `Exception` that Ray raises when its processes do not start in time into a `ClusterError`."""
     try:
         yield
+    except ClusterError:
+        raise
     except Exception as error:
         raise ClusterError(
             f"Ray did not start on this machine: {error_first_line(error)}",
@@ -455,9 +461,16 @@ def without_ray_death_notices() -> Iterator[None]:
 
 
 def make_short_temp_dir() -> Path:
-    """A new folder for Ray's files whose path leaves room for its sockets."""
+    """A new folder for Ray's files whose path leaves room for its sockets. Raises `ClusterError` where the disk is full."""
     base = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="raypar-", dir=base if len(base) + 15 <= SOCKET_PATH_ROOM else "/tmp"))
+    base = base if len(base) + 15 <= SOCKET_PATH_ROOM else "/tmp"
+    free = shutil.disk_usage(base).free
+    if free < TEMP_BYTES:
+        raise ClusterError(
+            f"the disk is full: {base} has {free // 1024:,} KiB left, and Ray puts its logs there",
+            cure=f"free disk space, or set TMPDIR to a folder with room and at most {SOCKET_PATH_ROOM - 15} characters",
+        )
+    return Path(tempfile.mkdtemp(prefix="raypar-", dir=base))
 
 
 def worker_python_path(working_dir: Path) -> str:

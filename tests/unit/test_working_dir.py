@@ -63,6 +63,19 @@ def test_a_ray_that_does_not_start_in_time_is_one_clear_error():
     assert "try again" in found.value.cure
 
 
+def test_no_ray_is_started_where_its_logs_have_no_room(monkeypatch):
+    """Ray was waited for three times, half a minute each; then the machine was said to be busy or short of memory."""
+    from types import SimpleNamespace
+
+    from raypar.actors import ray_connection
+    from raypar.errors import ClusterError
+
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=16 * 1024))
+    with pytest.raises(ClusterError, match=r"the disk is full: .* has 16 KiB left") as found, ray_connection._started():
+        ray_connection.make_short_temp_dir()
+    assert "TMPDIR" in found.value.cure
+
+
 def test_a_ray_that_starts_too_late_is_cleared_away_and_started_again(monkeypatch, tmp_path):
     """Beside twelve processes that compute: Ray gives its raylet 30 s."""
     import contextlib
