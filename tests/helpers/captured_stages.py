@@ -185,15 +185,20 @@ def run_plain(
     hooks = []
     if seeded:
         names = iter([layer.name for layer in captured.layers][1:])
-        first = [True]
+        calls: list[nn.Module] = []  # units under way: one may be an argument of another
+        started = [False]
 
         def seed(module: nn.Module, args: Any) -> None:
-            if first[0]:
-                first[0] = False
-            else:
+            if not calls and started[0]:
                 torch.manual_seed(seed_of_layer(next(names)))
+            started[0] = True
+            calls.append(module)
 
-        hooks = [model.get_submodule(unit).register_forward_pre_hook(seed) for unit in captured.cache.units]
+        for unit in map(model.get_submodule, captured.cache.units):
+            hooks.append(unit.register_forward_pre_hook(seed))
+            hooks.append(
+                unit.register_forward_hook(lambda *args: calls.clear() if args[0] is calls[0] else None, always_call=True)
+            )
         torch.manual_seed(seed_of_layer(captured.layers[0].name))
     model.zero_grad()
     output = model(**{name: value.clone() for name, value in batch.items()})

@@ -392,3 +392,87 @@ def test_code_in_a_package_whose_name_begins_with_torch_is_the_users():
         file = str(folder.with_name(name) / "models" / "deep.py")
         exec(compile("where = user_location()", file, "exec"), found)
         assert (found["where"] == f"{file}:1") == is_users
+
+
+class Bias(nn.Module):
+    """A position bias that attention asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.scale = nn.Embedding(7, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, rows: int) -> Tensor:
+        return F.dropout(self.embedding.weight[:rows] * self.scale, 0.2, self.training)
+
+
+class TakesBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, bias: Callable[[int], Tensor] | None = None) -> Tensor:
+        return x if bias is None else x + self.linear(x + bias(len(x)))
+
+
+class GivesModules(nn.Module):
+    """Gives its blocks one module, as x-transformers does with its position biases; the first gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.blocks, self.norm = Bias(), nn.ModuleList(TakesBias() for _ in range(4)), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, bias=self.bias if index else None)
+        return self.norm(x) + self.bias.scale
+
+
+def test_a_module_is_an_argument_like_any_other():
+    check(GivesModules, numbers(3, 5))
+    captured = capture(GivesModules(), numbers(3)[0])
+    uses = [[name for name, _ in layer.build().named_parameters() if "bias." in name] for layer in captured.layers]
+    embedding = ["bias.embedding.weight", "bias.scale"]
+    assert uses == [
+        [],
+        sorted(embedding, reverse=True),
+        sorted(embedding, reverse=True),
+        sorted(embedding, reverse=True),
+        ["bias.scale"],
+    ]
+    assert [len(names) for names in captured.ties] == [4, 3]
+
+
+class GivesItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TakesBias() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, bias=self.blocks)
+        return x
+
+
+def test_a_module_that_has_units_inside_is_no_argument():
+    with pytest.raises(ModelError, match="a ModuleList is passed between units at .*test_captured_unseen.py"):
+        capture(GivesItself(), numbers(3)[0])
+
+
+class AsksForGradientOfInput(nn.Module):
+    """As wav2vec2 and its relatives do in training, for the sake of checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None]
+        if self.training:
+            x.requires_grad = True
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_an_input_may_be_asked_for_its_gradient():
+    check(AsksForGradientOfInput, numbers(2, 3))

@@ -50,6 +50,11 @@ class LayerProgram:
         return next((event.call for event in self.events if isinstance(event.call, str)), None)
 
     @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """Qualified names of the modules that the unit is given as arguments."""
+        return tuple(dict.fromkeys(path for event in self.events for path in event.modules))
+
+    @cached_property
     def read_keys(self) -> tuple[TensorKey, ...]:
         """Keys of the values that it reads."""
         return tuple(key for _, key in self.reads)
@@ -152,10 +157,10 @@ class _LayerDraft:
     """Parameters and buffers that are read."""
 
 
-def cut_into_layers(trace: Trace, parameters_of_unit: Mapping[str, Collection[str]] = MappingProxyType({})) -> CutTrace:
+def cut_into_layers(trace: Trace, parameters_of_module: Mapping[str, Collection[str]] = MappingProxyType({})) -> CutTrace:
     """The layers of a trace. Raises `Refused` where a write would have to be seen through a view in another layer.
 
-    `parameters_of_unit`: unit -> names of its parameters, as the trace has them.
+    `parameters_of_module`: unit, or module that a unit is given -> names of its parameters, as the trace has them.
     """
     drafts, names, layer_of_event = _divide(trace)
     live, makers = _live_tensors(trace), _makers(trace)
@@ -164,11 +169,11 @@ def cut_into_layers(trace: Trace, parameters_of_unit: Mapping[str, Collection[st
         _complete(trace, draft, wanted, live, makers, layer_of_event)
     _refuse_late_views(trace, {key for draft in drafts for key in draft.incoming})
     value_names, outputs = _name_values(trace, drafts, names)
-    shared = _shared_parameters(trace, drafts, parameters_of_unit)
+    shared = _shared_parameters(trace, drafts, parameters_of_module)
     layers = []
     for index, (draft, name) in enumerate(zip(drafts, names, strict=True)):
         copied = _check_writes(trace, draft, live)
-        events, state = _separate_uses(trace, draft, shared, parameters_of_unit)
+        events, state = _separate_uses(trace, draft, shared, parameters_of_module)
         layers.append(
             LayerProgram(
                 name=name,
@@ -275,21 +280,25 @@ def _refuse_distant_derivatives(trace: Trace, draft: _LayerDraft) -> None:
             )
 
 
-def _units_of(trace: Trace, draft: _LayerDraft) -> list[str]:
-    return [call for call in (trace.events[i].call for i in draft.own) if isinstance(call, str)]
+def _modules_of(trace: Trace, draft: _LayerDraft) -> list[str]:
+    """The unit that a layer calls, and the modules that it is given."""
+    calls = [event for event in (trace.events[i] for i in draft.own) if event.is_unit]
+    return [path for event in calls for path in (event.label, *event.modules)]
 
 
-def _shared_parameters(trace: Trace, drafts: list[_LayerDraft], parameters_of_unit: Mapping[str, Collection[str]]) -> set[str]:
+def _shared_parameters(
+    trace: Trace, drafts: list[_LayerDraft], parameters_of_module: Mapping[str, Collection[str]]
+) -> set[str]:
     """Names of the parameters that several layers use."""
     users: Counter[str] = Counter()
     for draft in drafts:
         used = {key.name for key in draft.state if key.kind == "parameter"}
-        users.update(used.union(*(parameters_of_unit.get(unit, ()) for unit in _units_of(trace, draft))))
+        users.update(used.union(*(parameters_of_module.get(module, ()) for module in _modules_of(trace, draft))))
     return {name for name, count in users.items() if count > 1}
 
 
 def _separate_uses(
-    trace: Trace, draft: _LayerDraft, shared: set[str], parameters_of_unit: Mapping[str, Collection[str]]
+    trace: Trace, draft: _LayerDraft, shared: set[str], parameters_of_module: Mapping[str, Collection[str]]
 ) -> tuple[tuple[Event, ...], tuple[TensorKey, ...]]:
     """(the events of a layer, parameters and buffers that its glue reads).
 
@@ -298,7 +307,7 @@ def _separate_uses(
     """
     events = [trace.events[i] for i in sorted(draft.chosen)]
     reads = Counter(key.name for event in events for key in event.inputs if key.kind == "parameter")
-    reads.update(name for unit in _units_of(trace, draft) for name in parameters_of_unit.get(unit, ()))
+    reads.update(name for module in _modules_of(trace, draft) for name in parameters_of_module.get(module, ()))
     several = {name for name, count in reads.items() if count > 1 and name in shared}
     state = {key: None for key in draft.state if key.kind != "parameter" or key.name not in several}
     numbers: Counter[str] = Counter()

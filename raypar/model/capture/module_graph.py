@@ -335,6 +335,8 @@ def _make_shell(cache: TraceCache, index: int, skeleton: nn.Module) -> CapturedL
     shell = CapturedLayer(cache, index, () if cache.first_trace.is_fixed(index) else cache.inputs.fields)
     if program.unit is not None:
         _put(shell, program.unit, skeleton)
+    for path in program.modules:
+        _put(shell, path, skeleton)
     for key in program.state:
         use = used_parameter(key.name)
         if use is None:

@@ -32,6 +32,7 @@ from raypar.model.capture.trace import (
     Event,
     EventId,
     Guard,
+    ModuleArgument,
     Rewrite,
     TensorFacts,
     TensorKey,
@@ -178,9 +179,11 @@ class Recorder(TorchFunctionMode):
     def _note(self, tensor: Tensor, key: TensorKey) -> None:
         self.facts[key] = TensorFacts(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, memory_of(tensor))
 
-    def _leaf(self, value: Any) -> Any:
-        """An argument as an event keeps it."""
+    def _leaf(self, value: Any, unit: str | None = None) -> Any:
+        """An argument as an event keeps it. `unit`: whose call it is."""
         if not isinstance(value, Tensor):
+            if unit is not None and isinstance(value, nn.Module) and self._may_be_given(value, unit):
+                return ModuleArgument(self.paths[id(value)])
             if may_hide_tensors(value):
                 raise _hidden_tensors(value)
             return value
@@ -200,6 +203,11 @@ class Recorder(TorchFunctionMode):
                 "write it by PyTorch's own functions; or make the module that does it a unit (model.units)",
             )
         return key
+
+    def _may_be_given(self, module: nn.Module, unit: str) -> bool:
+        """Whether the layer that calls a unit can hold this module too: it is in the model, and no other unit is inside it."""
+        path = self.paths.get(id(module))
+        return bool(path) and not any(each.startswith(f"{path}.") for each in (unit, *self.units))
 
     def _constant(self, value: Tensor) -> TensorKey:
         """The key of a tensor that nothing recorded has made. Raises for one that depends on the forward."""
@@ -309,7 +317,8 @@ class Recorder(TorchFunctionMode):
             )
         if asks:
             self._refuse_unknown_answers(name, tensors)
-        leaves = tuple(self._leaf(value) for value in flat) if tensors or isinstance(call, str) else None
+        unit = call if isinstance(call, str) else None
+        leaves = tuple(self._leaf(value, unit) for value in flat) if tensors or unit is not None else None
         described = None if leaves is None else tuple(map(self._describe, flat, leaves))  # before it writes into them
         versions = [tensor._version for tensor in tensors]
         self.watch.begin_event(self._event_number, call if isinstance(call, str) else None, tensors)
@@ -323,7 +332,7 @@ class Recorder(TorchFunctionMode):
         written = [
             tensor
             for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
-            if tensor._version != version or (index == 0 and name in _CHANGE_GRADIENT_STATE and not isinstance(call, str))
+            if tensor._version != version or (index == 0 and unit is None and _changes_gradient_state(call))
         ]
         if not isinstance(call, str) and not written and not asks and not any(isinstance(each, Tensor) for each in results):
             return out  # a shape, a dtype: a property of tensors, not of their values
@@ -566,6 +575,11 @@ class Recorder(TorchFunctionMode):
 
 def _is_wrapped_by_functorch(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _changes_gradient_state(call: Any) -> bool:
+    """Whether a call changes whether its first argument has a gradient: `x.requires_grad = True` as well."""
+    return getattr(call, "__name__", "") in _CHANGE_GRADIENT_STATE or _sets_plain_attribute(call)
 
 
 def _sets_plain_attribute(call: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from raypar.errors import ModelError
 from raypar.model.capture.layer_programs import LayerProgram
-from raypar.model.capture.trace import Event, TensorKey, Trace, form_of
+from raypar.model.capture.trace import Event, ModuleArgument, TensorKey, Trace, form_of
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def check_against_record(program: LayerProgram, values: Values, trace: Trace) ->
 
 def run_event(event: Event, module: nn.Module, values: Values, device: torch.device = CPU) -> Any:
     """Run one event, and add to `values` what it makes; returns its result."""
-    args, kwargs = _arguments(event, values, device)
+    args, kwargs = _arguments(event, module, values, device)
     call: Callable[..., Any] = _attribute(module, event.call) if isinstance(event.call, str) else event.call
     if args and not isinstance(args[0], Tensor) and isinstance(call, _METHODS):
         call = _method_of_other_class(call, args[0])
@@ -113,9 +113,13 @@ def _users_contexts(event: Event, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _arguments(event: Event, values: Values, device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _arguments(
+    event: Event, module: nn.Module, values: Values, device: torch.device
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """The arguments of an event; where the trace has its own device, the CPU, they have `device`."""
     leaves = [values[leaf] if type(leaf) is TensorKey else leaf for leaf in event.leaves]
+    if event.modules:
+        leaves = [_attribute(module, leaf.path) if type(leaf) is ModuleArgument else leaf for leaf in leaves]
     if device != CPU:
         leaves = [device if isinstance(leaf, torch.device) and leaf == CPU else leaf for leaf in leaves]
     kept = vars(event)  # beside the fields

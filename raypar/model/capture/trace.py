@@ -39,6 +39,14 @@ class TensorKey:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleArgument:
+    """A module of the model that is an argument of a unit's call: a position bias that all blocks use, say."""
+
+    path: str
+    """Its qualified name."""
+
+
+@dataclass(frozen=True, slots=True)
 class CpuAutocastSetting:
     """The autocast setting that users' code has entered around an event."""
 
@@ -65,7 +73,7 @@ class Event:
     call: Callable[..., Any] | str
     """The function; of a unit its qualified name."""
     leaves: tuple[Any, ...]
-    """The arguments as pytree leaves: tensors as `TensorKey`, others as they are."""
+    """The arguments as pytree leaves: tensors as `TensorKey`, modules as `ModuleArgument`, others as they are."""
     structure: Any
     """The pytree structure of (args, kwargs)."""
     outputs: tuple[TensorKey | None, ...]
@@ -96,6 +104,11 @@ class Event:
     def inputs(self) -> tuple[TensorKey, ...]:
         """The tensors among the arguments."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorKey))
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """Qualified names of the modules among the arguments."""
+        return tuple(leaf.path for leaf in self.leaves if isinstance(leaf, ModuleArgument))
 
     @property
     def makes(self) -> tuple[TensorKey, ...]:

@@ -202,7 +202,7 @@ class TraceCache:
                 try:
                     trace = self._record(given, training=training)
                     self._refuse_changed_state(before, trace)
-                    made = cut_into_layers(trace, self._parameters_of_units())
+                    made = cut_into_layers(trace, self._parameters_of_modules(trace))
                     if self._first_trace is None:
                         self.written_buffers = (before.written_buffers() | before.replaced_buffers()) - before.statistics
                     self._refuse_memory(before, trace, given, training=training)
@@ -349,10 +349,11 @@ class TraceCache:
             or "call the model on one batch by itself; compare the shapes of samples (data) with what it expects",
         )
 
-    def _parameters_of_units(self) -> dict[str, set[str]]:
-        """Unit -> names of its parameters, as traces have them."""
+    def _parameters_of_modules(self, trace: Trace) -> dict[str, set[str]]:
+        """Unit, or module that a unit is given -> names of its parameters, as traces have them."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        return {unit: {names[id(p)] for p in module.parameters()} for unit, module in self.units.items()}
+        given = {path: self.model.get_submodule(path) for event in trace.events for path in event.modules}
+        return {path: {names[id(p)] for p in module.parameters()} for path, module in (given | self.units).items()}
 
     def _refine(self, path: str) -> None:
         if self._first_trace is not None:
@@ -492,8 +493,10 @@ def _check_fits(made: CutTrace, first_trace: CutTrace, *, training: bool) -> Non
         for what, one, other in (("reads", new.reads, first.reads), ("writes", new.outputs, first.outputs)):
             if _names(one) != _names(other):
                 raise _misfit(f"layer {new.name!r} {what} {_names(one)}, not {_names(other)}")
-        if not set(new.state) <= set(first.state):
-            raise _misfit(f"layer {new.name!r} uses {', '.join(key.name for key in set(new.state) - set(first.state))}")
+        if more := ({key.name for key in new.state} | set(new.modules)) - (
+            {key.name for key in first.state} | set(first.modules)
+        ):
+            raise _misfit(f"layer {new.name!r} uses {', '.join(sorted(more))}")
         if first_trace.is_fixed(index) and not _is_same_call(new, first, training=training):
             raise _misfit(f"layer {new.name!r} does not call its module in the same way")
     for value, gradient in made.value_gradients.items() if training else ():
