@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from raypar.errors import with_article
 from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, memory_of
+from raypar.model.capture.cures_from_settings import DRAWS_MASKS, SKIPS_LAYERS, cure_for_cache, settings_to_be_zero
 from raypar.model.capture.dataclass_structures import flatten
 from raypar.model.capture.dtype_and_device_calls import without_dtype_and_device_tensor
 from raypar.model.capture.may_hide_tensors import may_hide_tensors
@@ -70,7 +71,6 @@ _FIXED_SHAPES = (
     "compute it inside a module that returns tensors of fixed shapes, and make that a unit (model.units); use torch.where in "
     "place of boolean indices"
 )
-_NO_CACHE = "set use_cache=False in the model's config"
 _CURES_BY_OPERATION = {
     "_pack_padded_sequence": "give the lengths as a field of the batch; or put packing, the recurrent net and "
     "pad_packed_sequence(..., total_length=...) inside a module, and make that a unit (model.units)",
@@ -87,6 +87,8 @@ class Recorder(TorchFunctionMode):
         self, model: nn.Module, units: Mapping[str, nn.Module], fields: Mapping[str, Tensor], like: Trace | None = None
     ) -> None:
         super().__init__()
+        self.model = model
+        """The model."""
         self.like = like
         """The training trace, if this trace is in evaluation mode. A call that returned a new tensor there but returns its own
         argument here (dropout) gets a view, so that both traces have the same values."""
@@ -185,7 +187,7 @@ class Recorder(TorchFunctionMode):
             if unit is not None and isinstance(value, nn.Module) and self._may_be_given(value, unit):
                 return ModuleArgument(self.paths[id(value)])
             if may_hide_tensors(value):
-                raise _hidden_tensors(value)
+                raise self._hidden_tensors(value)
             return value
         key = self._keys.get(id(value))
         if key is None:
@@ -466,11 +468,12 @@ class Recorder(TorchFunctionMode):
                 key = self._constant(tensor)
             if key in self._pure:
                 continue
+            skips = settings_to_be_zero(self.model, SKIPS_LAYERS)
             raise Refused(
                 "the forward decides by the values of an activation, a parameter or a random number: "
                 f"{name}() of a tensor {list(tensor.shape)} at {user_location()}",
-                "decide inside of a module, and make that a unit (model.units); what skips layers at random (layerdrop) "
-                "must be set to 0",
+                "decide inside of a module, and make that a unit (model.units)"
+                + (f"; what skips layers at random ({skips}) must be set to 0" if skips else ""),
             )
 
     def _refuse_unread_sizes(self, tensors: Sequence[Tensor]) -> None:
@@ -492,11 +495,12 @@ class Recorder(TorchFunctionMode):
     def _refuse_python_random(self) -> None:
         """Raises `Refused` if code between units has drawn from Python's or numpy's generators."""
         if python_random_state() != self._random_state:
+            settings = [found for names in (SKIPS_LAYERS, DRAWS_MASKS) if (found := settings_to_be_zero(self.model, names))]
             raise Refused(
                 f"the forward draws from Python's random or numpy's between units, before {user_location()}: layers would be "
                 "left out, or numbers be other ones, on every worker",
-                "set what does so to 0 (layerdrop; mask_time_prob and mask_feature_prob); or draw with torch, and decide by it "
-                "inside of a module that is a unit (model.units)",
+                (f"set what does so to 0 ({', '.join(settings)}); or " if settings else "")
+                + "draw with torch, and decide by it inside of a module that is a unit (model.units)",
             )
 
     def _refuse_own_seeds(self) -> None:
@@ -544,6 +548,19 @@ class Recorder(TorchFunctionMode):
             if isinstance(value, Tensor):
                 self.made_inside.setdefault(id(value), (path, value))
 
+    def _hidden_tensors(self, value: Any) -> Refused:
+        """The error for an argument that may contain tensors."""
+        kind = type(value).__name__
+        cure = (
+            "pass tensors, numbers, and tuples, lists and dicts of them; or make the module that calls both a unit "
+            "(model.units)"
+        )
+        if "Cache" in kind:
+            cure = cure_for_cache(self.model)
+        elif isinstance(value, nn.Module) or callable(value):
+            cure = "for checkpointing use use_reentrant=False; or make the module around it a unit (model.units)"
+        return Refused(f"{with_article(kind)} is passed between units at {user_location()}; it may hide tensors", cure)
+
     def finish(self, out: Any) -> Trace:
         """The trace of a forward that returned `out`."""
         self._inside_event += 1
@@ -557,7 +574,7 @@ class Recorder(TorchFunctionMode):
             )
             raise Refused(
                 f"the model returns {with_article(type(hidden).__name__)}, into which PyTorch does not look",
-                _NO_CACHE if "Cache" in type(hidden).__name__ else cure,
+                cure_for_cache(self.model) if "Cache" in type(hidden).__name__ else cure,
             )
         kept = tuple(self._leaf(value) for value in leaves)
         described = tuple(self._describe(value, leaf) for value, leaf in zip(leaves, kept, strict=True))
@@ -585,14 +602,3 @@ def _changes_gradient_state(call: Any) -> bool:
 def _sets_plain_attribute(call: Any) -> bool:
     """Whether a call of `__set__` sets `requires_grad`, which every tensor keeps by itself."""
     return getattr(call, "__self__", None) is Tensor.requires_grad
-
-
-def _hidden_tensors(value: Any) -> Refused:
-    """The error for an argument that may contain tensors."""
-    kind = type(value).__name__
-    cure = "pass tensors, numbers, and tuples, lists and dicts of them; or make the module that calls both a unit (model.units)"
-    if "Cache" in kind:
-        cure = _NO_CACHE
-    elif isinstance(value, (nn.Module,)) or callable(value):
-        cure = "for checkpointing use use_reentrant=False; or make the module around it a unit (model.units)"
-    return Refused(f"{with_article(kind)} is passed between units at {user_location()}; it may hide tensors", cure)

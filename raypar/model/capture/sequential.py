@@ -58,11 +58,14 @@ def capture_layer_graph(
         _check_ties(made)
         return made
     captured = whole_module(made) if whole is not None else None
+    if captured is not None and whole is not None and isinstance(captured, nn.Sequential) and _is_chain(captured):
+        whole = replace(whole, units=whole.units or tuple(name for name, _ in captured.named_children()))
     pairs = layers_in(made) if captured is None else [("", captured)]
     statistics: dict[str, ReferenceType[Tensor]] = {}
     for name, module in pairs:
         refuse_unsupported(name, module)
         refuse_shared_statistics(name, module, statistics)
+        _refuse_skips_beside_the_chain(name, module)
     refuse_lazy(pairs)
     refuse_parameter_aliasing(pairs, replaced)
     state = state_in(made) if whole is not None else dict(named_state(pairs))
@@ -86,9 +89,15 @@ def capture_layer_graph(
 
 
 def whole_module(made: object) -> nn.Module | None:
-    """The module that has to be captured; None for what is a chain of layers, is wrapped by another framework, or no module."""
-    if not isinstance(made, nn.Module) or _is_chain(made):
+    """The module that has to be captured; None for what is a chain of layers, is wrapped by another framework, or no module.
+
+    A chain with a layer that writes in place what it reads is captured: the layer gets a copy then, as inside of a module.
+    """
+    if not isinstance(made, nn.Module):
         return None
+    if _is_chain(made):
+        in_place = isinstance(made, nn.Sequential) and _own_calls(made) is None and any(map(_writes_its_input, made))
+        return made if in_place else None
     return None if _wrapped_module_name(made) is not None else made
 
 
@@ -97,6 +106,34 @@ def _is_chain(made: nn.Module) -> bool:
     if isinstance(made, nn.Sequential):
         return type(made).forward is nn.Sequential.forward
     return isinstance(made, nn.ModuleList) and type(made).forward is nn.ModuleList.forward
+
+
+def _writes_its_input(layer: nn.Module) -> bool:
+    """Whether a layer is `nn.ReLU(inplace=True)` or the like, or begins with one."""
+    if type(layer).forward is nn.Sequential.forward:
+        return _writes_its_input(layer[0]) if len(layer) else False  # type: ignore[index, arg-type]
+    return bool(getattr(layer, "inplace", False)) and not list(layer.children())
+
+
+def _refuse_skips_beside_the_chain(name: str, layer: nn.Module) -> None:
+    """Raises `ModelError` for a `@skippable` layer of torchgpipe or fairscale that hands a tensor to another layer."""
+    parts = [
+        part for part in layer.modules() if hasattr(type(part), "stashable_names") and hasattr(type(part), "poppable_names")
+    ]
+    stashed, popped = (
+        {skip for part in parts for skip in getattr(type(part), kind)} for kind in ("stashable_names", "poppable_names")
+    )
+    if stashed != popped:
+        what = (
+            f"stashes {', '.join(sorted(stashed - popped))}"
+            if stashed - popped
+            else f"pops {', '.join(sorted(popped - stashed))}"
+        )
+        raise ModelError(
+            f"layer {name!r} is @skippable and {what}: it passes a tensor beside the chain, where workers do not see it",
+            cure="give the model as one module whose forward keeps the tensor in a variable and passes it on: raypar records "
+            "that, and sends it from stage to stage",
+        )
 
 
 def state_in(made: object) -> dict[str, Tensor]:
