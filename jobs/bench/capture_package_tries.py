@@ -1,0 +1,175 @@
+"""Tries the models of a package for `capture.py --package`, each in a process of its own: `capture_package_tries.py PACKAGE`.
+
+Prints a line of JSON for each model: what became of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import re
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from helpers.captured_stages import Captured, capture_as_a_job, differences, make_stages, run_plain, run_stages
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from unseen_models.case import Batch, Case, let_torchvision_be_imported
+
+from raypar.errors import ModelError, RayparError
+
+STAGES = 3
+
+
+def loss_of(output: Any) -> Tensor:
+    """The mean square of every tensor of numbers in the output, added up."""
+    found = [each for each in _tensors(output) if each.is_floating_point() or each.is_complex()]
+    return sum((each.abs().float() ** 2).mean() if each.is_complex() else (each.float() ** 2).mean() for each in found)  # type: ignore[return-value]
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The tensors in an output; those of objects into which PyTorch does not look are their attributes."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
+            found += [each for value in vars(leaf).values() for each in tree_leaves(value) if isinstance(each, Tensor)]
+    return found
+
+
+def tried(given: Case) -> dict[str, Any]:
+    """What became of a model: the verdict, and why."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        made = given.make().float()
+        made.train()  # which may return nothing
+        return made
+
+    try:
+        plain, probe, batch = make(), make(), given.batch()
+        before = torch.random.get_rng_state()
+        loss = loss_of(probe(**{key: value.clone() for key, value in batch.items()}))
+        loss.backward()
+    except Exception as error:
+        return {"verdict": "not tried", "why": f"the plain module: {said(error)}"}
+    if not bool(torch.isfinite(loss)):
+        return {"verdict": "not tried", "why": "the plain module: the loss is not finite"}
+    draws = not torch.equal(before, torch.random.get_rng_state())
+    facts = {"class": type(plain).__name__, "parameters": sum(p.numel() for p in plain.parameters()), "draws": draws}
+    start = time.process_time()
+    try:
+        captured = capture_as_a_job(plain, batch)
+    except RayparError as error:
+        by_raypar = isinstance(error, ModelError) and " raised " in error.what.split("\n")[0]
+        return facts | {"verdict": "crashed" if by_raypar else "refused", "why": said(error), "all": str(error)[-3000:]}
+    except Exception as error:
+        return facts | {"verdict": "crashed", "why": said(error), "all": traceback.format_exc()[-3000:]}
+    facts |= {"capture_s": time.process_time() - start, "layers": len(captured.layers), "largest": largest_share(captured)}
+    try:
+        differ = compared(captured, plain, batch, draws=draws)
+    except Exception as error:
+        return facts | {"verdict": "crashed", "why": f"run in stages: {said(error)}", "all": traceback.format_exc()[-3000:]}
+    if differ:
+        return facts | {"verdict": "wrong", "why": f"{len(differ)} differ: {', '.join(differ[:4])}"}
+    return facts | {"verdict": "exact"}
+
+
+def compared(captured: Captured, plain: nn.Module, batch: Batch, *, draws: bool) -> list[str]:
+    """What differs between the stages and the plain module."""
+    count = len(captured.layers)
+    cuts = sorted({count * stage // STAGES for stage in range(1, STAGES)} - {0})
+    stages = make_stages(captured, plain, cuts)
+    found = run_stages(captured, stages, batch, loss_of, seeded=draws)
+    return differences(found, run_plain(captured, plain, batch, loss_of, seeded=draws))
+
+
+def largest_share(captured: Captured) -> float:
+    """The share of the parameters that the layer with most of them has."""
+    sizes = [sum(p.numel() for p in layer.build().parameters()) for layer in captured.layers]
+    return max(sizes) / (sum(sizes) or 1)
+
+
+def said(error: BaseException) -> str:
+    """The first line of an error."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return re.sub(r"(?:/[\w.+-]+)+/site-packages/", "", f"{type(error).__name__}: {line}")[:300]
+
+
+def try_in_child(package: str, name: str, out: Connection) -> None:
+    """Send what became of a model of a package."""
+    models = importlib.import_module(f"unseen_models.of_{package}")
+    start = time.monotonic()
+    warnings.simplefilter("ignore")
+    try:
+        given = models.case(name)
+    except Exception as error:
+        found = {"verdict": "not tried", "why": f"no small form of it: {said(error)}"}
+    else:
+        found = tried(given)
+    out.send({"package": package, "model": name, **found, "seconds": round(time.monotonic() - start, 1)})
+
+
+def try_all(package: str, names: Sequence[str], *, at_once: int, limit_s: float, total_s: float) -> Iterator[dict[str, Any]]:
+    """What became of each model, as it is known. Children are forked, for importing takes longer than most models."""
+    fork = multiprocessing.get_context("fork")
+    end = time.monotonic() + total_s
+    waiting = list(names)
+    running: dict[Connection, tuple[str, Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < at_once and time.monotonic() < end:
+            ours, theirs = fork.Pipe(duplex=False)
+            child = fork.Process(target=try_in_child, args=(package, waiting[0], theirs), daemon=True)
+            child.start()
+            theirs.close()
+            running[ours] = waiting.pop(0), child, min(time.monotonic() + limit_s, end)
+        if not running:
+            break
+        ready = wait(list(running), timeout=1)
+        for pipe, (name, child, until) in list(running.items()):
+            found: dict[str, Any] | None = None
+            if pipe in ready:
+                try:
+                    found = pipe.recv()
+                except EOFError:
+                    child.join()
+                    found = {"verdict": "crashed", "why": f"the process ended with exit code {child.exitcode}"}
+            elif time.monotonic() > until:
+                child.kill()
+                found = {"verdict": "not tried", "why": f"not done after {limit_s:.0f} s, or when the time for all was over"}
+            if found is not None:
+                child.join()
+                pipe.close()
+                del running[pipe]
+                yield {"package": package, "model": name, **found}
+    for name in waiting:
+        yield {"package": package, "model": name, "verdict": "not tried", "why": "the time for all was over"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package")
+    parser.add_argument("--models", nargs="*", help="default: all")
+    parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=180.0, help="of one model")
+    parser.add_argument("--total-s", type=float, default=3600.0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    let_torchvision_be_imported()
+    models = importlib.import_module(f"unseen_models.of_{given.package}")
+    names = given.models or models.names()
+    limits = {"at_once": given.at_once, "limit_s": given.limit_s, "total_s": given.total_s}
+    for found in try_all(given.package, names, **limits):
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
