@@ -15,7 +15,7 @@ from raypar.model.capture.absent_tensor import absent_like
 from raypar.model.capture.captured_layer import CapturedLayer, cache_of
 from raypar.model.capture.forward_inputs import ForwardInputs, choose_forward_inputs
 from raypar.model.capture.layer_programs import USES, CutTrace, LayerProgram, used_parameter
-from raypar.model.capture.trace import TensorKey
+from raypar.model.capture.trace import TensorFacts, TensorKey
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.capture.units import find_units, units_by_pattern
 from raypar.model.graph import Graph, Layer, join_names
@@ -128,6 +128,33 @@ def captured_outputs_on_meta(graph: Graph) -> dict[str, Tensor] | None:
     facts = [(value, cut.trace.facts[key]) for value, key in zip(cut.outputs, cut.trace.output_keys, strict=True)]
     made = {value: torch.empty(fact.shape, dtype=fact.dtype, device="meta") for value, fact in facts}
     return made | ({cut.form_output: torch.empty((), dtype=torch.int64, device="meta")} if cut.returns_numbers else {})
+
+
+def meta_inputs_of_layers(graph: Graph) -> dict[str, tuple[Tensor, ...]]:
+    """Layer -> what it was given for the first batch, as meta tensors in the job's dtype; empty for models that are not
+    captured."""
+    cache = traces_of(graph)
+    if cache is None:
+        return {}
+    facts, own = cache.first_trace.trace.facts, first_parameter_dtype(graph)
+
+    def meta(fact: TensorFacts) -> Tensor:
+        dtype = own if fact.dtype == cache.autocast_dtype and own is not None else fact.dtype
+        return torch.empty(fact.shape, dtype=dtype, device="meta", requires_grad=fact.requires_grad)
+
+    found = {}
+    for layer, program in zip(graph.layers, cache.first_trace.layers, strict=True):
+        keys = [*program.read_keys, *(TensorKey("field", name) for name in layer.inputs[len(program.reads) :])]
+        if all(key in facts for key in keys):
+            found[layer.name] = tuple(meta(facts[key]) for key in keys)
+    return found
+
+
+def first_parameter_dtype(graph: Graph) -> torch.dtype | None:
+    """The dtype in which a captured model's parameters are kept; None for other models, and models without any."""
+    cache = traces_of(graph)
+    parameters = [] if cache is None else list(cache.model.parameters())
+    return next((p.dtype for p in parameters if p.is_floating_point()), None)
 
 
 def buffers_written_in_capture(graph: Graph) -> frozenset[str]:

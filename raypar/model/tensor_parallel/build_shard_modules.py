@@ -15,6 +15,7 @@ from raypar.model.layer_skeletons import canonical_names, state_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
+from raypar.model.tensor_parallel.einops_parts import let_einops_take_parts
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.local_part_layout import sequence_part_layout
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
@@ -73,6 +74,7 @@ def build_shard_modules(
 
     `whole`: whether the modules of `make` have whole parameters, which are then cut; else they have this shard's slices.
     """
+    let_einops_take_parts()
     canonical = canonical_names(graph)
     edges = _StageEdges(graph, first, last)
     modules: dict[str, nn.Module] = {}

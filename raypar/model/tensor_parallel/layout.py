@@ -13,14 +13,15 @@ from torch import nn
 
 from raypar.errors import PlanError
 from raypar.model.graph import Graph
-from raypar.model.layer_skeletons import make_model_outline, parameter_shapes, shared_skeleton
+from raypar.model.layer_skeletons import make_model_outline, parameter_shapes
+from raypar.model.tensor_parallel.infer_by_structure import with_structure
 from raypar.model.tensor_parallel.infer_styles import infer_styles
+from raypar.model.tensor_parallel.layout_of_styles import layout_of_styles, modules_with_parameters
 from raypar.model.tensor_parallel.library_plan import library_styles
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
 from raypar.model.tensor_parallel.styles.whole import WholeStyle
 from raypar.plan import ModelOutline
-from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.stage_connections import LATER_USE, owner_of, parameter_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
@@ -43,37 +44,16 @@ def compute_shard_layout(
 
 
 def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, infer: bool) -> TensorParallelLayout:
-    modules = {name: (module, parents) for name, module, parents in _modules_with_parameters(graph)}
-    first_names = _first_names(graph)
+    modules = modules_with_parameters(graph.layers)
     given = _styles_by_pattern(modules, styles)
     chosen = dict(given)
     if infer:
         planned = library_styles(graph, {name: module for name, (module, _) in modules.items()}, given) if shards > 1 else {}
-        chosen |= _without_unequal_ties(graph, _styles_of_model(graph, planned, given), given)
-    found: dict[str, ShardingStyle] = {}
-    cuts: dict[str, TensorCut] = {}
-    once: dict[Any, Any] = {}  # equal answers, and names, are one object: the layout of a deep model is sent to every worker
-    for name, style in chosen.items():
-        module, parents = modules[name]
-        style.check_fits(name, module)
-        style = style.complete_options(name, parents)
-        slices = style.slices(name, module, shards)
-        if slices:
-            found[name] = style
-            for key, cut in slices.items():
-                parameter = intern(parameter_of(name, key))
-                cuts[parameter] = once.setdefault(cut, cut)
-                cuts[intern(first_names.get(parameter, parameter))] = cuts[parameter]
-    _check_ties(graph, found, cuts)
-    costs = {name: style.cost(name, modules[name][0], shards) for name, style in found.items()}
-    return TensorParallelLayout(
-        shards=shards,
-        styles={name: intern(str(style)) for name, style in found.items()},
-        cuts=cuts,
-        shared_inputs=_shared_inputs(found),
-        traffic={name: style.collectives(modules[name][0]) for name, style in found.items()},
-        costs={name: once.setdefault(cost, cost) for name, cost in costs.items()},
-    )
+        named = _without_unequal_ties(graph, _styles_of_model(graph, planned, given), given)
+        chosen |= with_structure(graph, named, given)
+    layout = layout_of_styles(graph.layers, modules, chosen, shards)
+    _check_ties(graph, layout)
+    return layout
 
 
 def make_model_outline_with_layouts(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> ModelOutline:
@@ -97,17 +77,6 @@ def held_elements_by_layer(graph: Graph, layout: TensorParallelLayout, shard: in
     return tuple(found)
 
 
-def _modules_with_parameters(graph: Graph) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
-    """(qualified name, module that owns parameters, the modules it is in, innermost first)."""
-    for layer in graph.layers:
-        root = shared_skeleton(layer)
-        for path, module in root.named_modules():
-            if any(p is not None for p in module._parameters.values()):
-                steps = path.split(".") if path else []
-                parents = tuple(root.get_submodule(".".join(steps[:i])) for i in reversed(range(len(steps))))
-                yield intern(layer.qualify(path)), module, parents
-
-
 def _styles_by_pattern(modules: Mapping[str, tuple[nn.Module, Any]], styles: Mapping[str, str]) -> dict[str, ShardingStyle]:
     """The styles that the job gives. Raises `PlanError` for a pattern that matches no module."""
     found: dict[str, ShardingStyle] = {}
@@ -126,20 +95,6 @@ def _styles_by_pattern(modules: Mapping[str, tuple[nn.Module, Any]], styles: Map
             )
         for name in hits:
             found.setdefault(name, style)
-    return found
-
-
-def _first_names(graph: Graph) -> dict[str, str]:
-    """Name of a parameter -> the name by which its layer knows it, where they differ: several modules of the layer have it."""
-    found: dict[str, str] = {}
-    for layer in graph.layers:
-        root = shared_skeleton(layer)
-        first = {id(parameter): layer.qualify(path) for path, parameter in root.named_parameters()}
-        for path, module in root.named_modules():
-            for key, parameter in module._parameters.items():
-                name = parameter_of(layer.qualify(path), key)
-                if parameter is not None and first[id(parameter)] != name:
-                    found[name] = first[id(parameter)]
     return found
 
 
@@ -178,22 +133,13 @@ def _without_unequal_ties(
     return kept
 
 
-def _check_ties(graph: Graph, styles: Mapping[str, ShardingStyle], cuts: Mapping[str, TensorCut]) -> None:
+def _check_ties(graph: Graph, layout: TensorParallelLayout) -> None:
     """Raises `PlanError` if the names of one parameter are cut differently."""
     for names in graph.ties:
         for other in names[1:]:
-            if cuts.get(other) != cuts.get(names[0]):
-                first, second = (styles.get(owner_of(name), WholeStyle()) for name in (names[0], other))
+            if layout.cuts.get(other) != layout.cuts.get(names[0]):
+                first, second = (layout.styles.get(owner_of(name), WholeStyle.name) for name in (names[0], other))
                 raise PlanError(
                     f"the tie {names[0]} = {other} is cut by unequal styles: {first} and {second}",
                     cure="a tie is one parameter: give both layers the same style (vocabulary, or whole)",
                 )
-
-
-def _shared_inputs(styles: Mapping[str, ShardingStyle]) -> frozenset[str]:
-    """Layers that stand beside others in one module that read the same value: q, k, v; gate and up."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, style in styles.items():
-        if style.input_group is not None:
-            groups.setdefault((name.rpartition(".")[0], style.input_group), []).append(name)
-    return frozenset(name for names in groups.values() if len(names) > 1 for name in names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import raypar
-from raypar.comm.communication_ledger import CommunicationLedger
-from raypar.errors import CommError, RayparError
+from raypar.errors import RayparError
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype
 from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules, sharded_loss
 from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.no_transport import NoTransport
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
 from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan.shard_ranges import count_indices
@@ -44,7 +44,7 @@ def check_shards_on_meta(
         for t in range(layout.shards)
     }
     for shard in sorted({0, layout.shards - 1, *kinds.values()}):
-        group = ShardGroup(_NoTransport(shard, layout.shards), range(layout.shards), sequence_parallel=sequence)
+        group = ShardGroup(NoTransport(shard, layout.shards), range(layout.shards), sequence_parallel=sequence)
         values = {name: tensor.to("meta") for name, tensor in batch.items()}
         with torch.enable_grad(), meta_operations_without_dynamo(), torch.device("meta"):
             modules = build_shard_modules(
@@ -83,44 +83,3 @@ def _placed(error: RayparError, place: str) -> RayparError:
     if not lines and place in error.what:
         return error
     return type(error)(f"{place}{''.join(lines)}: {error.what}", error.cure)
-
-
-class _Done:
-    """The handle of an operation that is done at once."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        return None
-
-    def wait_on_stream(self, timeout_s: float | None = None) -> None:
-        return None
-
-    def tensor(self) -> Tensor:
-        return self.tensors()[0]
-
-    def tensors(self) -> list[Tensor]:
-        return []
-
-
-class _NoTransport:
-    """A transport without peers: collectives leave their tensors, which have no numbers anyway, as they are."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.generation, self.ledger = rank, size, 0, CommunicationLedger()
-
-    def can_share_memory(self, rank: int) -> bool:
-        return True
-
-    def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> _Done:
-        return _Done()
-
-    def reduce_scatter(self, out: Tensor, pieces: Sequence[Tensor], *, group: Sequence[int], channel: int = 0) -> _Done:
-        return _Done()
-
-    def all_gather(self, pieces: Sequence[Tensor], mine: Tensor, *, group: Sequence[int], channel: int = 0) -> _Done:
-        return _Done()
-
-    def __getattr__(self, name: str) -> Any:
-        raise CommError(f"{name} has nobody at its other end", cure="report this: a layer may use collectives only")

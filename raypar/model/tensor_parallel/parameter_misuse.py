@@ -43,7 +43,7 @@ class ParameterMisuseDetector(TorchFunctionMode):
         """The sharded layers that run, the innermost last."""
         self._whole: set[int] = set()
         """Ids of parameters that were computed with whole values."""
-        for layer in graph.layers:
+        for layer in (each for each in graph.layers if each.name in modules):
             for path, part in modules[layer.name].named_modules():
                 sharded = isinstance(part, ShardedModule)
                 for key, parameter in part._parameters.items():

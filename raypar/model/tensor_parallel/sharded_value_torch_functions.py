@@ -35,7 +35,7 @@ ELEMENTWISE = (
     "half", "hardsigmoid", "hardswish", "hardtanh", "le", "leaky_relu", "lerp", "log", "log1p", "logsigmoid", "lt",
     "masked_fill", "maximum", "minimum", "mish", "mul", "ne", "neg", "pow", "reciprocal", "relu", "relu6", "remainder", "round",
     "rsqrt", "rsub", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "softsign", "sqrt", "square", "sub", "tanh",
-    "tanhshrink", "to", "true_divide", "type_as", "where",
+    "tanhshrink", "to", "true_divide", "type", "type_as", "where",
 )
 # fmt: on
 
@@ -43,7 +43,7 @@ ELEMENTWISE = (
 @implements(*ELEMENTWISE, any_place=True)
 def elementwise_on_parts(func: Callable[..., Any], *args: Any, **kwargs: Any) -> ShardedValue:
     """Any function that computes each element from the elements at the same place, broadcast or not."""
-    if func.__name__ in ("to", "type_as"):
+    if func.__name__ in ("to", "type", "type_as"):
         x: ShardedValue = args[0]
         if not isinstance(x, ShardedValue):
             raise unsupported_on_part_error(func.__name__, args[1])
@@ -324,6 +324,14 @@ def _along(func: Callable[..., Any], x: ShardedValue, dim: int, *args: Any, **kw
     return x.like(func(x.local, dim, *args, **kwargs))
 
 
+@implements("normalize")
+def _normalize(func: Callable[..., Any], x: ShardedValue, p: float = 2.0, dim: int = 1, *args: Any, **kwargs: Any) -> ShardedValue:
+    """Along a dim that is not cut."""
+    if dim % x.dim() == x.part_layout.dim:
+        raise unsupported_on_part_error(func.__name__, x)
+    return x.like(func(x.local, p, dim, *args, **kwargs))
+
+
 @implements("layer_norm", "rms_norm")
 def _norm(
     func: Callable[..., Any], x: ShardedValue, normalized_shape: Sequence[int], *args: Any, **kwargs: Any
@@ -374,6 +382,56 @@ def _beside(cut: ShardedValue, x: Any, back: int) -> Tensor:
     if back > 2 and x.dim() >= back and x.shape[-back] != 1:
         return take_part(x, x.dim() - back, cut.part_layout.ranges, cut.group)
     return take_part(x, 0, ((0, x.shape[0]),), cut.group)
+
+
+@implements("einsum", any_place=True)
+def _einsum(func: Callable[..., Any], equation: str, *operands: Any) -> ShardedValue:
+    """Where no operand is summed over what is cut, and all that are cut are cut along the same letter."""
+    values = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    sharded = [v for v in values if isinstance(v, ShardedValue)]
+    first = next((v for v in sharded if not _is_all_here(v)), sharded[0])
+    terms, result = _letters_of(equation, first, values)
+    letter = terms[values.index(first)][first.part_layout.dim]
+    if letter not in result:
+        raise unsupported_on_part_error("einsum", first, f"({equation}) sums over the parts of other shards")
+    ranges = first.part_layout.ranges
+    for term, value in zip(terms, values, strict=True):
+        if isinstance(value, ShardedValue) and not (term[value.part_layout.dim] != letter and _is_all_here(value)):
+            if term[value.part_layout.dim] != letter:
+                raise unsupported_on_part_error("einsum", value, f"({equation}) meets one that is cut along another dim")
+            ranges = common_ranges("einsum", ranges, value)
+    parts: list[Tensor] = []
+    for term, value in zip(terms, values, strict=True):
+        if isinstance(value, ShardedValue):
+            parts.append((narrow_part(value, ranges) if term[value.part_layout.dim] == letter else value).local)
+        elif letter in term:
+            parts.append(take_part(value, term.index(letter), ranges, first.group))
+        else:
+            parts.append(take_part(value, 0, ((0, value.shape[0]),), first.group))
+    first.check_recorded()
+    made = torch.einsum(equation, *parts)
+    part = first.part_layout
+    return ShardedValue(made, LocalPartLayout(result.index(letter), part.size, ranges, part.axis), first.group)
+
+
+def _is_all_here(x: ShardedValue) -> bool:
+    """Whether every shard has all of it: the one key head that all queries need. Its gradient here is a part of a sum."""
+    return x.part_layout.ranges == ((0, x.part_layout.size),)
+
+
+def _letters_of(equation: str, first: ShardedValue, values: Sequence[Any]) -> tuple[list[list[str]], list[str]]:
+    """(of each operand, of the result) the letter of each dim. What an ellipsis stands for are digits, from the right."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    if not arrow:
+        raise unsupported_on_part_error("einsum without ->", first, "is not possible")
+
+    def letters(term: str, dims: int | None) -> list[str]:
+        before, dots, after = term.partition("...")
+        hidden = (most if dims is None else dims - len(before) - len(after)) if dots else 0
+        return [*before, *(str(i) for i in reversed(range(hidden))), *after]
+
+    most = max([v.dim() - len(term.replace("...", "")) for term, v in zip(left.split(","), values, strict=True) if "..." in term] or [0])
+    return [letters(term, v.dim()) for term, v in zip(left.split(","), values, strict=True)], letters(right, None)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

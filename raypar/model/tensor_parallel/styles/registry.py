@@ -10,6 +10,7 @@ from raypar.model.tensor_parallel.styles.column import ColumnStyle
 from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
 from raypar.model.tensor_parallel.styles.heads import HeadsStyle
 from raypar.model.tensor_parallel.styles.heads_row import HeadsRowStyle
+from raypar.model.tensor_parallel.styles.kv import KvStyle
 from raypar.model.tensor_parallel.styles.kv_heads import KvHeadsStyle
 from raypar.model.tensor_parallel.styles.qkv import QkvStyle
 from raypar.model.tensor_parallel.styles.qkv_interleaved import QkvInterleavedStyle
@@ -25,6 +26,7 @@ STYLES: dict[str, type[ShardingStyle]] = {
         RowStyle,
         HeadsStyle,
         KvHeadsStyle,
+        KvStyle,
         QkvStyle,
         QkvInterleavedStyle,
         HeadsRowStyle,

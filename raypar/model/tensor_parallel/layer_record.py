@@ -1,0 +1,123 @@
+"""Records what one layer computes on meta tensors: which call read whose result. It is what styles are inferred from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from raypar.model.tensor_parallel.styles.style import is_plain_embedding, is_plain_linear
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One call: of a module that a style can replace, or of a function of PyTorch outside of such modules."""
+
+    module: str | None
+    """Path of the module in the layer; None for a function."""
+    function: str
+    """Name of the function; empty for a module."""
+    inputs: tuple[int, ...]
+    """Numbers of the tensors that it was given. A write in place gives a tensor a new number."""
+    outputs: tuple[int, ...]
+    """Numbers of the tensors that it returned, or has written."""
+    arguments: tuple[str, ...] = ()
+    """Its other arguments: sizes, dims, numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """One call of a layer."""
+
+    calls: tuple[RecordedCall, ...]
+    """In order."""
+    shapes: Mapping[int, tuple[int, ...]]
+    """Number of a tensor -> its shape."""
+    outputs: tuple[int, ...]
+    """Numbers of the tensors that the layer returned."""
+
+
+def record_layer(layer: nn.Module, inputs: Sequence[Tensor]) -> tuple[LayerRecord, tuple[Tensor, ...]]:
+    """(record, outputs) of one call of a layer, which is the caller's own: forwards of its modules are wrapped."""
+    recorder = _Recorder()
+    for path, part in layer.named_modules():
+        if is_recorded_whole(part):
+            part.forward = partial(recorder.call_module, path, part.forward)
+    with recorder:
+        made = layer(*inputs)
+    found = made if isinstance(made, tuple) else (made,)
+    return LayerRecord(tuple(recorder.calls), recorder.shapes, recorder.numbers_of(found)), found
+
+
+def is_recorded_whole(module: nn.Module) -> bool:
+    """Whether a call of the module is one call of the record: that of a linear layer, an embedding, or attention."""
+    return is_plain_linear(module) or is_plain_embedding(module) or isinstance(module, nn.MultiheadAttention)
+
+
+class _Recorder(TorchFunctionMode):
+    """While it is entered, sees every function of PyTorch that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[RecordedCall] = []
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self._numbers: dict[int, int] = {}
+        """Id of a tensor -> its number."""
+        self._kept: list[Tensor] = []
+        """All tensors with a number, so that no id is used again."""
+        self._inside = 0
+        """How many recorded modules run."""
+
+    def call_module(self, path: str, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """The forward of a module, as one call."""
+        given = self.numbers_of(_tensors((args, named)))
+        self._inside += 1
+        try:
+            made = forward(*args, **named)
+        finally:
+            self._inside -= 1
+        if not self._inside:
+            self.calls.append(RecordedCall(path, "", given, self._fresh(_tensors(made))))
+        return made
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if self._inside:
+            return func(*args, **named)
+        given = self.numbers_of(_tensors((args, named)))
+        made = func(*args, **named)
+        written = args[:1] if func.__name__ in ("__setitem__", "copy_") else made
+        outputs = list(_tensors(written))
+        if outputs:
+            self.calls.append(RecordedCall(None, func.__name__, given, self._fresh(outputs), _arguments((args, named))))
+        return made
+
+    def numbers_of(self, tensors: Iterator[Tensor] | Sequence[Tensor]) -> tuple[int, ...]:
+        """The numbers of tensors."""
+        return tuple(self._numbers[id(t)] if id(t) in self._numbers else self._fresh([t])[0] for t in tensors)
+
+    def _fresh(self, tensors: Iterator[Tensor] | Sequence[Tensor]) -> tuple[int, ...]:
+        found = []
+        for tensor in tensors:
+            self._kept.append(tensor)
+            self._numbers[id(tensor)] = len(self.shapes)
+            found.append(len(self.shapes))
+            self.shapes[len(self.shapes)] = tuple(tensor.shape)
+        return tuple(found)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _arguments(values: Any) -> tuple[str, ...]:
+    plain = (bool, int, float, str, slice, torch.dtype, type(None), type(Ellipsis))
+    return tuple(repr(leaf) if isinstance(leaf, plain) else type(leaf).__name__ for leaf in tree_leaves(values))

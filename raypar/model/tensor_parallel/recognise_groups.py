@@ -1,0 +1,231 @@
+"""Finds, in the record of a layer, linear layers that can be cut together: columns, and the rows that alone read what they make.
+
+Nothing here goes by names. Two linear layers with functions of PyTorch in between are an MLP; where what the columns make is
+split into heads on the way, it is attention. How a fused layer orders queries, keys and values shows in the same split. What is
+found is a proposal in several readings: `prove_styles` says which of them holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from torch import nn
+
+from raypar.model.tensor_parallel.layer_record import LayerRecord, RecordedCall
+from raypar.model.tensor_parallel.styles.column import ColumnStyle
+from raypar.model.tensor_parallel.styles.heads import HeadsStyle
+from raypar.model.tensor_parallel.styles.heads_row import HeadsRowStyle
+from raypar.model.tensor_parallel.styles.kv import KvStyle
+from raypar.model.tensor_parallel.styles.kv_heads import KvHeadsStyle
+from raypar.model.tensor_parallel.styles.qkv import QkvStyle
+from raypar.model.tensor_parallel.styles.row import RowStyle
+from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_linear
+from raypar.model.transposed_linear import linear_features
+
+_ELSEWHERE = ""
+"""Stands for the layer's outputs, and for modules that need all of what they read, among the linear layers that read a value."""
+_RESHAPES = {"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"}
+_PIECES = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes"}
+
+Styles = Mapping[str, ShardingStyle]
+"""Path of a module in the layer -> style."""
+
+
+def recognise_groups(record: LayerRecord, modules: Mapping[str, nn.Module]) -> list[list[Styles]]:
+    """Groups of linear layers to be cut together, those with most parameters first; of each the readings, likely ones first.
+
+    `modules`: the layer's modules by path.
+    """
+    flow = _Flow(record, {path for path, module in modules.items() if is_plain_linear(module)})
+    found: dict[tuple[frozenset[str], frozenset[str]], int] = {}
+    for row in flow.linears:
+        group = flow.group_of_row(row)
+        if group is not None:
+            found[group] = sum(modules[path].weight.numel() for path in group[0] | group[1])  # type: ignore[union-attr, misc]
+    groups = sorted(found, key=lambda group: (-found[group], sorted(group[0])))
+    return [_readings(flow, modules, columns, rows) for columns, rows in groups]
+
+
+class _Flow:
+    """Which linear layers read what other ones make, with functions alone in between."""
+
+    def __init__(self, record: LayerRecord, linears: set[str]) -> None:
+        self.record = record
+        self.linears = list(dict.fromkeys(c.module for c in record.calls if c.module in linears))
+        """Paths of the linear layers that were called, in order."""
+        self._linears = linears
+        self._makers: dict[int, set[str]] = {}
+        """Number of a tensor -> the linear layers of which it is made."""
+        self._readers: dict[int, set[str]] = {}
+        """Number of a tensor -> the linear layers that read what is made of it, or `_ELSEWHERE`."""
+        self.calls_reading: dict[int, list[RecordedCall]] = {}
+        """Number of a tensor -> the calls that were given it."""
+        for call in record.calls:
+            made = {call.module} if call.module in linears else self._made_of(call.inputs) if call.module is None else set()
+            self._makers.update(dict.fromkeys(call.outputs, made))  # type: ignore[arg-type]
+            for number in call.inputs:
+                self.calls_reading.setdefault(number, []).append(call)
+        for number in record.outputs:
+            self._readers[number] = {_ELSEWHERE}
+        for call in reversed(record.calls):
+            read = {call.module} if call.module in linears else self._read_of(call.outputs)
+            if call.module is not None and call.module not in linears:
+                read = {_ELSEWHERE}
+            for number in call.inputs:
+                self._readers.setdefault(number, set()).update(read)  # type: ignore[arg-type]
+
+    def _made_of(self, numbers: Sequence[int]) -> set[str]:
+        return set().union(*(self._makers.get(number, set()) for number in numbers))
+
+    def _read_of(self, numbers: Sequence[int]) -> set[str]:
+        return set().union(*(self._readers.get(number, set()) for number in numbers))
+
+    def outputs_of(self, linear: str) -> Iterator[int]:
+        """What the calls of a linear layer made."""
+        return (number for call in self.record.calls if call.module == linear for number in call.outputs)
+
+    def group_of_row(self, row: str) -> tuple[frozenset[str], frozenset[str]] | None:
+        """(columns, rows) of the smallest group with this row; None if something else reads what its columns make."""
+        rows, columns = {row}, set[str]()
+        while True:
+            more = {
+                maker for call in self.record.calls if call.module in rows for maker in self._made_of(call.inputs)
+            } - columns
+            if not more:
+                break
+            columns |= more
+            rows |= self._read_of([number for column in more for number in self.outputs_of(column)])
+            if _ELSEWHERE in rows:
+                return None
+        return (frozenset(columns), frozenset(rows)) if columns and not columns & rows else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """How the features that a column makes are split on the way: into pieces, and these into dims."""
+
+    pieces: tuple[int, ...]
+    """Sizes of the pieces that were taken apart first, in order; one where it was none."""
+    dims: tuple[int, ...]
+    """The dims into which the largest piece was reshaped; one where it was not."""
+
+
+def _split_of(flow: _Flow, column: str) -> _Split:
+    """What happens first to the features that a linear layer makes."""
+    shapes = flow.record.shapes
+    first = next(flow.outputs_of(column))
+    pieces: tuple[int, ...] = (shapes[first][-1],)
+    todo, seen = [first], {first}
+    for number in todo:
+        shape = shapes[number]
+        for call in flow.calls_reading.get(number, []):
+            if call.module is not None or not call.outputs:
+                continue
+            made = [shapes[each] for each in call.outputs]
+            if call.function in _RESHAPES and made[0][-1:] != shape[-1:]:
+                return _Split(pieces, _dims_of(shape, made[0]))
+            if call.function in _PIECES and len(made) > 1 and all(len(each) == len(shape) for each in made):
+                sizes = tuple(each[-1] for each in made)
+                if sum(sizes) == shape[-1] and len(pieces) == 1:
+                    pieces, made = sizes, [made[sizes.index(max(sizes))]]
+                    call = replace(call, outputs=(call.outputs[sizes.index(max(sizes))],))
+                    shape = made[0]
+            fresh = {n for n, each in zip(call.outputs, made, strict=True) if each[-1:] == shape[-1:] and len(each) >= 2} - seen
+            seen |= fresh
+            todo += sorted(fresh)
+    return _Split(pieces, (max(pieces),))
+
+
+def _dims_of(old: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
+    """The dims into which a reshape splits the last dim of `old`."""
+    features = old[-1]
+    for start in range(len(new) - 1, -1, -1):
+        if prod(new[start:]) == features:
+            return tuple(n for n in new[start:] if n != 1 or start == len(new) - 1)
+    if new and features % new[-1] == 0:  # heads and samples are one dim: [sequence, batch * heads, width]
+        return (features // new[-1], new[-1])
+    return (features,)
+
+
+def _readings(flow: _Flow, modules: Mapping[str, nn.Module], columns: frozenset[str], rows: frozenset[str]) -> list[Styles]:
+    """The styles that a group may have, likely ones first."""
+    splits = {column: _split_of(flow, column) for column in sorted(columns)}
+    features = {column: linear_features(modules[column])[1] for column in splits}
+    width = max(linear_features(modules[row])[0] for row in rows)
+    found: list[Styles] = []
+    if any(len(split.dims) > 1 for split in splits.values()):
+        most = max(len(split.dims) for split in splits.values())
+        counted = [_head_counts(splits, features, place) for place in range(most - 1, -1, -1)]
+        fused_first = sorted(filter(None, counted), key=lambda reading: not _is_likely(reading, splits))
+        found += [_styles_by_heads(reading, rows) for reading in fused_first]
+    if all(made % width == 0 for made in features.values()):
+        by_features: dict[str, ShardingStyle] = {column: ColumnStyle(made // width) for column, made in features.items()}
+        found.append(by_features | dict.fromkeys(sorted(rows), RowStyle()))
+    unique: list[Styles] = []
+    for styles in found:
+        if styles not in unique:
+            unique.append(styles)
+    return unique
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """How a column's features are ordered: `parts` after each other, of which each has all heads, and each head `unit` of
+    them."""
+
+    parts: int
+    heads: int
+    key_heads: int
+    """Heads of keys and values, where the parts are unequal."""
+
+
+def _head_counts(splits: Mapping[str, _Split], features: Mapping[str, int], place: int) -> dict[str, _Heads] | None:
+    """The order of each column's features if the dim at `place` counts heads, where a split has so many dims."""
+    found: dict[str, _Heads] = {}
+    for column, split in splits.items():
+        if len(split.dims) < 2:
+            continue
+        at = min(place, len(split.dims) - 2)
+        heads, width = split.dims[at], prod(split.dims[at + 1 :])
+        parts, key_heads = len(split.pieces) * prod(split.dims[:at]), heads
+        if len(set(split.pieces)) > 1:  # [queries, keys, values], with fewer keys
+            if len(split.pieces) != 3 or at or min(split.pieces) % width:
+                return None
+            key_heads = min(split.pieces) // width
+        found[column] = _Heads(parts, heads, key_heads)
+    most = max(each.heads for each in found.values())
+    widths = {features[column] // (each.parts * each.heads) for column, each in found.items()}
+    for column, made in features.items():
+        if column not in found and made in widths and most > 1:  # keys or values of one head
+            found[column] = _Heads(1, 1, 1)
+        elif column not in found:  # a gate of all features
+            if made % most:
+                return None
+            found[column] = _Heads(1, most, most)
+    return found
+
+
+def _is_likely(reading: Mapping[str, _Heads], splits: Mapping[str, _Split]) -> bool:
+    """Whether the parts are what fused layers commonly have: each alone, keys and values, or queries too."""
+    return all(each.parts in (1, 2, 3) for each in reading.values()) and (
+        any(each.parts > 1 for each in reading.values()) or all(len(split.dims) < 3 for split in splits.values())
+    )
+
+
+def _styles_by_heads(reading: Mapping[str, _Heads], rows: frozenset[str]) -> Styles:
+    """The styles of a group of attention."""
+    heads = max(each.heads for each in reading.values())
+    key_heads = min(each.key_heads for each in reading.values())
+    styles: dict[str, ShardingStyle] = {}
+    for column, each in reading.items():
+        if each.parts == 3:
+            styles[column] = QkvStyle(heads, key_heads)
+        elif each.parts == 2:
+            styles[column] = KvStyle(heads, each.heads)
+        elif each.heads < heads:
+            styles[column] = KvHeadsStyle(heads, each.heads)
+        else:
+            styles[column] = HeadsStyle(heads, key_heads)
+    return styles | dict.fromkeys(sorted(rows), HeadsRowStyle(heads, key_heads))
