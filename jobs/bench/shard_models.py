@@ -1,4 +1,4 @@
-"""Transformers of libraries, small: name -> (makes the model, its batch). For `shard_styles.py`, which says which packages it needs."""
+"""Transformers of libraries, small: name -> (makes the model, its batch). `shard_styles.py` says which packages they need."""
 
 from __future__ import annotations
 

@@ -23,19 +23,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shard_models import MODELS, SAMPLES  # noqa: E402
+from shard_models import MODELS, SAMPLES
 
-import raypar  # noqa: E402
-from raypar.errors import RayparError  # noqa: E402
-from raypar.model.layer_skeletons import canonical_names, parameter_shapes  # noqa: E402
-from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of  # noqa: E402
-from raypar.model.tensor_parallel.infer_by_structure import structure_of  # noqa: E402
-from raypar.model.tensor_parallel.layout import compute_shard_layout  # noqa: E402
-from raypar.plan import ParallelPlan  # noqa: E402
-from raypar.plan.seeds import seed_of  # noqa: E402
-from raypar.worker.job_spec import JobSpec  # noqa: E402
-from raypar.worker.run_in_one_process import OneProcessRun  # noqa: E402
-from raypar.worker.worker_assignments import make_layer_graph  # noqa: E402
+import raypar
+from raypar.errors import RayparError
+from raypar.model.layer_skeletons import canonical_names, parameter_shapes
+from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
+from raypar.model.tensor_parallel.infer_by_structure import structure_of
+from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.plan import ParallelPlan
+from raypar.plan.seeds import seed_of
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph
 
 SHARDS = 2
 UNSEEN = "unused"
@@ -57,8 +57,11 @@ class Rows:
 
 
 def make_model(name: str) -> nn.Module:
-    """A model, with no parameter at zero: what begins there would hide what is behind it."""
+    """A model, with no parameter at zero: what begins there would hide what is behind it. Labels are not dropped at random."""
     model = MODELS[name][0]()
+    for module in model.modules():
+        if hasattr(module, "dropout_prob"):
+            module.dropout_prob = 0.0  # type: ignore[assignment]
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():
@@ -68,7 +71,7 @@ def make_model(name: str) -> nn.Module:
 
 def loss_of(output: Any, unused: Tensor) -> Tensor:
     """Cubes and squares of everything that the model returns."""
-    leaves = [leaf for leaf in tree_leaves(vars(output) if hasattr(output, "__dataclass_fields__") else output)]
+    leaves = tree_leaves(vars(output) if hasattr(output, "__dataclass_fields__") else output)
     found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return sum(((leaf**3).mean() + (leaf**2).mean() for leaf in found), torch.zeros(()))
 
@@ -95,7 +98,10 @@ def plain_gradients(spec: JobSpec) -> tuple[float, dict[str, Tensor | None]]:
     samples = spec.data.dataset.call()
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed_of(spec.seed, "epoch", 0)))
     chosen = [samples[i] for i in order.tolist()]
-    loss = loss_of(model(**{name: torch.stack([sample[name] for sample in chosen]) for name in chosen[0] if name != UNSEEN}), torch.zeros(()))
+    loss = loss_of(
+        model(**{name: torch.stack([sample[name] for sample in chosen]) for name in chosen[0] if name != UNSEEN}),
+        torch.zeros(()),
+    )
     loss.backward()
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
 

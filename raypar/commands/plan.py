@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 MOST_WHOLE_GROUPS = 8
 """Groups of layers that the line on what shards hold whole names; it says how many more there are."""
+MOST_REASONS = 3
+"""Lines on why layers stay whole."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +58,7 @@ def show_plan(args: argparse.Namespace, out: TextIO) -> int:
     """See `run`; prints to `out`."""
     from raypar.config import load_job
     from raypar.model.layer_skeletons import layer_sizes
+    from raypar.model.tensor_parallel.infer_by_structure import reasons_for_whole
     from raypar.planner.plan_search import predict_step
     from raypar.user_code_errors import make_importable
     from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_without_values
@@ -85,6 +88,8 @@ def show_plan(args: argparse.Namespace, out: TextIO) -> int:
     )
     found["cut"] = shard_style_by_layer(graph, spec, plan)
     found["whole_on_every_shard"] = whole_bytes_on_shards(graph, spec, plan)
+    found["why_whole"] = reasons_for_whole(graph)
+    found["parameter_bytes"] = sum(size.nbytes for size in sizes)
     parts = [plan_as_text(found), spec.precision.describe() or ""]
     if profile is not None:
         timeline, _ = predict_step(profile, plan, shown.schedule or name, spec.batching)
@@ -390,12 +395,27 @@ def whole_bytes_on_shards(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> di
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
-def whole_on_shards_line(whole: Mapping[str, int]) -> str:
-    """The largest layers of `whole_bytes_on_shards`, and the MiB of all."""
+def whole_on_shards_line(whole: Mapping[str, int], parameter_bytes: int) -> str:
+    """The largest layers of `whole_bytes_on_shards`, the MiB of all, and their share of the model's parameters."""
     groups = group_similar_layers(dict.fromkeys(whole, ""))
     more = f" and {len(groups) - MOST_WHOLE_GROUPS} more" if len(groups) > MOST_WHOLE_GROUPS else ""
     mib = sum(whole.values()) / 2**20
-    return f"whole on every shard: {', '.join(groups[:MOST_WHOLE_GROUPS])}{more}; {mib:.{1 if mib >= 10 else 3}f} MiB in all"
+    return (
+        f"whole on every shard: {', '.join(groups[:MOST_WHOLE_GROUPS])}{more}; {mib:.{1 if mib >= 10 else 3}f} MiB in all, "
+        f"{100 * sum(whole.values()) / max(1, parameter_bytes):.1f} % of the parameters"
+    )
+
+
+def why_whole_lines(whole: Mapping[str, int], reasons: Mapping[str, str]) -> list[str]:
+    """Of the largest layers of `whole_bytes_on_shards` those about which something is known; layers alike are one line."""
+    known = {name: reasons[name] for name in whole if name in reasons}
+    alike: dict[str, list[str]] = {}
+    for name, why in known.items():
+        alike.setdefault(why, []).append(name)
+    return [
+        f"  {', '.join(group_similar_layers(dict.fromkeys(names, '')))}: {why}"
+        for why, names in list(alike.items())[:MOST_REASONS]
+    ]
 
 
 def plan_as_text(found: dict[str, Any]) -> str:
@@ -429,7 +449,8 @@ def plan_as_text(found: dict[str, Any]) -> str:
     if found.get("cut"):
         lines.append(f"cut over shards (tensor parallel): {', '.join(group_similar_layers(found['cut']))}")
     if found.get("whole_on_every_shard"):
-        lines.append(whole_on_shards_line(found["whole_on_every_shard"]))
+        lines.append(whole_on_shards_line(found["whole_on_every_shard"], found["parameter_bytes"]))
+        lines += why_whole_lines(found["whole_on_every_shard"], found["why_whole"])
     lines += recomputation_lines(found)
     if found["imbalance"] > 0.005:
         lines.append(

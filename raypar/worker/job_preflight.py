@@ -31,12 +31,14 @@ from raypar.model.layer_skeletons import (
     shared_skeleton,
 )
 from raypar.model.random_state import preserve_random_state
+from raypar.model.tensor_parallel.infer_by_structure import has_inferred_structure
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan import ParallelPlan
 from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_single_values, error_text, reraise_ctrl_c
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
+from raypar.worker.check_shards_with_numbers import check_shards_with_numbers
 from raypar.worker.check_sum_and_count import check_sum_and_count
 from raypar.worker.job_spec import JobSpec, Ref, loss_target_name
 from raypar.worker.measure_profile import read_microbatches
@@ -186,6 +188,8 @@ def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: Paralle
             target, sequence = loss_target_name(spec), spec.sequence_parallel
             loss = make_loss_function(spec.loss)
             check_shards_on_meta(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
+            if has_inferred_structure(checked.graph, layout):
+                check_shards_with_numbers(spec, checked.graph, layout)
 
 
 def check_other_shard_counts(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan, possible: Iterable[int]) -> None:

@@ -15,6 +15,7 @@ from raypar.commands.plan import (
     refuse_no_profile,
     whole_bytes_on_shards,
     whole_on_shards_line,
+    why_whole_lines,
     write_predicted_step_svg,
 )
 from raypar.config import Job
@@ -132,10 +133,13 @@ def test_what_every_shard_holds_whole_is_named_with_its_mib():
     graph = make_layer_graph(spec)
     whole = whole_bytes_on_shards(graph, spec, ParallelPlan.of((1, 1), layers=4, shards=(2, 2)))
     assert whole["embed.position"] == 8 * 16 * 4 and whole["block0.norm1"] == 2 * 16 * 4 and whole["block1.down.bias"] == 16 * 4
-    line, mib = whole_on_shards_line(whole), sum(whole.values()) / 2**20
-    assert line.startswith("whole on every shard: embed.position, ") and line.endswith(f"{mib:.3f} MiB in all")
+    line, mib = whole_on_shards_line(whole, 4 * sum(whole.values())), sum(whole.values()) / 2**20
+    assert line.startswith("whole on every shard: embed.position, ")
+    assert line.endswith(f"{mib:.3f} MiB in all, 25.0 % of the parameters")
     assert "block*.norm* (4)" in line and "block*.down.bias (2)" in line and "block*.up" not in line
     assert whole_bytes_on_shards(graph, spec, ParallelPlan.of((1, 1), layers=4)) == {}
+    reasons = {"block0.norm1": "norm of a part", "block1.norm1": "norm of a part", "block0.up": "is cut"}
+    assert why_whole_lines(whole, reasons) == ["  block*.norm1 (2): norm of a part"]
 
 
 HEAVY = ModelProfile(tuple(replace(layer, activation_bytes=1 << 20, output_bytes=64) for layer in PROFILE.layers))

@@ -52,9 +52,11 @@ FITTING = {
     "row": linear(12, WIDTH),
     "heads": linear(WIDTH, HEADS * 3),
     "kv-heads": linear(WIDTH, 2 * 3),
+    "kv": linear(WIDTH, 2 * 2 * 3),
     "qkv": linear(WIDTH, (HEADS + 2 * 2) * 3),
     "qkv-interleaved": linear(WIDTH, 3 * HEADS * 3),
     "heads-row": linear(HEADS * 3, WIDTH),
+    "attention": nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64),
     "vocabulary": nn.Embedding(13, WIDTH, dtype=torch.float64),
     "gathered": linear(WIDTH, 12),
     "whole": nn.LayerNorm(WIDTH, dtype=torch.float64),
@@ -71,7 +73,7 @@ def style_for(name: str) -> ShardingStyle:
 
 
 def test_every_registered_style_is_in_this_test():
-    assert list(STYLES) == ["column", "row", "heads", "kv-heads", "qkv", "qkv-interleaved", "heads-row", *list(FITTING)[-3:]]
+    assert list(STYLES) == list(FITTING)
     for name, style in STYLES.items():
         assert style.name == name and style.summary and style.__doc__ != ShardingStyle.__doc__
 
@@ -115,7 +117,7 @@ def test_a_styles_cost_is_the_share_of_work_and_of_bytes(name, shards):
     assert len(costs) == shards
     if name in ("whole", "vocabulary"):  # every shard looks up a row for each id
         assert {cost.compute for cost in costs} == {1.0}
-    elif name not in ("kv-heads", "qkv"):  # shards may need the same key head
+    elif name not in ("kv-heads", "kv", "qkv"):  # shards may need the same key head
         assert sum(cost.compute for cost in costs) == pytest.approx(1)
 
 
@@ -130,6 +132,9 @@ class Model(nn.Module):
     def forward(self, x):
         if self.name == "vocabulary":
             return self.layer(x)
+        if self.name == "attention":
+            x = self.first(x)
+            return self.layer(x, x, x, need_weights=False)[0]
         x = self.first(x)  # so that the layer's input has a gradient
         if self.name in ("row", "heads-row"):
             return self.layer(self.up(x))
@@ -141,6 +146,7 @@ PARTNERS = {
     "row": {"a.up": "column"},
     "heads": {"a.down": "heads-row:4"},
     "heads-row": {"a.up": "heads:4"},
+    "attention": {},
     "vocabulary": {},
     "gathered": {},
 }

@@ -15,13 +15,14 @@ from raypar.model.capture.absent_tensor import absent_like
 from raypar.model.capture.captured_layer import CapturedLayer, cache_of
 from raypar.model.capture.forward_inputs import ForwardInputs, choose_forward_inputs
 from raypar.model.capture.layer_programs import USES, CutTrace, LayerProgram, used_parameter
-from raypar.model.capture.trace import TensorFacts, TensorKey
+from raypar.model.capture.trace import TensorKey
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.capture.units import find_units, units_by_pattern
 from raypar.model.graph import Graph, Layer, join_names
 from raypar.model.initial_values_protocol import InitialValues
 from raypar.model.layer_skeletons import (
     SkeletonCopier,
+    build_on_meta,
     make_skeletons,
     norms_with_running_statistics,
     shared_skeleton,
@@ -130,31 +131,64 @@ def captured_outputs_on_meta(graph: Graph) -> dict[str, Tensor] | None:
     return made | ({cut.form_output: torch.empty((), dtype=torch.int64, device="meta")} if cut.returns_numbers else {})
 
 
-def meta_inputs_of_layers(graph: Graph) -> dict[str, tuple[Tensor, ...]]:
-    """Layer -> what it was given for the first batch, as meta tensors in the job's dtype; empty for models that are not
-    captured."""
+def recorded_values(graph: Graph) -> dict[str, Tensor]:
+    """Value -> an absent tensor like the one of the first batch; the fields of the batch themselves. Empty for models that are
+    not captured."""
     cache = traces_of(graph)
     if cache is None:
         return {}
-    facts, own = cache.first_trace.trace.facts, first_parameter_dtype(graph)
-
-    def meta(fact: TensorFacts) -> Tensor:
-        dtype = own if fact.dtype == cache.autocast_dtype and own is not None else fact.dtype
-        return torch.empty(fact.shape, dtype=dtype, device="meta", requires_grad=fact.requires_grad)
-
-    found = {}
-    for layer, program in zip(graph.layers, cache.first_trace.layers, strict=True):
-        keys = [*program.read_keys, *(TensorKey("field", name) for name in layer.inputs[len(program.reads) :])]
-        if all(key in facts for key in keys):
-            found[layer.name] = tuple(meta(facts[key]) for key in keys)
+    facts, own = cache.first_trace.trace.facts, _parameter_dtype(cache)
+    found = {name: cache.first_batch[name] for name in graph.batch_fields if name in cache.first_batch}
+    for program in cache.first_trace.layers:
+        for name, key in (*program.reads, *program.outputs):
+            if name not in found and key in facts:
+                fact = facts[key]
+                dtype = own if fact.dtype == cache.autocast_dtype and own is not None else fact.dtype
+                shape = torch.empty(fact.shape, dtype=dtype, device="meta", requires_grad=fact.requires_grad)
+                found[name] = absent_like(shape)
     return found
 
 
-def first_parameter_dtype(graph: Graph) -> torch.dtype | None:
-    """The dtype in which a captured model's parameters are kept; None for other models, and models without any."""
+def runs_of_leaf_units(graph: Graph) -> list[tuple[int, int]]:
+    """All layers of a captured model as (first, last + 1): each by itself, but those whose units have no modules inside, and
+    stand in a row in one module (the linear layers and activations of an `nn.Sequential`), together."""
     cache = traces_of(graph)
-    parameters = [] if cache is None else list(cache.model.parameters())
-    return next((p.dtype for p in parameters if p.is_floating_point()), None)
+    programs = () if cache is None else cache.first_trace.layers
+    found: list[tuple[int, int]] = []
+    before: str | None = None
+    for index, program in enumerate(programs):
+        unit = program.unit
+        is_leaf = unit is not None and cache is not None and not any(cache.model.get_submodule(unit).children())
+        home = unit.rpartition(".")[0] if unit is not None and is_leaf else None
+        if home is not None and home == before:
+            found[-1] = found[-1][0], index + 1
+        else:
+            found.append((index, index + 1))
+        before = home
+    return found
+
+
+def samples_of(graph: Graph) -> int:
+    """How many samples the first batch of a captured model had; 0 for other models."""
+    cache = traces_of(graph)
+    return 0 if cache is None else max((len(field) for field in cache.first_batch.values() if field.dim()), default=0)
+
+
+def build_without_values(graph: Graph, index: int) -> nn.Module:
+    """A layer of a captured model as it is when it is recorded: with absent parameters and real buffers."""
+    cache, layer = traces_of(graph), graph.layers[index]
+    assert cache is not None
+    module = build_on_meta(layer)
+    dtype = _parameter_dtype(cache)
+    if dtype is not None:
+        _put_absent_parameters(module, dtype)
+    kept = dict(cache.model.named_buffers())
+    _put_real_buffers(module, {path: kept[layer.qualify(path)] for path, _ in module.named_buffers()})
+    return module
+
+
+def _parameter_dtype(cache: TraceCache) -> torch.dtype | None:
+    return next((p.dtype for p in cache.model.parameters() if p.is_floating_point()), None)
 
 
 def buffers_written_in_capture(graph: Graph) -> frozenset[str]:

@@ -98,7 +98,7 @@ class TraceCache:
         """Trace -> its index in `output_forms`."""
         self._first_trace: CutTrace | None = None
         """The first trace. It defines the layers; every later trace must have the same layers, values and parameters."""
-        self._first_batch: Mapping[str, Tensor] = {}
+        self.first_batch: Mapping[str, Tensor] = {}
         """The batch of the first trace."""
         self._traces: OrderedDict[Signature, list[CutTrace]] = OrderedDict()
         """Traces by signature; those of one signature differ in what the forward has read."""
@@ -118,10 +118,10 @@ class TraceCache:
             for name, buffer in self.model.named_buffers():
                 if name in values:
                     buffer.copy_(values[name])
-            if not self._answers_as_before(self.first_trace, self._first_batch):
+            if not self._answers_as_before(self.first_trace, self.first_batch):
                 self._traces.clear()
                 self._last = None
-                self.trace_of(self._first_batch, training=True)
+                self.trace_of(self.first_batch, training=True)
 
     @property
     def first_trace(self) -> CutTrace:
@@ -167,7 +167,7 @@ class TraceCache:
         start = time.perf_counter()
         made = self._trace(fields, training=training)
         if self._first_trace is None:
-            self._first_trace, self._first_batch = made, dict(fields)
+            self._first_trace, self.first_batch = made, dict(fields)
         else:
             _check_fits(made, self._first_trace, training=training)
         self.repeated.add(signature, made.trace, kept[-1].trace if kept else None, time.perf_counter() - start)
@@ -250,7 +250,7 @@ class TraceCache:
         if self._first_trace is not None:
             if all(left[name] == before.held[name] for name, _, _ in self._glue_modules(before.attributes)):
                 return
-            first = {name: self._first_batch[name].cpu() for name in self.inputs.fields}
+            first = {name: self.first_batch[name].cpu() for name in self.inputs.fields}
             call(first, self._first_trace.trace if training else None)
             call(given, trace)
             left = _held_by(self.model)

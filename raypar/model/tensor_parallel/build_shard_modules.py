@@ -17,7 +17,7 @@ from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
 from raypar.model.tensor_parallel.einops_parts import let_einops_take_parts
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.local_part_layout import sequence_part_layout
+from raypar.model.tensor_parallel.local_part_layout import FEATURES, sequence_part_layout
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.plan.shard_ranges import even_ranges_by_shard
@@ -131,12 +131,17 @@ class _StageEdges:
         """Values of the last stage that the loss alone reads."""
         self.leaving = {v for v in made if any(c >= last for c in graph.consumers(v))}
         """Values that another stage, or the loss, reads."""
+        self.read_by_loss = {v for v in made if len(graph.layers) in graph.consumers(v)}
+        """Values that the loss reads."""
 
 
 class _LayerBoundary:
     """The forward of a layer on a shard: turns plain tensors into values in parts on the way in, and back on the way out.
 
-    Values that come into the stage or leave it are whole on every shard. Under sequence parallelism floating point values of 3
+    Values that come into the stage or leave it are whole on every shard. Of a captured model, features that a column layer
+    makes and a later layer of the stage reads stay in parts: both may be modules of one `nn.Sequential`.
+
+    Under sequence parallelism floating point values of 3
     dims ([batch, sequence, features]) are cut along dim 1 where they come in, stay cut between the layers, and are joined where
     they leave. What the loss alone reads may leave cut along its last dim; `sharded_loss` reads it so.
     """
@@ -175,6 +180,13 @@ class _LayerBoundary:
         if name in self._edges.outputs and not by_sequence and part.dim == made.dim() - 1:
             group.output_layouts[name] = part
             return made.local
+        if part.axis == FEATURES and self._layer.own_names is not None and not group.sequence_parallel:
+            if name not in self._edges.leaving:
+                group.value_layouts[name] = part
+                return made.local
+            even = even_ranges_by_shard(part.size, group.size)
+            if part.ranges == even[group.shard] and name not in self._edges.read_by_loss:
+                return autograd_collectives.gather_from_shards(made.local, part.dim, even, group)
         if not by_sequence:
             raise ModelError(
                 f"layer {self._layer.name!r} returns {name!r} {list(made.shape)} cut along dim {part.dim}",

@@ -1,4 +1,4 @@
-"""Lets `einops`, where a model uses it, take values of which a shard holds a part: it chooses by the class of what it is given."""
+"""Lets `einops`, where a model uses it, take values of which a shard holds a part: it goes by the class of what it is given."""
 
 from __future__ import annotations
 

@@ -1,44 +1,47 @@
 """Styles of models whose names say nothing: by what their layers compute.
 
-Each layer of a captured model runs once on meta tensors (`record_layer`); linear layers that can be cut together are found in
-the record (`recognise_groups`), and only what then runs on parts of values is used (`prove_styles`). The same styles are found
-under every number of shards.
+Each layer of a captured model runs once on tensors without values (`record_layers`); modules that can be cut together are found
+in the record (`recognise_groups`), and only what then runs on parts of values is used (`find_why_styles_fail`). The same styles
+are found under every number of shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError, RayparError, error_message
-from raypar.model.capture.module_graph import first_parameter_dtype, meta_inputs_of_layers
+from raypar.model.capture.module_graph import recorded_values, runs_of_leaf_units, samples_of
 from raypar.model.graph import Graph
-from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype, shared_skeleton
-from raypar.model.random_state import preserve_random_state
-from raypar.model.tensor_parallel.layer_record import LayerRecord, record_layer
+from raypar.model.layer_skeletons import parameter_shapes, shared_skeleton
+from raypar.model.tensor_parallel.layer_record import LayerRecord, record_layers
 from raypar.model.tensor_parallel.prove_styles import find_why_styles_fail
-from raypar.model.tensor_parallel.recognise_groups import Styles, recognise_groups
+from raypar.model.tensor_parallel.recognise_groups import Styles, recognise_groups, rows_of_samples
+from raypar.model.tensor_parallel.styles.attention import is_plain_attention
+from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
 from raypar.model.tensor_parallel.styles.vocabulary import VocabularyStyle
-from raypar.model.without_dynamo import meta_operations_without_dynamo
-from raypar.plan.stage_connections import owner_of
+from raypar.plan.stage_connections import owner_of, parameter_of
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 
 SHARD_COUNTS = (2, 3)
 """Numbers of shards with which inferred styles are tried: one that divides most numbers of heads, and one that does not."""
+WORTH_GATHERING = 0.01
+"""A linear layer with one row for each sample (what modulates a whole block by a time step, say) is cut where it has more than
+this share of the model's parameters, though it belongs to no group: its output, which is gathered, is small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
     """What the layers of a model are, by what they compute."""
 
-    groups: tuple[Mapping[str, ShardingStyle], ...] = ()
+    groups: tuple[Styles, ...] = ()
     """Qualified module name -> style, of modules that are cut together."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Qualified module name -> why a group that it is in stays whole."""
+    """Qualified module name -> why the group that it is in stays whole."""
 
 
 def with_structure(
@@ -46,23 +49,22 @@ def with_structure(
 ) -> dict[str, ShardingStyle]:
     """The styles `named`, which names and the model's own plan say, and those of layers that they say nothing about.
 
-    A model of which names find any layer is cut as they say: its bits stay those of earlier versions. Where a layer does not run
-    so (an adapter around some of its modules), and in models that no name knows, the structure decides. `given`: the job's
+    A model of which names find any layer is cut as they say: its bits stay those of earlier versions. Where a layer does not
+    run so (an adapter around some of its modules), and in models that no name knows, the structure decides. `given`: the job's
     styles; no group has some of its modules cut otherwise.
     """
-    unproved = _layers_not_as_named(graph, {**named, **given})
-    layers = _layer_of_modules(graph)
+    layers = {layer.qualify(path): layer.name for layer in graph.layers for path, _ in shared_skeleton(layer).named_modules()}
+    unproved = _layers_not_as_named(graph, {**named, **given}, layers)
     kept = {name: style for name, style in named.items() if layers.get(name) not in unproved}
-    known = any(not isinstance(style, VocabularyStyle) for style in kept.values())
-    structure = structure_of(graph, only=unproved if known else None)
+    is_known = any(not isinstance(style, VocabularyStyle) for style in kept.values())
+    structure = structure_of(graph, only=unproved if is_known else None)
     found = dict(kept)
     for group in _groups_with_equal_ties(graph, structure.groups):
         if not any(name in given or name in found for name in group):
             found |= group
-    for name, style in named.items():  # of what the structure says nothing, names are kept, and the check before a run judges
-        if not any(layers.get(other) == layers.get(name) for other in found.keys() - kept.keys()):
-            found.setdefault(name, style)
-    return found
+    decided = {layers[name] for name in found.keys() - kept.keys()}
+    undecided = {name: style for name, style in named.items() if layers.get(name) not in decided}
+    return undecided | found  # of what the structure says nothing, names are kept: the check before a run judges them
 
 
 def structure_of(graph: Graph, *, only: frozenset[str] | None = None) -> Structure:
@@ -75,164 +77,187 @@ def structure_of(graph: Graph, *, only: frozenset[str] | None = None) -> Structu
     return found
 
 
+def has_inferred_structure(graph: Graph, layout: TensorParallelLayout) -> bool:
+    """Whether the layout has styles that the structure decided."""
+    found: Iterable[Structure] = vars(graph).get("_structure", {}).values()
+    return any(name in layout.styles for structure in found for group in structure.groups for name in group)
+
+
+def reasons_for_whole(graph: Graph) -> dict[str, str]:
+    """Qualified module name -> why the group that it is in stays whole, as far as layouts of the graph have asked."""
+    found: Iterable[Structure] = vars(graph).get("_structure", {}).values()
+    return {name: why for structure in found for name, why in structure.refused.items()}
+
+
 def _find_structure(graph: Graph, only: frozenset[str] | None) -> Structure:
-    inputs = meta_inputs_of_layers(graph) if only is None or only else {}
-    dtype = first_parameter_dtype(graph)
-    answers: dict[object, _Answer] = {}
-    groups: list[Mapping[str, ShardingStyle]] = []
+    values = recorded_values(graph) if only is None or only else {}
+    if not values:
+        return Structure()
+    groups: list[Styles] = []
     refused: dict[str, str] = {}
-    for index, layer in enumerate(graph.layers):
-        if layer.name not in inputs or (only is not None and layer.name not in only):
+    answers: dict[object, _Answer] = {}
+    worth = sum(shape.numel() for shape in parameter_shapes(graph).values()) * WORTH_GATHERING
+    for first, last in runs_of_leaf_units(graph):
+        if only is not None and not any(layer.name in only for layer in graph.layers[first:last]):
             continue
-        record = _record(graph, index, inputs[layer.name], dtype)
-        if record is None:
+        try:
+            record = record_layers(graph, first, last, values)
+        except USER_CODE_ERRORS as error:  # its code does not run without numbers
+            reraise_ctrl_c(error)
             continue
-        places = _places(record)
-        key = _key_of(record, places, inputs[layer.name])
+        modules = _modules_of(graph, first, last)
+        names = list(dict.fromkeys(call.module for call in record.calls if call.module is not None))
+        key = _key_of(record, {name: _kind(modules[name]) for name in names})
         if key not in answers:
-            answers[key] = _groups_of_layer(graph, index, record, inputs[layer.name], dtype).at(places)
-        paths = list(places)
-        groups += [
-            {layer.qualify(paths[place]): style for place, style in group.items()} for group in answers[key].groups
-        ]
-        refused |= {layer.qualify(paths[place]): why for place, why in answers[key].refused.items()}
+            answers[key] = _groups_of_layers(graph, first, last, record, modules, values, worth).at(names)
+        groups += [{names[place]: style for place, style in group.items()} for group in answers[key].groups]
+        refused |= {names[place]: why for place, why in answers[key].refused.items()}
     return Structure(tuple(groups), refused)
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What was found in a layer: of modules by their number in the record, so that equal layers have equal answers."""
+    """What was found in layers: of modules by their number in the record, so that equal layers have equal answers."""
 
     groups: tuple[Mapping[int, ShardingStyle], ...]
     refused: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerGroups:
-    """What was found in a layer: of modules by their path."""
+class _Found:
+    """What was found in layers: of modules by their names."""
 
-    groups: tuple[Styles, ...]
+    groups: list[Styles]
     refused: Mapping[str, str]
 
-    def at(self, places: Mapping[str, int]) -> _Answer:
+    def at(self, names: list[str]) -> _Answer:
         """The same by the modules' numbers."""
+        places = {name: place for place, name in enumerate(names)}
         return _Answer(
-            tuple({places[path]: style for path, style in group.items()} for group in self.groups),
-            {places[path]: why for path, why in self.refused.items()},
+            tuple({places[name]: style for name, style in group.items()} for group in self.groups),
+            {places[name]: why for name, why in self.refused.items()},
         )
 
 
-def _record(graph: Graph, index: int, inputs: Sequence[Tensor], dtype: torch.dtype | None) -> LayerRecord | None:
-    """The record of a layer; None if it does not run without numbers."""
-    with torch.enable_grad(), meta_operations_without_dynamo(), torch.device("meta"), preserve_random_state():
-        made = build_on_meta(graph.layers[index])
-        try:
-            return record_layer(made if dtype is None else convert_module_dtype(made, dtype), inputs)[0]
-        except USER_CODE_ERRORS as error:
-            reraise_ctrl_c(error)
-            return None
+def _modules_of(graph: Graph, first: int, last: int) -> dict[str, nn.Module]:
+    """The modules of layers [first, last) by qualified name."""
+    layers = graph.layers[first:last]
+    return {layer.qualify(path): module for layer in layers for path, module in shared_skeleton(layer).named_modules()}
 
 
-def _places(record: LayerRecord) -> dict[str, int]:
-    """Path of a module -> its number, in the order in which modules were first called."""
-    paths = dict.fromkeys(call.module for call in record.calls if call.module is not None)
-    return {path: place for place, path in enumerate(paths)}
+def _kind(module: nn.Module) -> tuple[object, ...]:
+    return type(module), getattr(module, "num_heads", None)
 
 
-def _key_of(record: LayerRecord, places: Mapping[str, int], inputs: Sequence[Tensor]) -> object:
+def _key_of(record: LayerRecord, kinds: Mapping[str, object]) -> object:
     """What layers have in common that compute the same."""
+    places = {name: place for place, name in enumerate(kinds)}
     calls = tuple(
         (None if c.module is None else places[c.module], c.function, c.inputs, c.outputs, c.arguments) for c in record.calls
     )
-    given = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in inputs)
-    return calls, tuple(record.shapes.values()), record.outputs, given
+    return calls, tuple(kinds.values()), tuple(record.shapes.values()), record.given, record.outputs
 
 
-def _groups_of_layer(
-    graph: Graph, index: int, record: LayerRecord, inputs: Sequence[Tensor], dtype: torch.dtype | None
-) -> _LayerGroups:
-    """The groups of one layer of which a reading was proved; why others were not."""
-    layer = graph.layers[index]
-    modules: dict[str, nn.Module] = dict(shared_skeleton(layer).named_modules())
-    taken: set[str] = set()
+def _groups_of_layers(
+    graph: Graph,
+    first: int,
+    last: int,
+    record: LayerRecord,
+    modules: Mapping[str, nn.Module],
+    values: Mapping[str, Tensor],
+    worth: float,
+) -> _Found:
+    """The groups of layers [first, last) of which a reading was proved; why others were not."""
+    few_rows = rows_of_samples(record, modules, samples_of(graph))
+    large = [name for name in few_rows if modules[name].weight.numel() > worth]  # type: ignore[union-attr, operator]
+    proposed = recognise_groups(record, modules) + [[{name: GatheredStyle()}] for name in large]
+
+    def why_not(styles: Styles) -> RayparError | None:
+        try:
+            return find_why_styles_fail(graph, first, last, styles, values, SHARD_COUNTS)
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
+            return ModelError(f"its code does not run on a part of a value ({error_message(error)})", cure="")
+
+    def first_readings() -> list[Styles]:
+        found: list[Styles] = []
+        for readings in proposed:
+            taken = set().union(*found)
+            if readings and not taken & readings[0].keys() and not _are_read_by_encoder(readings[0], modules, taken):
+                found.append(readings[0])
+        return found
+
+    likely = first_readings()
+    if likely and why_not({name: style for styles in likely for name, style in styles.items()}) is None:
+        return _Found(likely, {})
     groups: list[Styles] = []
     refused: dict[str, str] = {}
-    for readings in recognise_groups(record, modules):
-        why: RayparError | None = None
-        for styles in readings:
-            if taken & styles.keys():
-                break
-            qualified = {layer.qualify(path): style for path, style in styles.items()}
-            try:
-                failed = find_why_styles_fail(graph, index, qualified, inputs, dtype, SHARD_COUNTS)
-            except USER_CODE_ERRORS as error:
-                reraise_ctrl_c(error)
-                failed = ModelError(f"its code does not run on a part of a value ({error_message(error)})", cure="")
-            if failed is None:
+    for readings in proposed:
+        taken = set().union(*groups)
+        possible = [each for each in readings if not taken & each.keys() and not _are_read_by_encoder(each, modules, taken)]
+        whys = []
+        for styles in possible:
+            why = why_not(styles)
+            if why is None:
                 groups.append(styles)
-                taken |= styles.keys()
-                why = None
                 break
-            why = why or failed
-        if why is not None and readings:
-            refused |= {path: why.what for path in readings[0] if path not in refused}
-    return _LayerGroups(tuple(groups), {path: why for path, why in refused.items() if path not in taken})
+            whys.append(why)
+        else:
+            refused |= {name: whys[0].what for name in (possible[0] if possible else ()) if name not in refused}
+    taken = set().union(*groups)
+    return _Found(groups, {name: why for name, why in refused.items() if name not in taken})
 
 
-def _layers_not_as_named(graph: Graph, styles: Mapping[str, ShardingStyle]) -> frozenset[str]:
-    """Layers of a captured model that do not run with these styles."""
+def _are_read_by_encoder(styles: Styles, modules: Mapping[str, nn.Module], taken: set[str]) -> bool:
+    """Whether an `nn.TransformerEncoderLayer` would, in evaluation, compute with the weights of these modules itself.
+
+    It does unless its attention is cut, which tells it not to.
+    """
+    for name in styles:
+        owner = owner_of(name)
+        inside = not is_plain_attention(modules[name]) and isinstance(modules.get(owner), nn.TransformerEncoderLayer)
+        if inside and parameter_of(owner, "self_attn") not in taken:
+            return True
+    return False
+
+
+def _layers_not_as_named(graph: Graph, styles: Mapping[str, ShardingStyle], layers: Mapping[str, str]) -> frozenset[str]:
+    """Layers of a captured model that do not run with these styles. `layers`: module -> the layer that it is in."""
     by_layer: dict[str, dict[str, ShardingStyle]] = {}
-    layers = _layer_of_modules(graph)
     for name, style in styles.items():
         if name in layers:
             by_layer.setdefault(layers[name], {})[name] = style
-    inputs, dtype = (meta_inputs_of_layers(graph), first_parameter_dtype(graph)) if by_layer else ({}, None)
+    values = recorded_values(graph) if by_layer else {}
     found = set()
     answers: dict[object, bool] = {}
     for index, layer in enumerate(graph.layers):
-        if layer.name not in inputs or layer.name not in by_layer:
+        own = by_layer.get(layer.name)
+        if own is None or not all(name in values for name in layer.inputs):
             continue
-        key = _likeness(graph, index, by_layer[layer.name], inputs[layer.name])
+        modules = shared_skeleton(layer).named_modules()
+        parts = tuple(
+            (type(m), str(own.get(layer.qualify(path), "")), *((k, p.shape) for k, p in m._parameters.items() if p is not None))
+            for path, m in modules
+        )
+        key = parts, tuple((values[name].shape, values[name].dtype) for name in layer.inputs)
         if key not in answers:
             try:
-                failed = find_why_styles_fail(graph, index, by_layer[layer.name], inputs[layer.name], dtype, SHARD_COUNTS[:1])
-            except USER_CODE_ERRORS as error:
+                answers[key] = find_why_styles_fail(graph, index, index + 1, own, values, SHARD_COUNTS[:1]) is not None
+            except USER_CODE_ERRORS as error:  # its code does not run without numbers
                 reraise_ctrl_c(error)
-                failed = None
-            answers[key] = failed is not None
+                answers[key] = False
         if answers[key]:
             found.add(layer.name)
     return frozenset(found)
 
 
-def _likeness(graph: Graph, index: int, styles: Mapping[str, ShardingStyle], inputs: Sequence[Tensor]) -> object:
-    """What layers have in common that are made alike and have the same styles."""
-    layer = graph.layers[index]
-    parts = tuple(
-        (type(module), str(styles.get(layer.qualify(path), "")), tuple((k, p.shape) for k, p in module._parameters.items() if p is not None))
-        for path, module in shared_skeleton(layer).named_modules()
-    )
-    return parts, tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in inputs)
-
-
-def _layer_of_modules(graph: Graph) -> dict[str, str]:
-    """Qualified name of a module -> the layer that it is in."""
-    return {layer.qualify(path): layer.name for layer in graph.layers for path, _ in shared_skeleton(layer).named_modules()}
-
-
-def _groups_with_equal_ties(
-    graph: Graph, groups: Sequence[Mapping[str, ShardingStyle]]
-) -> list[Mapping[str, ShardingStyle]]:
+def _groups_with_equal_ties(graph: Graph, groups: tuple[Styles, ...]) -> list[Styles]:
     """The groups without those that have one name of a parameter, and not the others in the same style."""
     left = list(groups)
     while True:
         styles = {name: style for group in left for name, style in group.items()}
-        odd = {
-            owner
-            for names in graph.ties
-            for owner in map(owner_of, names)
-            if len({styles.get(other) for other in map(owner_of, names)}) > 1
-        }
+        owners = [[owner_of(name) for name in names] for names in graph.ties]
+        odd = {owner for each in owners if len({styles.get(other) for other in each}) > 1 for owner in each}
         kept = [group for group in left if not odd & group.keys()]
         if len(kept) == len(left):
             return kept

@@ -1,4 +1,4 @@
-"""Records what one layer computes on meta tensors: which call read whose result. It is what styles are inferred from."""
+"""Records what layers compute, on tensors without values: which call read whose result. Styles are inferred from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from raypar.model.capture.module_graph import build_without_values
+from raypar.model.graph import Graph
+from raypar.model.random_state import preserve_random_state
+from raypar.model.tensor_parallel.styles.attention import is_plain_attention
 from raypar.model.tensor_parallel.styles.style import is_plain_embedding, is_plain_linear
+from raypar.model.without_dynamo import meta_operations_without_dynamo
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,7 @@ class RecordedCall:
     """One call: of a module that a style can replace, or of a function of PyTorch outside of such modules."""
 
     module: str | None
-    """Path of the module in the layer; None for a function."""
+    """Qualified name of the module; None for a function."""
     function: str
     """Name of the function; empty for a module."""
     inputs: tuple[int, ...]
@@ -33,31 +38,52 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """One call of a layer."""
+    """One call of some layers, one after the other."""
 
     calls: tuple[RecordedCall, ...]
     """In order."""
     shapes: Mapping[int, tuple[int, ...]]
     """Number of a tensor -> its shape."""
+    given: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
+    """Shape and dtype of each tensor that the layers were given, and whether it has a gradient."""
     outputs: tuple[int, ...]
-    """Numbers of the tensors that the layer returned."""
+    """Numbers of the tensors that others read."""
 
 
-def record_layer(layer: nn.Module, inputs: Sequence[Tensor]) -> tuple[LayerRecord, tuple[Tensor, ...]]:
-    """(record, outputs) of one call of a layer, which is the caller's own: forwards of its modules are wrapped."""
-    recorder = _Recorder()
-    for path, part in layer.named_modules():
-        if is_recorded_whole(part):
-            part.forward = partial(recorder.call_module, path, part.forward)
-    with recorder:
-        made = layer(*inputs)
-    found = made if isinstance(made, tuple) else (made,)
-    return LayerRecord(tuple(recorder.calls), recorder.shapes, recorder.numbers_of(found)), found
+def record_layers(graph: Graph, first: int, last: int, values: Mapping[str, Tensor]) -> LayerRecord:
+    """The record of layers [first, last), run one after the other on tensors without values.
+
+    `values`: what they read, by the names of the graph. Raises what users' code raises where it cannot run so.
+    """
+    recorder, layers, found = _Recorder(), graph.layers[first:last], dict(values)
+    with torch.enable_grad(), meta_operations_without_dynamo(), preserve_random_state():
+        for index, layer in enumerate(layers, first):
+            module = build_without_values(graph, index)
+            for path, part in module.named_modules():
+                if is_recorded_whole(part):
+                    part.forward = partial(recorder.call_module, layer.qualify(path), part.forward)
+            with recorder:
+                made = module(*(found[name] for name in layer.inputs))
+            found.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+    leaving = [
+        name
+        for layer in layers
+        for name in layer.outputs
+        if any(not first <= reader < last for reader in graph.consumers(name))
+    ]
+    written = {name for layer in layers for name in layer.outputs}
+    given = [values[name] for layer in layers for name in layer.inputs if name not in written]
+    return LayerRecord(
+        tuple(recorder.calls),
+        recorder.shapes,
+        tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in given),
+        recorder.numbers_of([found[name] for name in leaving]),
+    )
 
 
 def is_recorded_whole(module: nn.Module) -> bool:
     """Whether a call of the module is one call of the record: that of a linear layer, an embedding, or attention."""
-    return is_plain_linear(module) or is_plain_embedding(module) or isinstance(module, nn.MultiheadAttention)
+    return is_plain_linear(module) or is_plain_embedding(module) or is_plain_attention(module)
 
 
 class _Recorder(TorchFunctionMode):
@@ -74,7 +100,7 @@ class _Recorder(TorchFunctionMode):
         self._inside = 0
         """How many recorded modules run."""
 
-    def call_module(self, path: str, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def call_module(self, name: str, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """The forward of a module, as one call."""
         given = self.numbers_of(_tensors((args, named)))
         self._inside += 1
@@ -83,7 +109,7 @@ class _Recorder(TorchFunctionMode):
         finally:
             self._inside -= 1
         if not self._inside:
-            self.calls.append(RecordedCall(path, "", given, self._fresh(_tensors(made))))
+            self.calls.append(RecordedCall(name, "", given, self._fresh(_tensors(made))))
         return made
 
     def __torch_function__(

@@ -29,7 +29,7 @@ from raypar.model.split_linear_backward import (
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.gradient_memory_reuse import KeptGradientMemory
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout, sequence_part_layout
+from raypar.model.tensor_parallel.local_part_layout import FEATURES, LocalPartLayout, sequence_part_layout
 from raypar.model.tensor_parallel.sharded_module_base import ShardedModule
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, take_part
 from raypar.model.transposed_linear import is_transposed_linear, linear_features
@@ -119,7 +119,7 @@ class ColumnLinear(ShardedLinear):
         group: ShardGroup,
         held: IndexRanges,
         *,
-        axis: str = "features",
+        axis: str = FEATURES,
         shares_input: bool = False,
         gather_output: bool = False,
     ) -> None:

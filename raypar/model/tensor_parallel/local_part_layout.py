@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
 SEQUENCE = "sequence"
-"""The axis that sequence parallelism cuts. Others are named by the styles: features, heads, vocabulary."""
+"""The axis that sequence parallelism cuts. Others are named by the styles: heads, vocabulary."""
+FEATURES = "features"
+"""The axis of what column layers make."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Whether one layer can be computed with some styles: tried on meta tensors, where a shard has parts of values.
+"""Whether layers can be computed with some styles: tried on tensors without values, where a shard has parts of values.
 
 A part refuses every operation that needs what other shards have (`ShardedValue`), so what runs is right.
 """
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from raypar.errors import PlanError, RayparError
+from raypar.model.capture.module_graph import build_without_values
 from raypar.model.graph import Graph
-from raypar.model.layer_skeletons import build_on_meta, convert_module_dtype
 from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules
 from raypar.model.tensor_parallel.group import ShardGroup
@@ -26,48 +26,50 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 
 def find_why_styles_fail(
     graph: Graph,
-    index: int,
+    first: int,
+    last: int,
     styles: Mapping[str, ShardingStyle],
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype | None,
+    values: Mapping[str, Tensor],
     shard_counts: Sequence[int],
 ) -> RayparError | None:
-    """Why layer `index` cannot be computed with these styles (qualified module name -> style); None if it can.
+    """Why layers [first, last) cannot be computed with these styles (qualified module name -> style); None if they can.
 
-    `inputs`: meta tensors like those that it is given; `dtype`: of its parameters. With numbers of shards of which some would
-    hold nothing it is not tried, but it must run with one of `shard_counts`. Raises what users' code raises, if it cannot run
-    without numbers.
+    `values`: tensors without values, like those that the layers read. Other numbers of shards than the first of `shard_counts`
+    are left out where some of so many would hold nothing. Raises what users' code raises where it cannot run so.
     """
-    layer = graph.layers[index]
-    owners = {name: owner for name, owner in modules_with_parameters([layer]).items() if name in styles}
-    refused: RayparError | None = PlanError("no styles", cure="give some")
+    layers = graph.layers[first:last]
+    owners = {name: owner for name, owner in modules_with_parameters(layers).items() if name in styles}
     for number, shards in enumerate(shard_counts):
         try:
-            layout = layout_of_styles([layer], owners, styles, shards)
+            layout = layout_of_styles(layers, owners, styles, shards)
         except PlanError as error:
             if number == 0:
                 return error
             continue
-        refused = None
         for shard in (0, shards - 1):
             try:
-                _run_on_meta(graph, index, layout, shard, inputs, dtype)
+                _run(graph, [(first, last)], layout, shard, values)
+                if last - first > 1:  # each layer may be in a stage of its own
+                    _run(graph, [(i, i + 1) for i in range(first, last)], layout, shard, values)
             except RayparError as error:
                 return error
-    return refused
+    return None
 
 
-def _run_on_meta(
-    graph: Graph, index: int, layout: TensorParallelLayout, shard: int, inputs: Sequence[Tensor], dtype: torch.dtype | None
+def _run(
+    graph: Graph, stages: Sequence[tuple[int, int]], layout: TensorParallelLayout, shard: int, values: Mapping[str, Tensor]
 ) -> None:
     """Raises `ModelError` for what cannot be computed on a part, or would be wrong."""
-    layer = graph.layers[index]
-    group = ShardGroup(NoTransport(shard, layout.shards), range(layout.shards))
-    with torch.enable_grad(), meta_operations_without_dynamo(), torch.device("meta"), preserve_random_state():
-        made = build_on_meta(layer)
-        module = made if dtype is None else convert_module_dtype(made, dtype)
-        modules = build_shard_modules(graph, index, index + 1, lambda _: module, layout=layout, group=group, whole=True)
-        with ParameterMisuseDetector(graph, modules, layout, group) as access:
-            access.layer = layer.name
-            modules[layer.name](*inputs)
-            access.refuse_mixed_use()
+    found = dict(values)
+    with torch.enable_grad(), meta_operations_without_dynamo(), preserve_random_state():
+        for first, last in stages:
+            group = ShardGroup(NoTransport(shard, layout.shards), range(layout.shards))
+            modules = build_shard_modules(
+                graph, first, last, lambda i: build_without_values(graph, i), layout=layout, group=group, whole=True
+            )
+            with ParameterMisuseDetector(graph, modules, layout, group) as access:
+                for layer in graph.layers[first:last]:
+                    access.layer = layer.name
+                    made = modules[layer.name](*(found[name] for name in layer.inputs))
+                    found.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+                access.refuse_mixed_use()

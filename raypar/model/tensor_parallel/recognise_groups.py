@@ -1,4 +1,4 @@
-"""Finds, in the record of a layer, linear layers that can be cut together: columns, and the rows that alone read what they make.
+"""Finds, in the record of layers, linear layers that can be cut together: columns, and the rows that alone read what they make.
 
 Nothing here goes by names. Two linear layers with functions of PyTorch in between are an MLP; where what the columns make is
 split into heads on the way, it is attention. How a fused layer orders queries, keys and values shows in the same split. What is
@@ -14,6 +14,7 @@ from math import prod
 from torch import nn
 
 from raypar.model.tensor_parallel.layer_record import LayerRecord, RecordedCall
+from raypar.model.tensor_parallel.styles.attention import AttentionStyle, is_plain_attention
 from raypar.model.tensor_parallel.styles.column import ColumnStyle
 from raypar.model.tensor_parallel.styles.heads import HeadsStyle
 from raypar.model.tensor_parallel.styles.heads_row import HeadsRowStyle
@@ -25,18 +26,19 @@ from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_li
 from raypar.model.transposed_linear import linear_features
 
 _ELSEWHERE = ""
-"""Stands for the layer's outputs, and for modules that need all of what they read, among the linear layers that read a value."""
+"""Stands for the layer's outputs, and for modules that need all of what they read, among the linear layers that read it."""
 _RESHAPES = {"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"}
 _PIECES = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes"}
 
 Styles = Mapping[str, ShardingStyle]
-"""Path of a module in the layer -> style."""
+"""Qualified name of a module -> style."""
 
 
 def recognise_groups(record: LayerRecord, modules: Mapping[str, nn.Module]) -> list[list[Styles]]:
-    """Groups of linear layers to be cut together, those with most parameters first; of each the readings, likely ones first.
+    """Groups of layers to be cut together: each `nn.MultiheadAttention`, then linear layers, those with most parameters first;
+    of each group the readings, likely ones first.
 
-    `modules`: the layer's modules by path.
+    `modules`: by qualified name.
     """
     flow = _Flow(record, {path for path, module in modules.items() if is_plain_linear(module)})
     found: dict[tuple[frozenset[str], frozenset[str]], int] = {}
@@ -45,7 +47,19 @@ def recognise_groups(record: LayerRecord, modules: Mapping[str, nn.Module]) -> l
         if group is not None:
             found[group] = sum(modules[path].weight.numel() for path in group[0] | group[1])  # type: ignore[union-attr, misc]
     groups = sorted(found, key=lambda group: (-found[group], sorted(group[0])))
-    return [_readings(flow, modules, columns, rows) for columns, rows in groups]
+    called = dict.fromkeys(call.module for call in record.calls if call.module is not None)
+    attention: list[list[Styles]] = [[{path: AttentionStyle()}] for path in called if is_plain_attention(modules[path])]
+    return attention + [_readings(flow, modules, columns, rows) for columns, rows in groups]
+
+
+def rows_of_samples(record: LayerRecord, modules: Mapping[str, nn.Module], samples: int) -> list[str]:
+    """Linear layers that are given one row for each sample, or for all."""
+    found: dict[str, bool] = {}
+    for call in record.calls:
+        if call.module is not None and is_plain_linear(modules[call.module]):
+            few = all(prod(record.shapes[number][:-1]) <= samples for number in call.inputs)
+            found[call.module] = found.get(call.module, True) and few
+    return [path for path, few in found.items() if few]
 
 
 class _Flow:
@@ -54,7 +68,7 @@ class _Flow:
     def __init__(self, record: LayerRecord, linears: set[str]) -> None:
         self.record = record
         self.linears = list(dict.fromkeys(c.module for c in record.calls if c.module in linears))
-        """Paths of the linear layers that were called, in order."""
+        """Names of the linear layers that were called, in order."""
         self._linears = linears
         self._makers: dict[int, set[str]] = {}
         """Number of a tensor -> the linear layers of which it is made."""

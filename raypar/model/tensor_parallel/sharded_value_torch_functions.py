@@ -105,9 +105,15 @@ def _dropout(
 
 
 def dropout_mask(x: ShardedValue, p: float) -> Tensor:
-    """This shard's part of the mask, scaled, by which `F.dropout` multiplies the whole value."""
+    """This shard's part of the mask, scaled, by which `F.dropout` multiplies the whole value. It is drawn in the order of
+    memory, in which the whole value's dims lie as the part's."""
+    order = sorted(range(x.dim()), key=lambda dim: -x.local.stride(dim))
+    is_dense = x.local.permute(order).is_contiguous()
     with torch.no_grad():
-        drawn = F.dropout(torch.ones(x.shape, dtype=x.local.dtype, device=x.local.device), p, True)
+        shape = [x.shape[dim] for dim in order] if is_dense else x.shape
+        drawn = F.dropout(torch.ones(shape, dtype=x.local.dtype, device=x.local.device), p, True)
+        if is_dense:
+            drawn = drawn.permute([order.index(dim) for dim in range(x.dim())])
         return select_ranges(drawn, x.part_layout.dim, x.part_layout.ranges)
 
 
@@ -324,8 +330,18 @@ def _along(func: Callable[..., Any], x: ShardedValue, dim: int, *args: Any, **kw
     return x.like(func(x.local, dim, *args, **kwargs))
 
 
+@implements("pad")
+def _pad(func: Callable[..., Any], x: ShardedValue, pad: Sequence[int], *args: Any, **kwargs: Any) -> ShardedValue:
+    """Of dims that are not cut."""
+    if len(pad) // 2 >= x.dim() - x.part_layout.dim:
+        raise unsupported_on_part_error(func.__name__, x)
+    return x.like(func(x.local, pad, *args, **kwargs))
+
+
 @implements("normalize")
-def _normalize(func: Callable[..., Any], x: ShardedValue, p: float = 2.0, dim: int = 1, *args: Any, **kwargs: Any) -> ShardedValue:
+def _normalize(
+    func: Callable[..., Any], x: ShardedValue, p: float = 2.0, dim: int = 1, *args: Any, **kwargs: Any
+) -> ShardedValue:
     """Along a dim that is not cut."""
     if dim % x.dim() == x.part_layout.dim:
         raise unsupported_on_part_error(func.__name__, x)
@@ -430,7 +446,10 @@ def _letters_of(equation: str, first: ShardedValue, values: Sequence[Any]) -> tu
         hidden = (most if dims is None else dims - len(before) - len(after)) if dots else 0
         return [*before, *(str(i) for i in reversed(range(hidden))), *after]
 
-    most = max([v.dim() - len(term.replace("...", "")) for term, v in zip(left.split(","), values, strict=True) if "..." in term] or [0])
+    most = max(
+        [v.dim() - len(term.replace("...", "")) for term, v in zip(left.split(","), values, strict=True) if "..." in term]
+        or [0]
+    )
     return [letters(term, v.dim()) for term, v in zip(left.split(","), values, strict=True)], letters(right, None)
 
 

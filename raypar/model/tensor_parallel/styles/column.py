@@ -10,6 +10,7 @@ from torch import nn
 
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear
+from raypar.model.tensor_parallel.local_part_layout import FEATURES
 from raypar.model.tensor_parallel.styles.style import (
     COLUMN_COLLECTIVES,
     LinearStyle,
@@ -58,7 +59,7 @@ class ColumnStyle(LinearStyle):
     def build(self, name: str, module: nn.Module, layout: TensorParallelLayout, group: ShardGroup) -> nn.Module:
         """See `ShardingStyle`."""
         held = indices_on_shard(name, layout, group)
-        return ColumnLinear(module, name, group, held, axis="features", shares_input=name in layout.shared_inputs)
+        return ColumnLinear(module, name, group, held, axis=FEATURES, shares_input=name in layout.shared_inputs)
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.linear import ColumnLinear
+from raypar.model.tensor_parallel.local_part_layout import FEATURES
 from raypar.model.tensor_parallel.styles.style import (
     COLUMN_COLLECTIVES,
     LinearStyle,
@@ -38,7 +39,7 @@ class GatheredStyle(LinearStyle):
         """See `ShardingStyle`."""
         held = indices_on_shard(name, layout, group)
         shares = name in layout.shared_inputs
-        return ColumnLinear(module, name, group, held, axis="features", shares_input=shares, gather_output=True)
+        return ColumnLinear(module, name, group, held, axis=FEATURES, shares_input=shares, gather_output=True)
 
     def collectives(self, module: nn.Module) -> LayerCollectives:
         """See `ShardingStyle`."""

@@ -6,6 +6,7 @@ import difflib
 import re
 
 from raypar.errors import PlanError
+from raypar.model.tensor_parallel.styles.attention import AttentionStyle
 from raypar.model.tensor_parallel.styles.column import ColumnStyle
 from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
 from raypar.model.tensor_parallel.styles.heads import HeadsStyle
@@ -30,6 +31,7 @@ STYLES: dict[str, type[ShardingStyle]] = {
         QkvStyle,
         QkvInterleavedStyle,
         HeadsRowStyle,
+        AttentionStyle,
         VocabularyStyle,
         GatheredStyle,
         WholeStyle,

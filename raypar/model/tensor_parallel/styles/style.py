@@ -120,18 +120,24 @@ ROW_COLLECTIVES = LayerCollectives(
 
 def is_plain_linear(module: object) -> bool:
     """Whether it is a linear layer, transposed or not, that a sharded layer can stand in for."""
-    return isinstance(module, nn.Module) and is_linear(module) and _is_replaceable(module)
+    return isinstance(module, nn.Module) and is_linear(module) and _has_weight(module) and is_replaceable(module)
 
 
-def is_plain_embedding(module: object) -> bool:
+def is_plain_embedding(module: nn.Module) -> bool:
     """Whether it is an `nn.Embedding` that a sharded layer can stand in for."""
-    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and _is_replaceable(module)
+    own = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return own and _has_weight(module) and is_replaceable(module)
 
 
-def _is_replaceable(module: nn.Module) -> bool:
-    """Whether a sharded layer can replace the module: no hooks, no forward set on the object, no computed weight."""
+def _has_weight(module: nn.Module) -> bool:
+    """Whether its weight is a parameter, not computed."""
+    return module._parameters.get("weight") is not None
+
+
+def is_replaceable(module: nn.Module) -> bool:
+    """Whether a sharded layer can replace the module: no hooks, no forward set on the object."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return module._parameters.get("weight") is not None and "forward" not in vars(module) and not any(hooks)
+    return "forward" not in vars(module) and not any(hooks)
 
 
 def style_misfit_error(style: ShardingStyle, name: str, module: nn.Module) -> PlanError:

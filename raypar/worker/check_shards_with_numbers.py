@@ -1,0 +1,87 @@
+"""Compares layers on shards with the same layers whole on numbers, before a run whose styles were inferred by structure.
+
+What an inferred style makes of a layer is proved on parts of values without numbers (`model.tensor_parallel.prove_styles`),
+which trusts that users' code asks values for what they are in no way that PyTorch does not show. This check trusts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from raypar.errors import ModelError
+from raypar.model.graph import Graph
+from raypar.model.layer_skeletons import state_shapes
+from raypar.model.random_state import preserve_random_state
+from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
+from raypar.plan import ParallelPlan
+from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.worker.check_capture_with_numbers import MOST_BYTES, TOLERANCES
+from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
+from raypar.worker.run_in_one_process import OneProcessRun
+
+SMALLEST_SHARE = 1e-2
+"""A gradient counts as at least this share of the largest one of the model: what cancels to zero is rounding."""
+
+
+def check_shards_with_numbers(spec: JobSpec, graph: Graph, layout: TensorParallelLayout) -> None:
+    """Raises `ModelError` if one microbatch has another loss or other gradients on shards, in one process.
+
+    Models of more than `MOST_BYTES` are not compared.
+    """
+    item = getattr(torch, spec.dtype).itemsize
+    if sum(shape.numel() for shape in state_shapes(graph, 0, len(graph.layers)).values()) * item > MOST_BYTES:
+        return
+    small = replace(
+        spec,
+        batch_size=spec.batch_size // spec.microbatches,
+        microbatches=1,
+        virtual_replicas=0,
+        clip_norm=None,
+        lr_schedule=None,
+        validation=None,
+        non_finite="skip",
+        sequence_parallel=False,
+        device="cpu",
+        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.0}), ()),
+    )
+    with preserve_random_state():
+        wanted_loss, whole = _run(small, graph, 1)
+        loss, found = _run(small, graph, layout.shards)
+    autocast = spec.precision.autocast
+    tolerance = TOLERANCES[spec.dtype] if autocast is None else autocast.comparison_tolerance
+    if not math.isfinite(wanted_loss):
+        return  # gradients say nothing then
+    if not math.isclose(loss, wanted_loss, rel_tol=tolerance, abs_tol=1e-12):
+        raise _error(layout, f"the loss is {loss:.8g}, without shards {wanted_loss:.8g}")
+    top = max((_largest(copies[0]) for copies in whole.values()), default=0.0)
+    for name, copies in found.items():
+        own = whole[name][0]
+        for shard, copy in enumerate(copies):
+            want = None if own is None else shard_slice_of(layout, name, own, shard)
+            one, other = (torch.zeros(()) if value is None else value for value in (copy, want))
+            if one.numel() and other.numel():
+                difference = float((one - other).abs().max())
+                if difference > tolerance * max(_largest(other), SMALLEST_SHARE * top) + 1e-12:
+                    raise _error(layout, f"the gradient of {name} differs by {difference:.3g} on shard {shard}")
+
+
+def _run(spec: JobSpec, graph: Graph, shards: int) -> tuple[float, dict[str, list[Tensor | None]]]:
+    """(loss, gradients by name and shard) of one step."""
+    with OneProcessRun(spec, ParallelPlan.mesh(tp=shards, layers=len(graph.layers)), "1f1b", graph=graph) as run:
+        loss = run.step(0)[0].loss
+        return loss, {n: [None if g is None else g.detach().clone() for g in copies] for n, copies in run.gradients().items()}
+
+
+def _largest(value: Tensor | None) -> float:
+    return float(value.abs().max()) if value is not None and value.numel() else 0.0
+
+
+def _error(layout: TensorParallelLayout, what: str) -> ModelError:
+    return ModelError(
+        f"the layers do not compute on {layout.shards} shards what they compute whole: in the first microbatch {what}",
+        cure="give the modules around it the style whole (plan.styles: raypar plan shows what is cut and how), and report it",
+    )

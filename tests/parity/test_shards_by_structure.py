@@ -1,0 +1,296 @@
+"""Transformers whose names say nothing are cut over shards by what they compute, with the plain module's loss and gradients."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers.captured_shards import share_of_largest_shard
+from helpers.on_shards import on_shards
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import raypar
+from raypar.comm.local_transport import LocalMesh
+from raypar.errors import ModelError
+from raypar.model.graph import Graph
+from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules
+from raypar.model.tensor_parallel.group import ShardGroup
+from raypar.model.tensor_parallel.infer_by_structure import structure_of
+from raypar.model.tensor_parallel.layout import compute_shard_layout
+from raypar.model.tensor_parallel.multihead_attention import ShardedMultiheadAttention
+from raypar.plan import ParallelPlan
+from raypar.worker import check_shards_with_numbers as numbers
+from raypar.worker import job_preflight
+from raypar.worker.job_preflight import check_model_can_shard, preflight
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.worker_assignments import make_layer_graph
+
+WIDTH, HEADS, LENGTH = 16, 4, 5
+
+
+class FusedAttention(nn.Module):
+    """As in a ViT: one product makes q, k and v. `order`: how they lie in it."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order, self.norm = order, nn.LayerNorm(WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, (b, n, _) = self.first(self.norm(x)), x.shape
+        if self.order == "chunk":
+            q, k, v = (each.view(b, n, HEADS, -1).transpose(1, 2) for each in made.chunk(3, dim=-1))
+        elif self.order == "three first":
+            q, k, v = made.reshape(b, n, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        else:  # head after head
+            q, k, v = made.reshape(b, n, HEADS, 3, -1).permute(3, 0, 2, 1, 4)
+        scores = torch.einsum("bhid,bhjd->bhij", q, k) * q.shape[-1] ** -0.5
+        return x + self.second(torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), v).transpose(1, 2).reshape(b, n, -1))
+
+
+class CrossAttention(nn.Module):
+    """As in diffusers: `to_q` reads the value, `to_k` and `to_v` a context; the output layer is in a ModuleList."""
+
+    def __init__(self, key_heads: int = HEADS, fused: bool = False) -> None:
+        super().__init__()
+        self.key_heads, self.fused, own = key_heads, fused, WIDTH // HEADS * key_heads
+        self.to_q, self.to_out = nn.Linear(WIDTH, WIDTH), nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)])
+        if fused:
+            self.to_kv = nn.Linear(WIDTH, 2 * own)
+        else:
+            self.to_k, self.to_v = nn.Linear(WIDTH, own), nn.Linear(WIDTH, own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = x.flip(1) * 2
+        k, v = self.to_kv(context).chunk(2, -1) if self.fused else (self.to_k(context), self.to_v(context))
+        q, k, v = (
+            each.view(len(x), LENGTH, heads, -1).transpose(1, 2)
+            for each, heads in ((self.to_q(x), HEADS), (k, self.key_heads), (v, self.key_heads))
+        )
+        made = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+        return x + self.to_out[1](self.to_out[0](made))
+
+
+class Glu(nn.Module):
+    """As in x-transformers: one product makes value and gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.Identity(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.inner[0](x).chunk(2, dim=-1)
+        return x + self.inner[2](value * F.gelu(gate))
+
+
+class Modulated(nn.Module):
+    """As in DiT: a vector for each sample scales and shifts the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by, self.norm = nn.Linear(WIDTH, 6 * WIDTH), nn.LayerNorm(WIDTH, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift, scale, gate, *_ = self.by(F.silu(x.mean(1))).unsqueeze(1).chunk(6, -1)
+        return x + gate * (self.norm(x) * (1 + scale) + shift)
+
+
+def encoder(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True, **options)
+
+
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "fused, chunk": (lambda: FusedAttention("chunk"), {"qkv:4", "heads-row:4"}),
+    "fused, three first": (lambda: FusedAttention("three first"), {"qkv:4", "heads-row:4"}),
+    "fused, head after head": (lambda: FusedAttention("heads"), {"heads:4", "heads-row:4"}),
+    "cross": (CrossAttention, {"heads:4", "heads-row:4"}),
+    "grouped keys": (lambda: CrossAttention(2), {"heads:4/2", "kv-heads:4/2", "heads-row:4/2"}),
+    "fused keys and values": (lambda: CrossAttention(fused=True), {"heads:4", "kv:4", "heads-row:4"}),
+    "glu": (Glu, {"column/2", "row"}),
+    "sequential": (lambda: nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH)), {"column", "row"}),
+    "modulated": (Modulated, {"gathered"}),
+    "encoder": (encoder(), {"attention", "column", "row"}),
+    "encoder, norm first": (encoder(norm_first=True, activation=F.silu), {"attention", "column", "row"}),
+}
+"""Name -> (a block, the styles that it gets)."""
+
+
+class Blocks(nn.Module):
+    """A block of each kind."""
+
+    def __init__(self, kinds: list[str]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(BLOCKS[kind][0]() for kind in kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(1)
+
+
+class Rows:
+    """Samples (x, y)."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        drawn = torch.randn(LENGTH + 1, WIDTH, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        return drawn[1:], drawn[0]
+
+
+def job(model: Any, **given: Any) -> JobSpec:
+    common = {"loss": F.mse_loss, "data": Rows, "steps": 1, "batch_size": 4, "microbatches": 2, "dtype": "float64"}
+    return raypar.Trainer(model=model, **(common | given)).spec
+
+
+def step(spec: JobSpec, graph: Any, **mesh: Any) -> tuple[float, dict[str, list[Tensor]]]:
+    """(loss, gradients by parameter and shard) of a step."""
+    with OneProcessRun(spec, ParallelPlan.mesh(layers=len(graph.layers), **mesh), "1f1b", graph=graph) as run:
+        loss = run.step(0)[0].loss
+        return loss, {name: [g.clone() for g in copies] for name, copies in run.gradients().items()}
+
+
+def test_blocks_are_cut_by_what_they_compute_and_compute_the_same(monkeypatch: pytest.MonkeyPatch):
+    kinds = list(BLOCKS)
+    spec = job((Blocks, {"kinds": kinds}))
+    checked = preflight(spec)
+    graph = checked.graph
+    layout = compute_shard_layout(graph, 2)
+    for number, kind in enumerate(kinds):
+        own = {style for name, style in layout.styles.items() if name.startswith(f"blocks.{number}.")}
+        own |= {style for name, style in layout.styles.items() if name == f"blocks.{number}"}
+        assert own == BLOCKS[kind][1], kind
+    assert all(compute_shard_layout(graph, shards).styles == layout.styles for shards in (1, 3, 4))
+    assert share_of_largest_shard(graph, layout, cuttable=lambda name: "norm" not in name and "bias" not in name) <= 0.6
+    monkeypatch.setitem(numbers.TOLERANCES, "float64", 1e-12)
+    for shards in (2, 3):  # loss and gradients of the layers on shards and whole
+        check_model_can_shard(spec, checked, ParallelPlan.mesh(layers=len(graph.layers), tp=shards))
+
+
+@pytest.mark.parametrize(
+    "kinds", [["sequential"] * 3, ["fused, three first", "encoder", "cross"]], ids=["sequential", "attention"]
+)
+def test_other_stages_and_replicas_have_the_same_bits(kinds: list[str]):
+    """Also where the column and the row layer of an `nn.Sequential` are in two stages."""
+    spec = job((Blocks, {"kinds": kinds}))
+    graph = make_layer_graph(spec)
+    assert len(graph.layers) == (9 if kinds[0] == "sequential" else 3)
+    loss, wanted = step(spec, graph, tp=2)
+    for mesh in ({"pp": len(graph.layers)}, {"pp": 2, "dp": 2}):
+        other, found = step(spec, graph, tp=2, **mesh)
+        assert other == loss
+        for name, copies in found.items():
+            assert all(torch.equal(copy, wanted[name][shard % 2]) for shard, copy in enumerate(copies)), name
+
+
+class Odd(nn.Module):
+    """Attention over a dim that looks like heads, and an MLP with a norm over what a shard would have a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_of, self.out_of = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wide, self.norm, self.narrow = nn.Linear(WIDTH, 32), nn.LayerNorm(32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv_of(x).view(*x.shape[:2], 3, HEADS, -1).unbind(2)
+        mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v  # over heads
+        x = x + self.out_of(mixed.flatten(2))
+        return x + self.narrow(self.norm(self.wide(x)).relu())
+
+
+class Two(nn.Module):
+    """Two odd blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Odd(), Odd()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x)).mean(1)
+
+
+def test_what_cannot_be_proved_stays_whole_and_the_reason_is_known():
+    graph = make_layer_graph(job(Two))
+    assert compute_shard_layout(graph, 2).styles == {}
+    refused = structure_of(graph).refused
+    assert "layer_norm of a value" in refused["blocks.0.wide"] and "blocks.1.out_of" in refused
+
+
+def test_a_style_that_would_compute_something_else_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch):
+    """Code that asks whether a value is a tensor sees the difference between a part and a whole."""
+
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = self.a(x)
+            return self.b(wide.relu() if isinstance(wide, Tensor) else wide.sigmoid())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Asking(), Asking()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[1](self.blocks[0](x)).mean(1)
+
+    spec = job(Model)
+    checked = preflight(spec)
+    plan = ParallelPlan.mesh(layers=len(checked.graph.layers), tp=2)
+    with pytest.raises(
+        ModelError, match="do not compute on 2 shards what they compute whole: in the first microbatch the loss"
+    ):
+        check_model_can_shard(spec, checked, plan)
+    compared = []
+    monkeypatch.setattr(job_preflight, "check_shards_with_numbers", lambda *args: compared.append(args))
+    check_model_can_shard(spec, checked, plan)
+    assert len(compared) == 1
+
+
+def test_evaluation_does_not_read_the_weights_of_an_encoder_layer_by_itself():
+    """`nn.TransformerEncoderLayer` has a fast path of its own in evaluation, which would compute with a shard's slices."""
+    layer, held = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True).double().eval(), ((0, HEADS),)
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    group = ShardGroup(LocalMesh(1).transports[0], range(1))
+    with torch.no_grad():
+        wanted, called = layer(x), []
+        layer.self_attn = ShardedMultiheadAttention(layer.self_attn, "self_attn", group, held).eval()
+        whole = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, **named: called.append(args) or whole(*args, **named)
+        torch.testing.assert_close(layer(x), wanted, rtol=0, atol=1e-12)
+    assert called
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_on_shards_returns_what_the_whole_one_returns(batch_first: bool, average: bool):
+    """Other keys and values than queries, both masks, weights of all heads or their mean, dropout."""
+    whole = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.2, batch_first=batch_first, kdim=6, vdim=10, dtype=torch.float64)
+    q, k, v = (torch.randn(2, n, w, dtype=torch.float64) for n, w in ((5, WIDTH), (7, 6), (7, 10)))
+    mask = torch.randn(2 * HEADS, 5, 7, dtype=torch.float64)
+    padding = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+    inputs = [x if batch_first else x.transpose(0, 1) for x in (q, k, v)]
+
+    def call(module: nn.Module) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(1)
+        return module(*inputs, key_padding_mask=padding, attn_mask=mask, average_attn_weights=average)
+
+    graph = Graph.sequential([("a", lambda: copy.deepcopy(whole))], input="x")
+
+    def work(group: ShardGroup) -> tuple[Tensor, Tensor]:
+        layout = compute_shard_layout(graph, 3, {"a": "attention"}, infer=False)
+        build = {"first": 0, "last": 1, "layout": layout, "group": group, "whole": True}
+        part = build_shard_modules(graph, make=lambda index: copy.deepcopy(whole), **build)["a"]
+        return call(partial(type(part).forward, part))
+
+    found, _ = on_shards(3, work)
+    for got in found:
+        for one, other in zip(got, call(whole), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
