@@ -21,7 +21,7 @@ from raypar.model.tensor_parallel.prove_styles import find_why_styles_fail
 from raypar.model.tensor_parallel.recognise_groups import Styles, recognise_groups, rows_of_samples
 from raypar.model.tensor_parallel.styles.attention import is_plain_attention
 from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
-from raypar.model.tensor_parallel.styles.style import ShardingStyle
+from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_linear
 from raypar.model.tensor_parallel.styles.vocabulary import VocabularyStyle
 from raypar.plan.stage_connections import owner_of, parameter_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
@@ -231,10 +231,10 @@ def _layers_not_as_named(graph: Graph, styles: Mapping[str, ShardingStyle], laye
     found = set()
     answers: dict[object, bool] = {}
     for index, layer in enumerate(graph.layers):
-        own = by_layer.get(layer.name)
-        if own is None or not all(name in values for name in layer.inputs):
-            continue
-        modules = shared_skeleton(layer).named_modules()
+        own, modules = by_layer.get(layer.name, {}), list(shared_skeleton(layer).named_modules())
+        linears = [path for path, module in modules if is_plain_linear(module)]
+        if not own or all(layer.qualify(path) in own for path in linears) or not all(name in values for name in layer.inputs):
+            continue  # names know all of it
         parts = tuple(
             (type(m), str(own.get(layer.qualify(path), "")), *((k, p.shape) for k, p in m._parameters.items() if p is not None))
             for path, m in modules
