@@ -124,6 +124,7 @@ def _ask(node: dict[str, Any], actor: Any, answer: Any, until: float) -> dict[st
 
 def main(address: str, folder: str) -> dict[str, Any]:
     """What the cluster at `address` says; `error` if it cannot be joined."""
+    from raypar.actors.local_cluster_token import lets_in_without_token, shows_token
     from raypar.actors.ray_connection import QUIET, check_address_answers
 
     os.environ.update(QUIET)
@@ -131,6 +132,7 @@ def main(address: str, folder: str) -> dict[str, Any]:
         check_address_answers(address)
         import ray
 
+        open_to_all = not shows_token() or lets_in_without_token(address)
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except RayparError as error:
         return {"error": error.what}
@@ -139,7 +141,7 @@ def main(address: str, folder: str) -> dict[str, Any]:
     try:
         ours = NodeFactsProbe().describe(LIBRARIES, SETTINGS, None)
         nodes = ask_nodes(folder if not folder or Path(folder).is_dir() else os.getcwd())
-        return {"nodes": nodes, **{key: ours[key] for key in ("versions", "processor", "settings")}}
+        return {"nodes": nodes, "open_to_all": open_to_all, **{key: ours[key] for key in ("versions", "processor", "settings")}}
     finally:
         ray.shutdown()
 

@@ -80,6 +80,7 @@ def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path, labels
 
     params = RayParams(
         gcs_address=address,
+        node_ip_address=address.rpartition(":")[0].strip("[]"),  # on this machine: that of the cluster's head
         num_cpus=cpus,
         num_gpus=0,
         object_store_memory=store_bytes,
@@ -100,16 +101,20 @@ def reap_raylet(node: Any) -> int:
     return int(process.pid)
 
 
-def parse_raylet_command(pid: int) -> tuple[str, str] | None:
-    """(Ray's node id, address of its cluster) from the command line of the process `pid`; None if it is no raylet."""
+def read_raylet_options(pid: int) -> dict[str, str] | None:
+    """The options on the command line of the process `pid`, without their dashes; None if it is no raylet."""
     try:
         words = (Path("/proc") / str(pid) / "cmdline").read_text().split("\0")
     except OSError:
         return None
     found = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--") and "=" in word)
-    if Path(words[0]).name != "raylet" or not {"node_id", "gcs-address"} <= set(found):
-        return None
-    return found["node_id"], found["gcs-address"]
+    return found if Path(words[0]).name == "raylet" and {"node_id", "gcs-address"} <= set(found) else None
+
+
+def parse_raylet_command(pid: int) -> tuple[str, str] | None:
+    """(Ray's node id, address of its cluster) from the command line of the process `pid`; None if it is no raylet."""
+    options = read_raylet_options(pid)
+    return None if options is None else (options["node_id"], options["gcs-address"])
 
 
 def wait_for_nodes(nodes: tuple[LocalNode, ...]) -> None:

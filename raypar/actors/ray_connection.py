@@ -30,8 +30,16 @@ from raypar.actors.control_store_watch import (
     silence_limit_s,
     watch_control_store,
 )
+from raypar.actors.local_cluster_token import (
+    choose_token,
+    lets_in_without_token,
+    shows_token,
+    token_authentication,
+    write_token_file,
+)
 from raypar.actors.local_nodes import LocalNode, cpus_per_node, start_local_nodes
 from raypar.actors.local_ray_cleanup import remove_local_ray_on_exit
+from raypar.actors.temporary_environment_variables import temporary_environment_variables
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError, error_first_line
 
 OBJECT_STORE_BYTES = 150 * 2**20
@@ -64,6 +72,12 @@ TOKEN = (
 )
 """How to join a cluster that has a token (Ray 2.59 and later), for messages."""
 
+NO_TOKEN = "; it has no token: whoever reaches its ports can run code in its workers, as any user of this cluster can"
+"""What the first lines of a run say of a cluster that was joined without a token."""
+
+LOOPBACK = "127.0.0.1"
+"""Where all of a local Ray cluster listens."""
+
 DEATH_NOTICE = re.compile(
     r"\s*(Raylet is terminated|The node with node id|A worker died or was killed|\[.*\] \((raylet|gcs_server)\) )", re.DOTALL
 )
@@ -74,6 +88,12 @@ TEMP_BYTES = 2**19
 
 SOCKET_PATH_ROOM = 40
 """Ray puts about 65 characters of socket path below its folder, and the system allows 107."""
+
+FOLDER_NAMES = 18
+"""Characters of `/raypar-12345678/r`, the folders that are made for Ray."""
+RAY_FOLDER = "r"
+"""Ray's own folder below the run's temporary one. Ray lets everybody read and write its folder (mode 777), and its sockets lie
+there; nobody but the user gets through the one above."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +139,7 @@ def connect_ray(
         )
     given, address = address, address or os.environ.get("RAY_ADDRESS")
     # The local cluster is for workers only: unlike Ray's default, other processes of the machine do not come before them.
-    ours = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": worker_python_path(working_dir), "RAY_worker_niceness": "0", **PATIENT}
+    ours = {"PYTHONPATH": worker_python_path(working_dir), "RAY_worker_niceness": "0", **PATIENT}
     with temporary_environment_variables(QUIET if address else {**QUIET, **ours}), without_ray_leftovers():
         import ray
 
@@ -138,8 +158,9 @@ def connect_ray(
                     cure="leave the address out, or call ray.shutdown() before",
                 )
             wait_until_working_dir_unpacked()
+            open_to_all = "" if shows_token() else NO_TOKEN
             with watch_control_store(there):
-                yield RayConnection("found", f"using the Ray this process has joined, {there}", there)
+                yield RayConnection("found", f"using the Ray this process has joined, {there}{open_to_all}", there)
         elif address:
             with without_autoscaler_lines(), without_ray_death_notices(), join_cluster(address, working_dir) as connection:
                 yield connection
@@ -190,6 +211,7 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
     from raypar.actors.removed_working_dir import wait_until_working_dir_unpacked  # at once: not while Ray unpacks us
 
     check_address_answers(address)
+    open_to_all = not shows_token() or lets_in_without_token(address)
     runtime_env = None
     if not is_head_on_this_machine(address) and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         runtime_env = {"working_dir": str(working_dir), "excludes": ["runs/", ".git/", ".venv/", "*.safetensors"]}
@@ -217,7 +239,7 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
     there = ray.get_runtime_context().gcs_address
     with watch_control_store(there, limit_s=limit_s):
         try:
-            yield RayConnection("joined", f"joined the Ray cluster at {address}", there)
+            yield RayConnection("joined", f"joined the Ray cluster at {address}{NO_TOKEN if open_to_all else ''}", there)
         finally:
             leave_cluster()
 
@@ -256,11 +278,13 @@ def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterato
     """Start a local Ray cluster with so many raylets, in a new folder.
 
     Ray's processes die with this one (Ray asks the kernel for that); `remove_local_ray_on_exit` removes what is left of them,
-    even if this process is killed.
+    even if this process is killed. They listen on the loopback address only and ask for a token, whatever `RAY_AUTH_MODE` says:
+    raypar unpickles what workers find in Ray's store, and other users of this machine reach the loopback address.
     """
     import ray
 
     cpus = cpus_per_node(workers, nodes)
+    token = choose_token(os.environ)
 
     def start(folder: Path) -> None:
         with delay_ctrl_c(), fresh_python_random_state():
@@ -271,18 +295,27 @@ def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterato
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 logging_level=logging.ERROR,
-                _temp_dir=str(folder),
+                _temp_dir=str(folder / RAY_FOLDER),
+                _node_ip_address=LOOPBACK,
             )
 
     with contextlib.ExitStack() as stack:
-        with ray_in_new_sessions(), without_idle_ray_processes():
+        stack.enter_context(token_authentication(token))
+        with ray_in_new_sessions(), without_idle_ray_processes(), loopback_address_kept():
             with _started():
                 folder = start_ray_with_retries(start, stack)
             raylets: tuple[LocalNode, ...] = ()
             if nodes > 1:
-                raylets = stack.enter_context(start_local_nodes(nodes, cpus, OBJECT_STORE_BYTES, folder))
+                raylets = stack.enter_context(start_local_nodes(nodes, cpus, OBJECT_STORE_BYTES, folder / RAY_FOLDER))
         address = ray.get_runtime_context().gcs_address
-        yield RayConnection("own", describe_local_ray(nodes * cpus, raylets), address, host="127.0.0.1", nodes=raylets)
+        if address.rpartition(":")[0] != LOOPBACK or not shows_token():
+            raise ClusterError(
+                f"the local Ray cluster answers at {address}, to {'any token' if shows_token() else 'everybody'}: this version "
+                "of Ray does not keep to the loopback address and the token that raypar gives it",
+                cure="use ray 2.60, or join a running cluster (--address)",
+            )
+        write_token_file(folder, address, token)
+        yield RayConnection("own", describe_local_ray(nodes * cpus, raylets), address, host=LOOPBACK, nodes=raylets)
 
 
 def start_ray_with_retries(start: Callable[[Path], None], stack: contextlib.ExitStack) -> Path:
@@ -409,6 +442,25 @@ def ray_in_new_sessions() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def loopback_address_kept() -> Iterator[None]:
+    """Have Ray take 127.0.0.1 as a node's address, which it would replace by one that other machines reach.
+
+    The patched name is private to Ray; without it `start_local_ray` raises.
+    """
+    from ray._private import services
+
+    resolve = getattr(services, "resolve_ip_for_localhost", None)
+    if resolve is None:
+        yield
+        return
+    services.resolve_ip_for_localhost = lambda host: host
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = resolve
+
+
+@contextlib.contextmanager
 def without_idle_ray_processes() -> Iterator[None]:
     """Keep Ray from starting two processes that a local Ray cluster has no use for, and from waiting for the first of them.
 
@@ -461,14 +513,17 @@ def without_ray_death_notices() -> Iterator[None]:
 
 
 def make_short_temp_dir() -> Path:
-    """A new folder for Ray's files whose path leaves room for its sockets. Raises `ClusterError` where the disk is full."""
+    """A new folder, which only this user may enter, for Ray's files; its path leaves room for their sockets.
+
+    Raises `ClusterError` where the disk is full.
+    """
     base = tempfile.gettempdir()
-    base = base if len(base) + 15 <= SOCKET_PATH_ROOM else "/tmp"
+    base = base if len(base) + FOLDER_NAMES <= SOCKET_PATH_ROOM else "/tmp"
     free = shutil.disk_usage(base).free
     if free < TEMP_BYTES:
         raise ClusterError(
             f"the disk is full: {base} has {free // 1024:,} KiB left, and Ray puts its logs there",
-            cure=f"free disk space, or set TMPDIR to a folder with room and at most {SOCKET_PATH_ROOM - 15} characters",
+            cure=f"free disk space, or set TMPDIR to a folder with room and at most {SOCKET_PATH_ROOM - FOLDER_NAMES} characters",
         )
     return Path(tempfile.mkdtemp(prefix="raypar-", dir=base))
 
@@ -509,18 +564,3 @@ def without_autoscaler_lines() -> Iterator[None]:
         yield
     finally:
         ray_constants.AUTOSCALER_EVENTS = before
-
-
-@contextlib.contextmanager
-def temporary_environment_variables(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables, which Ray's processes inherit, and put the old ones back."""
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value

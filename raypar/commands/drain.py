@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from raypar.console.run_folder_arguments import add_run_dir_argument
@@ -25,24 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Drain the node; exit code 0, also if the node is being drained already. Raises `ConfigError` or `ClusterError`."""
-    import math
     import os
-    import time
 
     from raypar.actors.local_nodes import parse_raylet_command
-    from raypar.console.event_lines import short_node_id
-    from raypar.console.run_status import local_time
-    from raypar.errors import ClusterError, ConfigError
+    from raypar.errors import ConfigError
 
     if not args.deadline_s > 0:
         raise ConfigError(f"--deadline-s {args.deadline_s:g}", cure="give the seconds until the node leaves, more than 0")
-    word, address, own, known = args.node, args.address, False, []
+    word, address, known = args.node, args.address, []
     here = parse_raylet_command(int(word)) if word.isdecimal() else None
     if here is not None:
         word = here[0]
     if address is None and args.run is not None:
         facts = read_cluster_facts_of_run(args.run, args.run_dir)
-        address, own, known = str(facts["address"]), facts["kind"] == "own", facts["nodes"]
+        address, known = str(facts["address"]), facts["nodes"]
     if address is None:
         address = here[1] if here is not None else os.environ.get("RAY_ADDRESS")
     if address is None:
@@ -52,11 +49,24 @@ def run(args: argparse.Namespace) -> int:
         )
     if not address.rpartition(":")[2].isdigit() or "://" in address:
         raise ConfigError(f"address {address!r}", cure="give --address host:port, where the cluster's control store answers")
-    if own:
-        os.environ["RAY_AUTH_MODE"] = "disabled"  # as we start it; Ray reads this when it is loaded
+
+    from raypar.actors.local_cluster_token import find_local_token, token_authentication
+
+    token = find_local_token(address)
+    with token_authentication(token) if token is not None else contextlib.nullcontext():
+        return drain_node_of_cluster(word, address, known, args.deadline_s, args.reason)
+
+
+def drain_node_of_cluster(word: str, address: str, known: list[dict[str, Any]], deadline_s: float, reason: str) -> int:
+    """Drain the node that `word` names; `known`: the raylets of a local cluster, of which some may be gone. Exit code 0."""
+    import math
+    import time
 
     from raypar.actors.cluster_info import drain_node, find_node, list_draining_nodes_of_cluster, list_live_nodes
     from raypar.actors.ray_connection import check_address_answers
+    from raypar.console.event_lines import short_node_id
+    from raypar.console.run_status import local_time
+    from raypar.errors import ClusterError, ConfigError
 
     try:
         check_address_answers(address)
@@ -77,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
         when = "as soon as nothing runs there" if math.isinf(leaves_at) else f"at {local_time(leaves_at)}"
         print(f"node {node} is being drained already: it leaves {when}; nothing has changed")
         return 0
-    drain_node(address, node, args.deadline_s, args.reason)
-    until = local_time(time.time() + args.deadline_s)
-    print(f"node {node} is going to leave at {until}, in {args.deadline_s:g} s: it takes nothing new, runs move their work off")
+    drain_node(address, node, deadline_s, reason)
+    until = local_time(time.time() + deadline_s)
+    print(f"node {node} is going to leave at {until}, in {deadline_s:g} s: it takes nothing new, runs move their work off")
     return 0
 
 

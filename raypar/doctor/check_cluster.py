@@ -34,11 +34,19 @@ def check_cluster(facts: ClusterFacts | NotKnown, address: str | None) -> list[F
     if not well:
         return [*found, Finding("failure", "cluster", f"no node of {facts.address} has answered", "start its nodes")]
     head = Finding("ok", "cluster", f"{len(well)} of {len(facts.nodes)} nodes at {facts.address} answer")
-    return [head, *found, *_clocks(well), *_versions(facts, well), *_kernels(facts, well), *_places(well)]
+    return [head, *found, *_token(facts), *_clocks(well), *_versions(facts, well), *_kernels(facts, well), *_places(well)]
 
 
 def _name(node: NodeFacts) -> str:
     return f"node {node.node}"
+
+
+def _token(facts: ClusterFacts) -> list[Finding]:
+    if not facts.open_to_all:
+        return [Finding("ok", "cluster token", "the cluster asks for one")]
+    text = "the cluster asks for no token: whoever reaches its ports can run code in the workers of any run"
+    cure = "start Ray with RAY_AUTH_MODE=token and a token on every node (as the files in cluster/ do), or close its ports"
+    return [Finding("warning", "cluster token", text, cure)]
 
 
 def _clocks(nodes: Sequence[NodeFacts]) -> list[Finding]:

@@ -307,7 +307,7 @@ def check_token(facts: TokenFacts | NotKnown, address: str | None) -> list[Findi
     if there and address:
         text = "there is a token, and RAY_AUTH_MODE is not set to token"
         return [Finding("warning", "auth token", text, "RAY_AUTH_MODE=token, if the cluster asks for one")]
-    return [Finding("ok", "auth token", "not used: a local cluster needs none")]
+    return [Finding("ok", "auth token", "none is set: a local cluster makes its own for each run")]
 
 
 def gib(size: int) -> str:

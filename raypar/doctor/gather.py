@@ -31,6 +31,7 @@ from raypar.doctor.machine_facts import (
     TokenFacts,
 )
 from raypar.errors import RayparError
+from raypar.ray_auth_token import token_file
 from raypar.storage.filesystems import WRITE_CHECK_S, check_storage_is_writable
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri
@@ -161,7 +162,8 @@ def ask_cluster(address: str, run_dir: Path | StorageUri) -> ClusterFacts | NotK
     if "nodes" not in found:
         return NotKnown(str(found.get("error") or f"{address} gave no answer within {CLUSTER_S:g} s"))
     nodes = tuple(NodeFacts(**node) for node in found["nodes"])
-    return ClusterFacts(address, nodes, found["versions"], found["processor"], found["settings"])
+    open_to_all = bool(found["open_to_all"])
+    return ClusterFacts(address, nodes, found["versions"], found["processor"], found["settings"], open_to_all)
 
 
 # -- here ------------------------------------------------------------------------------------------------------------------
@@ -281,7 +283,7 @@ TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 
 def read_token(environment: Mapping[str, str]) -> TokenFacts:
     """Where the cluster's token is. It is not read."""
-    file = Path(environment.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    file = token_file(environment)
     there = file.is_file()
     mode = file.stat().st_mode if there else 0
     return TokenFacts(environment.get("RAY_AUTH_MODE", ""), bool(environment.get("RAY_AUTH_TOKEN")), str(file), there, mode)

@@ -142,6 +142,8 @@ class ClusterFacts:
     """This machine's versions."""
     processor: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
+    open_to_all: bool = False
+    """Whether it lets in who shows no token."""
 
 
 @dataclass(frozen=True)

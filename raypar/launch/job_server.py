@@ -14,10 +14,10 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError
+from raypar.ray_auth_token import DEFAULT_FILE, find_token, token_file
 from raypar.untrusted_files import shorten
 
 DASHBOARD_PORT = 8265
@@ -92,18 +92,12 @@ def request_headers(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
             raise ConfigError("RAY_JOB_HEADERS is not a JSON object", cure='for example \'{"X-Team": "a"}\'') from None
     if environ.get("RAY_AUTH_MODE") != "token" or any(key.lower() == "authorization" for key in headers):
         return headers
-    path = Path(environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
-    token = environ.get("RAY_AUTH_TOKEN")
-    if not token:
-        try:
-            token = path.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"RAY_AUTH_MODE is token, and the token cannot be read from {path}",
-                cure="put the cluster's token there, or into RAY_AUTH_TOKEN (RAY_AUTH_TOKEN_PATH names another file)",
-            ) from error
-    if not token.isprintable():
-        raise ConfigError("the cluster's token holds characters that no header can", cure="it is one line of text")
+    token = find_token(environ)
+    if token is None:
+        raise ConfigError(
+            f"RAY_AUTH_MODE is token, and the token cannot be read from {token_file(environ)}",
+            cure="put the cluster's token there, or into RAY_AUTH_TOKEN (RAY_AUTH_TOKEN_PATH names another file)",
+        )
     return {**headers, "Authorization": f"Bearer {token}"}
 
 
@@ -113,7 +107,7 @@ def token_place(environ: Mapping[str, str]) -> str:
         return "in RAY_JOB_HEADERS"
     if environ.get("RAY_AUTH_TOKEN"):
         return "in RAY_AUTH_TOKEN"
-    return f"in {environ.get('RAY_AUTH_TOKEN_PATH') or '~/.ray/auth_token'}"
+    return f"in {environ.get('RAY_AUTH_TOKEN_PATH') or DEFAULT_FILE}"
 
 
 def without_password(url: str) -> str:

@@ -40,6 +40,8 @@ class Training:
         self.process = subprocess.Popen(command, env=env, cwd=ROOT / "tests", stdout=subprocess.PIPE, text=True)
         self.family: list[psutil.Process] = []
         """Its processes and theirs, as they were when training began."""
+        self.listening: set[str] = set()
+        """The addresses on which they listened then."""
 
     def events(self) -> Iterator[dict]:
         deadline = time.monotonic() + START_S
@@ -48,6 +50,8 @@ class Training:
             event = json.loads(line)
             if event["kind"] == "step" and not self.family:
                 self.family = psutil.Process(self.process.pid).children(recursive=True)
+                sockets = [socket for process in self.family for socket in process.net_connections("inet")]
+                self.listening = {socket.laddr.ip for socket in sockets if socket.status in ("LISTEN", "NONE")}
             yield event
 
     def left(self, patience_s: float) -> list[str]:
@@ -92,6 +96,7 @@ def test_a_run_on_three_local_nodes_tells_their_pids_and_ends_clean(tmp_path):
     assert "3 nodes" in text and "6 logical CPUs" in text and all(pid in text for pid in pids)
     assert [node["head"] for node in cluster["nodes"]] == [True, False, False]
     assert {node["cpus"] for node in cluster["nodes"]} == {2}
+    assert training.listening == {"127.0.0.1", "::ffff:127.0.0.1"}
     assert {int(pid) for pid in pids} <= {p.pid for p in training.family}
 
 

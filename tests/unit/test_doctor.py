@@ -135,6 +135,9 @@ SICK = {
     ),
     "TLS, which raypar's connections lack": ({"tls": TlsFacts(True)}, "warning", "are not encrypted", "network of their own"),
     "a token and no mode": ({"token": TokenFacts("", True, "/t", False)}, "warning", "not set to token", "RAY_AUTH_MODE"),
+    "a cluster without a token": (
+        {"cluster": replace(CLUSTER, open_to_all=True)}, "warning", "whoever reaches its ports can run", "RAY_AUTH_MODE=token"
+    ),
 }  # fmt: skip
 
 

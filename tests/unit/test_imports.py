@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "atomic_write": "untrusted_files errors",
     "storage": "untrusted_files atomic_write read_run_lines errors",
     "read_run_lines": "untrusted_files run_folder_schema errors",
+    "ray_auth_token": "errors",
     "user_code_errors": "errors",
     "traceback_filter": "errors",
     "keys_of_other_frameworks": "",
@@ -33,7 +34,7 @@ MAY_IMPORT = {
     "worker": "schedule model comm plan planner.model_profile planner.kept_storages errors user_code_errors torch numpy "
     "safetensors untrusted_files token_files storage",
     "actors": "worker model elastic planner comm schedule plan telemetry redact_secrets run_folder read_run_lines atomic_write "
-    "callbacks storage errors "
+    "callbacks storage errors ray_auth_token untrusted_files "
     "user_code_errors torch numpy ray",
     "config": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.init_from_setting "
     "worker.autocast_precisions untrusted_files run_folder_schema safe_yaml traceback_filter pydantic yaml",
