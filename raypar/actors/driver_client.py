@@ -12,18 +12,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnschedulableError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar import __version__
 from raypar.actors.control_store_watch import ControlStoreLost, call_ray, current_watch, run_with_timeout
 from raypar.actors.driver_actor import ABANDONED_S, DriverActor
 from raypar.actors.driver_shutdown import CLIENT_GONE_S
+from raypar.actors.killed_for_memory import KILL_CURE, killed_for_memory_error, memory_shortage_here
 from raypar.actors.run_request import GRACE_S, RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import remove_leftover_placement_groups, run_namespace
 from raypar.elastic.actions import EndKind
-from raypar.errors import ActiveError, ClusterError, OutlivedError, RayparError, WorkerLost
+from raypar.errors import ActiveError, ClusterError, OutlivedError, OutOfMemory, RayparError, WorkerLost, error_first_line
 
 TURN_S = 0.5
 """Longest single wait for the driver; signals are handled between two waits."""
@@ -219,11 +227,15 @@ class RunFollower:
     def follow(self) -> RunEnd:
         """Poll until an event says how the run ended. Raises `WorkerLost` or `ClusterError` for a driver that is lost.
 
+        A driver that was killed because its node had no memory left is a failed run like any whose worker was.
+
         The error is also told at once, because Ray may end this process while the run is being removed. If Ray's control store
         is silent, raises `ControlStoreLost` instead: the silence is then the cause of the other error.
         """
         try:
             return self._poll_until_end()
+        except OutOfMemory as error:
+            return RunEnd("failed", error_first_line(error), self.last_step["step"], error)
         except (WorkerLost, ClusterError) as error:
             if self.watch is not None and (isinstance(error, ControlStoreLost) or self.watch.is_silent):
                 raise self.watch.lost_error(self._how_to_resume()) from error
@@ -275,11 +287,11 @@ class RunFollower:
         what = f"the driver does not answer for {self.patience_s:.0f} s"
         cure = "look at its node; `raypar resume` goes on from the last checkpoint"
         if not self.request.policy.elastic:
-            raise WorkerLost(what, cure=cure)
+            raise unanswering_driver_error(what, cure)
         self._say({"kind": "warning", "text": f"{what}: it is ended and started again"})
         call_ray(lambda: ray.kill(self.driver, no_restart=False))
         if not wait_for_driver_answer(asking, self.asked, DRIVER_BACK_S):
-            raise WorkerLost(f"{what}, nor another one {DRIVER_BACK_S:.0f} s later", cure=cure)
+            raise unanswering_driver_error(f"{what}, nor another one {DRIVER_BACK_S:.0f} s later", cure)
 
     def _receive(self, asking: Any) -> list[dict[str, Any]]:
         """The events in the driver's answer; none while the driver is dead and may be restarted."""
@@ -301,15 +313,16 @@ class RunFollower:
                 "the driver was lost: Ray has given up the node of this machine, which it could not reach",
                 cure="look at the network to Ray's control store; `raypar resume` goes on from the last checkpoint",
             ) from error
-        except RayActorError as error:
+        except (RayActorError, OutOfMemoryError) as error:
             self._wait_for_restart(error)
             return []
         self.lost_s, self.patience_s = None, DRIVER_SILENT_S
         self.on_answer()
         return list(events)
 
-    def _wait_for_restart(self, error: RayActorError) -> None:
-        """Note that the driver is dead. Raises `WorkerLost` if Ray restarts it not, not in time or again and again."""
+    def _wait_for_restart(self, error: RayActorError | OutOfMemoryError) -> None:
+        """Note that the driver is dead. Raises `WorkerLost` if Ray restarts it not, not in time or again and again; then
+        `OutOfMemory` where Ray's memory monitor has killed it."""
         now = time.monotonic()
         if self.lost_s is None:
             self.lost_s, self.deaths = now, self.deaths + 1
@@ -322,6 +335,8 @@ class RunFollower:
         elif self.deaths >= MOST_DRIVER_DEATHS:
             what = f"its process has died {self.deaths} times, one after the other, without any of them reporting step {step}"
         if what is not None:
+            if isinstance(error, OutOfMemoryError):
+                raise killed_for_memory_error(f"the driver was lost: {what}; it", error) from error
             cure = "look at what your callbacks do, which run in it, and at the memory of its machine"
             raise WorkerLost(f"the driver was lost: {what}", cure=f"{cure}; {self._how_to_resume()}") from error
         if self.started is not None:  # it died before it had begun
@@ -348,6 +363,13 @@ class RunFollower:
         except OSError:
             if not self.asked:
                 raise
+
+
+def unanswering_driver_error(what: str, cure: str) -> RayparError:
+    """The error for a driver that does not answer: `OutOfMemory` where Ray kills every new one for want of memory."""
+    if shortage := memory_shortage_here():
+        return OutOfMemory(f"{what}: {shortage}, on this node, where the driver is", cure=KILL_CURE)
+    return WorkerLost(what, cure=cure)
 
 
 def wait_for_driver_answer(asking: Any, asked: list[str], patience_s: float) -> bool:

@@ -79,7 +79,9 @@ LOOPBACK = "127.0.0.1"
 """Where all of a local Ray cluster listens."""
 
 DEATH_NOTICE = re.compile(
-    r"\s*(Raylet is terminated|The node with node id|A worker died or was killed|\[.*\] \((raylet|gcs_server)\) )", re.DOTALL
+    r"\s*($|Raylet is terminated|The node with node id|A worker died or was killed|Refer to the documentation on how to address"
+    r" the out of memory|\[.*\] \((raylet|gcs_server)\) )",
+    re.DOTALL,
 )
 """How Ray's messages about dead nodes and workers begin, and the lines of its servers' logs."""
 

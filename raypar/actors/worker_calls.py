@@ -14,9 +14,10 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_for_answers
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.hello_and_failure_messages import CallFailure
+from raypar.actors.killed_for_memory import killed_for_memory_error
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.worker_pool import WorkerPool
-from raypar.actors.worker_registry import gather_answers_within, killed_for_memory_error
+from raypar.actors.worker_registry import gather_answers_within
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
@@ -184,7 +185,9 @@ class WorkerCalls:
         if not isinstance(error, OutOfMemory) or plan is None or number not in members:
             return error
         held, fits = self.plans.memory(plan, members.index(number))
-        return OutOfMemory(f"{error.what}\n{held}", fits)
+        if "\n" in error.what:  # with the user's traceback
+            return OutOfMemory(f"{error.what}\n{held}", fits)
+        return OutOfMemory(f"{error.what}; {held}", f"{fits}; else {error.cure}")
 
     async def abort(self, why: str) -> None:
         """Abort all transports, wait for the calls in flight to return, and post how many steps each member has done.

@@ -18,6 +18,7 @@ from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_fo
 from raypar.actors.autoscaler_state import list_live_node_resources, zones_of_nodes
 from raypar.actors.cluster_info import list_dead_nodes, list_draining_nodes
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
+from raypar.actors.killed_for_memory import killed_for_memory_error
 from raypar.actors.liveness_connection import LivenessConnections
 from raypar.actors.node_loss import NodeLossTracker
 from raypar.actors.run_state_in_ray_kv import Journal
@@ -25,7 +26,7 @@ from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic import events as on
 from raypar.elastic.cpu_wait_deadline_extension import CpuWaitDeadlineExtension
 from raypar.elastic.suspect_nodes import SuspectNodes
-from raypar.errors import ClusterError, OutOfMemory, WorkerLost, error_first_line
+from raypar.errors import ClusterError, WorkerLost, error_first_line
 
 PING_S = 0.4
 """Time from one ping to the next."""
@@ -361,11 +362,6 @@ class WorkerRegistry:
 def died_with_node(error: Exception) -> bool:
     """Whether Ray says that a worker was lost with its node."""
     return "its node has died" in str(error)
-
-
-def killed_for_memory_error(who: str, error: Exception) -> OutOfMemory:
-    """The error of a worker that Ray's memory monitor has killed because its node had nearly no memory left."""
-    return OutOfMemory(f"{who} was killed because its node ran out of memory: {error}", cure="use workers with more memory")
 
 
 async def gather_answers_within(refs: Iterable[Any], timeout_s: float) -> list[Any]:

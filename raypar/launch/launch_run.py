@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.atomic_write import write_text_atomically
-from raypar.errors import InputError, UserCodeError
+from raypar.errors import InputError, OutOfMemory, UserCodeError
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
 from raypar.launch.launch_options import EventHandler, LaunchOptions
@@ -161,7 +161,9 @@ def _connect_and_follow(
                         queue.leave()
                     tell(event)
 
-                return _follow(request, folder, tell_and_watch, tell.note_driver_answer)
+                result = _follow(request, folder, tell_and_watch, tell.note_driver_answer)
+                begun = begun or isinstance(result.error, OutOfMemory)  # its error.txt says what was in memory
+                return result
         finally:
             if not begun and not folder.metrics.exists():  # on a full disk metrics.jsonl may be missing after steps
                 shutil.rmtree(folder.path, ignore_errors=True)

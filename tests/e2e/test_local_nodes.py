@@ -1,5 +1,6 @@
 """`raypar train --local-nodes N`: several raylets on this machine, of which nothing outlives the command, however it ends."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -50,8 +51,10 @@ class Training:
             event = json.loads(line)
             if event["kind"] == "step" and not self.family:
                 self.family = psutil.Process(self.process.pid).children(recursive=True)
-                sockets = [socket for process in self.family for socket in process.net_connections("inet")]
-                self.listening = {socket.laddr.ip for socket in sockets if socket.status in ("LISTEN", "NONE")}
+                for process in self.family:
+                    with contextlib.suppress(psutil.NoSuchProcess):  # it was one of the start only
+                        sockets = process.net_connections("inet")
+                        self.listening |= {socket.laddr.ip for socket in sockets if socket.status in ("LISTEN", "NONE")}
             yield event
 
     def left(self, patience_s: float) -> list[str]:

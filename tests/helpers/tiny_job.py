@@ -138,7 +138,27 @@ class SlowOnce(Samples):
         return super().__getitem__(index)
 
 
-def data(size: int = 64, slow: str = "", slow_s: float = 25.0) -> Samples:
+class HungryOnce(Samples):
+    """Sample 21 takes `gigabytes` of memory and keeps them, once: after the first epoch, on the first worker that can make the
+    file."""
+
+    def __init__(self, size: int, file: str, gigabytes: float) -> None:
+        super().__init__(size)
+        self.file, self.gigabytes, self.reads, self.kept = file, gigabytes, 0, []
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.reads += 1
+        if index == 21 and self.reads > len(self):
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self.file, os.O_CREAT | os.O_EXCL))
+                self.kept.append(b"x" * int(self.gigabytes * 2**30))
+                time.sleep(30)  # Ray's monitor looks now and then
+        return super().__getitem__(index)
+
+
+def data(size: int = 64, slow: str = "", slow_s: float = 25.0, hungry: str = "", gigabytes: float = 3.0) -> Samples:
+    if hungry:
+        return HungryOnce(size, hungry, gigabytes)
     return SlowOnce(size, slow, slow_s) if slow else Samples(size)
 
 

@@ -1,0 +1,52 @@
+"""The error for a process that Ray's memory monitor has killed, in one line and with a cure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from typing import Any
+
+from raypar.errors import OutOfMemory
+
+USED = re.compile(r"was (?P<used>[\d.]+) ?GB used / (?P<all>[\d.]+) ?GB limit")
+"""How much of the node's memory was in use, in Ray's message of some hundred lines."""
+THRESHOLD = re.compile(r"exceeded threshold of \d+B \((?P<percent>[\d.]+)%")
+"""From which share of it on Ray kills, in the same message."""
+THRESHOLD_VARIABLE = "RAY_memory_usage_threshold"
+RAY_THRESHOLD = 0.95
+"""From which share of a node's memory on Ray's monitor kills, where nothing else is set."""
+KILL_CURE = (
+    "use fewer workers on a node or nodes with more memory, smaller microbatches, or end what else uses that node's "
+    "memory; RAY_memory_usage_threshold, set before Ray starts, says from which share of it on Ray kills"
+)
+
+
+def killed_for_memory_error(who: str, error: Any) -> OutOfMemory:
+    """The error of a process that Ray's memory monitor has killed because its node had nearly no memory left.
+
+    `who`: the process in words. `error`: Ray's `OutOfMemoryError`, whose text lists all that it knows of the node.
+    """
+    text, numbers = str(error), ""
+    if used := USED.search(text):
+        numbers = f": {used['used']} of {used['all']} GB were in use"
+        if threshold := THRESHOLD.search(text):
+            numbers += f", and Ray kills from {float(threshold['percent']):g} % on"
+    return OutOfMemory(f"{who} was killed by Ray because its node ran out of memory{numbers}", cure=KILL_CURE)
+
+
+def memory_shortage_here() -> str:
+    """`23.1 of 23.5 GB are in use, and Ray kills from 95 % on`, where this node has less memory left than Ray's monitor leaves
+    it; else empty.
+
+    Ray does not tell of an actor that it restarts why it has died.
+    """
+    with contextlib.suppress(Exception):  # private to Ray
+        from ray._common.utils import get_system_memory
+        from ray._private.utils import get_used_memory
+
+        used, all_bytes = get_used_memory(), get_system_memory()
+        threshold = float(os.environ.get(THRESHOLD_VARIABLE, RAY_THRESHOLD))
+        if used > threshold * all_bytes:
+            return f"{used / 2**30:.1f} of {all_bytes / 2**30:.1f} GB are in use, and Ray kills from {100 * threshold:g} % on"
+    return ""
