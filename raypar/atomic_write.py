@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raypar.errors import ConfigError
+from raypar.no_file_descriptor import cure_of_os_error
 from raypar.untrusted_files import read_limited_bytes
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -35,7 +36,7 @@ def explain_write_errors(path: Path, cure: str = "") -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {error.strerror or error}",
-            cure=DISK_FULL_CURE if error.errno in DISK_FULL_ERRNOS else cure or NOT_WRITABLE_CURE,
+            cure=DISK_FULL_CURE if error.errno in DISK_FULL_ERRNOS else cure_of_os_error(error, cure or NOT_WRITABLE_CURE),
         ) from error
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from raypar.errors import ConfigError, InputError, RayparError, UserCodeError, exception_chain, with_article
 from raypar.keys_of_other_frameworks import advice_for_callback
+from raypar.no_file_descriptor import cure_of_os_error
 from raypar.untrusted_files import repr_text
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
@@ -269,7 +270,8 @@ class Callbacks:
         what = "cannot write" if tracker.begun else "could not begin"
         next_ = "it is tried again" if tracker.begun else "this run goes on without it"
         text = f"tracker {name} {what} ({error_text(error)}); training goes on, {next_}, and metrics.jsonl has the numbers"
-        self._lines.append(("warning", f"{text}\n  cure: free disk space, or see to the tracker's server"))
+        cure = cure_of_os_error(error, "free disk space, or see to the tracker's server")
+        self._lines.append(("warning", f"{text}\n  cure: {cure}"))
 
     def _works_again(self, index: int) -> None:
         """End the outage of a tracker, and tell how many calls it has missed."""

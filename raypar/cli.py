@@ -18,6 +18,7 @@ from typing import NoReturn
 from raypar import __version__
 from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.errors import ConfigError, Interrupted, RayparError
+from raypar.no_file_descriptor import NO_DESCRIPTOR_ERRNOS, cure_of_os_error
 from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.traceback_filter import remove_raypar_frames, shows_raypar_frames
 from raypar.untrusted_files import READABLE, printable
@@ -120,6 +121,11 @@ def _run_and_explain_errors(argv: Sequence[str]) -> int:
         if isinstance(error, PermissionError) and error.filename is not None:
             print(f"error: cannot use {error.filename}: {error.strerror}\n  cure: {READABLE}", file=sys.stderr)
             return ConfigError.exit_code
+        if error.errno in NO_DESCRIPTOR_ERRNOS:
+            where = f" for {error.filename}" if error.filename is not None else ""
+            print(f"error: {error.strerror}: no file descriptor is left{where}", file=sys.stderr)
+            print(f"  cure: {cure_of_os_error(error, '')}", file=sys.stderr)
+            return 1
         if error.errno not in UNWRITABLE_DISK_ERRNOS:
             raise
         what = f"cannot write {error.filename or 'what is printed'}: {error.strerror}"

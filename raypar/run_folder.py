@@ -22,6 +22,7 @@ from typing import Any
 
 from raypar.atomic_write import DISK_FULL_ERRNOS, explain_write_errors, regular_file_opener
 from raypar.errors import ConfigError
+from raypar.no_file_descriptor import cure_of_os_error
 from raypar.read_run_lines import FILE_BYTES, Line, merge_jsonl_lines, read_valid_lines
 from raypar.run_folder_schema import check_run_folder_json
 from raypar.storage.run_files import CHECKPOINTS, TEMPORARY_FOLDER_PREFIX
@@ -84,7 +85,10 @@ def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
 def unwritable_run_dir_error(folder: Path, error: OSError) -> ConfigError:
     """The error for a run folder that cannot be made."""
     cure = "free disk space, or set run_dir to" if error.errno in DISK_FULL_ERRNOS else "set run_dir to"
-    return ConfigError(f"cannot make a run folder {folder}: {error.strerror or error}", cure=f"{cure} a folder you may write")
+    return ConfigError(
+        f"cannot make a run folder {folder}: {error.strerror or error}",
+        cure=cure_of_os_error(error, f"{cure} a folder you may write"),
+    )
 
 
 def check_run_dir_is_writable(run_dir: str | os.PathLike[str], name: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from raypar.errors import ConfigError, InputError
+from raypar.no_file_descriptor import cure_of_os_error
 
 TEXT_BYTES = 4 << 20
 """Size limit of a file that users write or read."""
@@ -51,7 +52,7 @@ def describe_special_file(mode: int) -> str | None:
 
 def cure_of_read_error(error: OSError) -> str:
     """The cure for a path that could not be read."""
-    return READABLE if isinstance(error, PermissionError) else "give another path"
+    return READABLE if isinstance(error, PermissionError) else cure_of_os_error(error, "give another path")
 
 
 class JsonTooDeep(ValueError):

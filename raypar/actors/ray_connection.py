@@ -525,7 +525,8 @@ def make_short_temp_dir() -> Path:
     if free < TEMP_BYTES:
         raise ClusterError(
             f"the disk is full: {base} has {free // 1024:,} KiB left, and Ray puts its logs there",
-            cure=f"free disk space, or set TMPDIR to a folder with room and at most {SOCKET_PATH_ROOM - FOLDER_NAMES} characters",
+            cure="free disk space, or set TMPDIR to a folder with room and at most "
+            f"{SOCKET_PATH_ROOM - FOLDER_NAMES} characters",
         )
     return Path(tempfile.mkdtemp(prefix="raypar-", dir=base))
 

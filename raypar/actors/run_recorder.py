@@ -33,6 +33,7 @@ from raypar.atomic_write import replace_file_atomically
 from raypar.elastic.actions import Teardown
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CheckpointError, RayparError, error_first_line
+from raypar.no_file_descriptor import cure_of_os_error
 from raypar.plan import ParallelPlan
 from raypar.plan.global_loss_and_norm import mean_loss
 from raypar.planner.memory_sheet import memory_sheets
@@ -574,8 +575,10 @@ class RunRecorder:
                 )
                 self._new_events.append({"kind": "picture", "path": self.run_folder.place_of(self.run_folder.swimlane)})
             except OSError as error:
-                text = f"the picture could not be written ({error})\n  cure: free disk space; the run itself is not touched"
-                self._say("warning", text)
+                cure = cure_of_os_error(error, "free disk space")
+                self._say(
+                    "warning", f"the picture could not be written ({error})\n  cure: {cure}; the run itself is not touched"
+                )
         if teardown.error is not None:
             self._call_last("on_exception", {"error": teardown.error, "step": teardown.done})
         self._call_last("on_end", facts)

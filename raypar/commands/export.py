@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from raypar.console.run_folder_arguments import add_run_dir_argument
 from raypar.errors import CheckpointError, ConfigError
+from raypar.no_file_descriptor import cure_of_os_error
 from raypar.run_folder import RunFolder, check_local_path, parse_storage_location
 
 if TYPE_CHECKING:
@@ -114,7 +115,9 @@ def save_state_dict(file: BinaryIO, tensors: CheckpointTensors, ties: Mapping[st
 def unwritable_out_error(out: Path, error: BaseException) -> CheckpointError:
     """The error for an --out that cannot be written, with the first line of `error`."""
     why = str(getattr(error, "strerror", None) or error).partition("\n")[0]
-    return CheckpointError(f"cannot write {out}: {why}", cure="choose another --out, or free disk space")
+    return CheckpointError(
+        f"cannot write {out}: {why}", cure=cure_of_os_error(error, "choose another --out, or free disk space")
+    )
 
 
 def _checkpoint(run: str, run_dir: str, step: int | None) -> CheckpointRef:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
+from raypar.no_file_descriptor import cure_of_os_error
 from raypar.run_folder import check_local_path
 from raypar.user_code_errors import make_importable
 
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
         tokens = write_tokens(out, _pieces(files, encode), dtype=args.dtype, notes={"tokenizer": args.tokenizer})
     except OSError as error:
         raise ConfigError(
-            f"cannot write {out}: {error.strerror or error}", cure="choose another --out, or free disk space"
+            f"cannot write {out}: {error.strerror or error}",
+            cure=cure_of_os_error(error, "choose another --out, or free disk space"),
         ) from error
     print(f"{tokens:,} tokens ({args.dtype}, {out.stat().st_size / 2**20:.1f} MiB) in {out}; in a job file:")
     print(f"data: {{function: raypar.token_files:TokenFile, args: {{path: {out}, context: 128, split: train}}}}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from raypar.errors import CheckpointError, ConfigError
+from raypar.no_file_descriptor import cure_of_os_error
 from raypar.storage.pyarrow_store import PyarrowStore
 from raypar.storage.storage_uri import FILESYSTEM_SCHEME, SCHEMES, local_path_of_file_uri, parse_storage_uri
 from raypar.untrusted_files import READABLE, open_regular_file, read_limited_bytes
@@ -242,7 +243,8 @@ def _write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {path}: {error.strerror or error}", cure="free disk space or set run_dir to a disk that has some"
+            f"cannot write {path}: {error.strerror or error}",
+            cure=cure_of_os_error(error, "free disk space or set run_dir to a disk that has some"),
         ) from error
 
 

@@ -1,0 +1,27 @@
+"""The cure for an error of the system that says that no file descriptor is left."""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+NO_DESCRIPTOR_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
+"""Error numbers for no file descriptor left: in this process, on this machine."""
+
+
+def cure_of_os_error(error: BaseException, otherwise: str) -> str:
+    """The cure for an error of the system: `otherwise`, unless it says that no file descriptor is left.
+
+    To that disks and folders matter nothing; the limit, and what raises it, do.
+    """
+    number = getattr(error, "errno", None)
+    if number == errno.EMFILE:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard}"
+        may = f"this process may have {soft} files and connections open"
+        if soft == hard:
+            return f"{may}, and its hard limit (`ulimit -Hn`) is no higher: raise that (/etc/security/limits.conf, LimitNOFILE)"
+        return f"{may}: `ulimit -n {most}` before the command raises that"
+    if number == errno.ENFILE:
+        return "this machine has as many files open as it may: end what opens them, or raise fs.file-max (sysctl)"
+    return otherwise
