@@ -165,7 +165,7 @@ def missed_limits(found: dict[str, Any]) -> list[str]:
             missed.append(f"{name}: {ours['error']}")
         if ours.get("three_stages") or ours.get("every_unit"):
             missed.append(f"{name} is not equal to the plain module")
-        if not ours.get("is_large") and ours.get("capture_s", 0) > CAPTURE_S:
+        if ours.get("capture_s", 0) > CAPTURE_S:
             missed.append(f"{name} is captured in {ours['capture_s']:.2f} s (limit {CAPTURE_S:g})")
     if (cost := found.get("list")) and cost["lower"] > STEP_COST:
         missed.append(f"a step costs {cost['median']:+.2%} beside the list of layers (limit {STEP_COST:.0%})")

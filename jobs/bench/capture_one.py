@@ -91,7 +91,7 @@ def measure_raypar(name: str) -> None:
     start = time.process_time()
     captured = capture(plain, batch)
     count = len(captured.layers)
-    say(capture_s=time.process_time() - start, layers=count, is_large=model.is_large)
+    say(capture_s=time.process_time() - start, layers=count)
     say(
         three_stages=differences_in_stages(name, captured, plain, sorted({count * s // STAGES for s in range(1, STAGES)} - {0}))
     )

@@ -16,10 +16,10 @@ from raypar.worker.checkpoint.checkpoint_files import PARAMETER, read_checkpoint
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.worker_assignments import make_layer_graph
 
-pytestmark = [pytest.mark.full]  # each worker imports transformers or torchvision
+pytestmark = [pytest.mark.full]  # each worker imports transformers
 
-MODELS = ("llama", "gpt2", "bert", "t5", "vit", "small_resnet", "unet", "lstm")
-"""Decoders, an encoder, both, a vision transformer, BatchNorm, skips over stages, and a model without lists of modules."""
+MODELS = ("llama", "gpt2", "bert", "t5", "vit", "small_resnet", "inception", "unet", "lstm")
+"""Decoders, an encoder, both, a vision transformer, BatchNorm, heads beside, skips over stages, and no lists of modules."""
 KILLED = ("llama", "t5", "small_resnet")
 
 

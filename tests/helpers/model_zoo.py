@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from helpers import vision_networks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,8 +31,6 @@ class ZooModel:
     """What the model returns -> a scalar."""
     has_dropout: bool = True
     """Whether its dropout probability can be set."""
-    is_large: bool = False
-    """Whether cutting it before every unit takes too long."""
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------------
@@ -86,30 +87,17 @@ def _floats(output: Any) -> list[Tensor]:
 # -- the packages ------------------------------------------------------------------------------------------------------------
 
 
-def import_torchvision() -> Any:
-    """The package `torchvision`. Its wheel of PyPI expects two operations that it does not define beside a PyTorch for CPUs."""
-    try:
-        import torchvision
-    except RuntimeError:
-        if not _LIBRARIES:
-            library = torch.library.Library("torchvision", "DEF")
-            library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            _LIBRARIES.append(library)
-        import torchvision
-    return torchvision
-
-
 def import_transformers() -> Any:
-    """The package `transformers`, which imports `torchvision`."""
-    import_torchvision()
+    """The package `transformers`, without a torchvision that was built for another PyTorch, which it would import."""
+    with contextlib.suppress(ImportError):
+        try:
+            import torchvision  # noqa: F401
+        except RuntimeError:
+            sys.modules["torchvision"] = None  # type: ignore[assignment]
     import transformers
 
     return transformers
 
-
-_LIBRARIES: list[torch.library.Library] = []
-"""Keeps the operations' definitions alive."""
 
 # -- models of transformers --------------------------------------------------------------------------------------------------
 
@@ -245,34 +233,19 @@ ZOO: dict[str, ZooModel] = {
     ),
 }
 
-# -- models of torchvision ---------------------------------------------------------------------------------------------------
+# -- networks for images -----------------------------------------------------------------------------------------------------
 
 
-def _torchvision(name: str, dropout: tuple[str, ...], given: dict[str, Any], p: float) -> nn.Module:
-    made: nn.Module = getattr(import_torchvision().models, name)(
-        num_classes=7, weights=None, **given, **dict.fromkeys(dropout, p)
-    )
-    return made
-
-
-def _vision(name: str, size: int, *dropout: str, is_large: bool = False, **given: Any) -> ZooModel:
-    return ZooModel(
-        partial(_torchvision, name, dropout, given),
-        lambda: {"x": images(3, size)},
-        lambda: {"x": images(2, size)},
-        sum_of_squares,
-        has_dropout=bool(dropout),
-        is_large=is_large,
-    )
+def _vision(make: Callable[[float], nn.Module], *, has_dropout: bool = True) -> ZooModel:
+    return ZooModel(make, lambda: {"x": images(3, 32)}, lambda: {"x": images(2, 40)}, sum_of_squares, has_dropout)
 
 
 ZOO |= {
-    "resnet18": _vision("resnet18", 64),
-    "resnet50": _vision("resnet50", 64, is_large=True),
-    "densenet121": _vision("densenet121", 64, "drop_rate", is_large=True),
-    "inception_v3": _vision("inception_v3", 299, "dropout", is_large=True, init_weights=False, aux_logits=True),
-    "googlenet": _vision("googlenet", 96, "dropout", "dropout_aux", is_large=True, init_weights=False, aux_logits=True),
-    "mobilenet_v3_small": _vision("mobilenet_v3_small", 64, "dropout"),
+    "bottlenecks": _vision(lambda p: vision_networks.BottleneckResNet(), has_dropout=False),
+    "dense_blocks": _vision(vision_networks.DenseBlocks),
+    "inception": _vision(vision_networks.Inception),
+    "inverted_residuals": _vision(vision_networks.InvertedResiduals),
+    "segmentation": _vision(vision_networks.Segmentation),
 }
 
 # -- models that people write themselves -------------------------------------------------------------------------------------

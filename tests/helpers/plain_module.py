@@ -7,11 +7,13 @@ layers come.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
@@ -46,7 +48,9 @@ class _LayersOf(TorchFunctionMode):
         """`id` of a parameter, and of each of its leaves -> its name."""
         self.uses: dict[str, list[Use]] = {}
         """Parameter -> its uses, in the order of the forward."""
-        self.counting = False
+        self.counting = self.active = False
+        self.again: Iterator[str] = iter(())
+        """The layers that an activation checkpoint computes again."""
         self.hooks = []
         for name in cache.units:
             unit = model.get_submodule(name)
@@ -64,8 +68,17 @@ class _LayersOf(TorchFunctionMode):
         self.started: list[str] = []
         self.numbers: Counter[tuple[str, str]] = Counter()
         self.begin(self.order[0])
-        with self:
+        apply = torch.autograd.Function.apply.__func__  # no torch function: the mode sees what its forward calls only
+        counted = classmethod(lambda cls, *args: self.call(functools.partial(self.as_one_use, apply, cls), args, {}))
+        checkpoint = functools.partial(self.checkpoint, torch.utils.checkpoint.checkpoint)
+        self.active = True
+        with (
+            self,
+            mock.patch.object(torch.autograd.Function, "apply", counted),
+            mock.patch.object(torch.utils.checkpoint, "checkpoint", checkpoint),
+        ):
             yield
+        self.active = False
         assert self.started in (self.order, []), (self.started, self.order)
 
     @contextlib.contextmanager
@@ -83,6 +96,10 @@ class _LayersOf(TorchFunctionMode):
                 uses[:] = [(name, layer, number if layers[layer] > 1 else 0) for name, layer, number in uses]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs)
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation returns that is called between units with the leaves of its uses."""
         if self.depth or not any(id(value) in self.name_of for value in tree_leaves((args, kwargs))):
             return func(*args, **(kwargs or {}))
         layer, found = self.layer, list[Use]()
@@ -93,7 +110,10 @@ class _LayersOf(TorchFunctionMode):
                 return value
             number = 1 + self.numbers[name, layer] + sum(use[0] == name for use in found)
             found.append((name, layer, number))
-            return value if self.counting or found[-1] not in self.uses[name] else self.leaf(found[-1], value)
+            if self.counting:
+                return value
+            # Code may have read the attribute while an earlier layer was under way.
+            return self.leaf(found[-1] if found[-1] in self.uses[name] else (name, layer, 0), value)
 
         args, kwargs = tree_map(leaf_of_use, (args, kwargs or {}))
         out = func(*args, **kwargs)
@@ -104,10 +124,34 @@ class _LayersOf(TorchFunctionMode):
                     self.uses.setdefault(use[0], []).append(use)
         return out
 
+    def as_one_use(self, func: Any, *args: Any) -> Any:
+        """What a function returns whose own operations count as no uses."""
+        self.depth += 1
+        try:
+            return func(*args)
+        finally:
+            self.depth -= 1
+
+    def checkpoint(self, original: Any, function: Any, *args: Any, **options: Any) -> Any:
+        """Activation checkpointing between units: the backward pass calls units again, each after the seeds of its layer."""
+        layers: list[str] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                self.again = iter(layers)
+                return function(*args, **kwargs)
+            before = len(self.started)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                layers[:] = self.started[before:]
+
+        return original(run, *args, **options)
+
     def leaf(self, use: Use, parameter: Tensor) -> nn.Parameter:
         """The leaf of a use."""
         if use not in self.leaves:
-            self.leaves[use] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+            self.leaves[use] = self.as_one_use(lambda p: nn.Parameter(p.data, requires_grad=p.requires_grad), parameter)
             self.name_of[id(self.leaves[use])] = use[0]
         return self.leaves[use]
 
@@ -115,6 +159,9 @@ class _LayersOf(TorchFunctionMode):
         self.depth += 1
         if self.depth > 1:
             return None  # a unit that another one calls is part of that
+        if not self.active:
+            self.seed(next(self.again))
+            return None
         self.calls[unit] += 1
         name = unit if self.calls[unit] == 1 else f"{unit}#{self.calls[unit]}"
         self.started.append(name)

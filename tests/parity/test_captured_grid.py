@@ -14,6 +14,7 @@ DEFAULT = [
     CapturedLayout("unet", "gpipe", (2, 1, 1, 1), 4, p=0.3),
     CapturedLayout("lstm", "zb-h1", (1, 1, 1)),
     CapturedLayout("small_resnet", "1f1b", (1, 1, 1), compute="bf16"),
+    CapturedLayout("inception", "1f1b", (2, 1, 1), 4),
 ]
 
 PLACES = [
@@ -32,13 +33,12 @@ PLACES = [
     ("zb-h1", (2, 2, 2)),
     ("zb-v", (1,)),
 ]
-SMALL = [name for name, model in MODELS.items() if not model.is_large]
 
 
 def layouts() -> list[CapturedLayout]:
     """Every small model in every place; microbatches, dropout, recomputation, blocks and precision in turn."""
     found = []
-    for row, model in enumerate(SMALL):
+    for row, model in enumerate(MODELS):
         for column, (schedule, replicas) in enumerate(PLACES):
             turn = row + column
             found.append(

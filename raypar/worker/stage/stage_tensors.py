@@ -8,7 +8,7 @@ casts them, for each operation as its lists say, and the leaves to whose `.grad`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,8 +87,9 @@ class StageTensors:
         self.uses, self.leaves, self._layers = [], [], []
         for layer in layers:
             first = len(self.uses)
-            for path, parameter in modules[layer.name].named_parameters():
-                name = layer.qualify(path)
+            named = dict(modules[layer.name].named_parameters())
+            for path in _in_order_of_use(layer, named, canonical):
+                parameter, name = named[path], layer.qualify(path)
                 home = self.parameters.setdefault(canonical.get(name, name), parameter)
                 if home is not parameter:
                     parameter.data = home.data  # one memory, but a leaf and a gradient for every layer that uses it
@@ -113,6 +114,16 @@ class StageTensors:
     def uses_of(self, leaf_ids: Sequence[int]) -> tuple[int, ...]:
         """Indices of the uses with these leaves, given by `id`; ids of other tensors are left out."""
         return tuple(self._use_of[leaf] for leaf in leaf_ids if leaf in self._use_of)
+
+
+def _in_order_of_use(layer: Layer, paths: Iterable[str], canonical: Mapping[str, str]) -> list[str]:
+    """The paths of a layer's parameters; those that are one parameter in the order of their uses, which `own_names` has."""
+    order = {path: number for number, (path, _) in enumerate(layer.own_names or ())}
+    several: dict[str, list[str]] = {}
+    for path in paths:
+        several.setdefault(canonical.get(layer.qualify(path), path), []).append(path)
+    by_use = {name: iter(sorted(same, key=lambda path: order.get(path, 0))) for name, same in several.items()}
+    return [next(by_use[name]) for name in [canonical.get(layer.qualify(path), path) for path in paths]]
 
 
 def layer_buffers(module: nn.Module) -> tuple[LayerBuffer, ...]:
