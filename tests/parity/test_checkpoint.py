@@ -192,6 +192,41 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before_it_and_that_is_said(
     assert path == older and len(skipped) == 1 and newer.name in skipped[0] and word in skipped[0]
 
 
+def damaged_everywhere(root: Path, newer: Path, every: int) -> int:
+    """Each file of a checkpoint: cut at every `every`-th byte, bits flipped there, zeros from there on; and made longer.
+
+    Returns how many times the checkpoint before it was taken, with one line; asserts that no other answer came.
+    """
+    found = 0
+    for file in sorted(newer.iterdir()):
+        whole = file.read_bytes()
+        places = sorted({*range(0, len(whole), every), *range(min(9, len(whole))), len(whole) - 1})
+        changed = [whole + b"\0", whole + whole, b"\0" + whole]
+        for at in places:
+            one = whole[at : at + 1]
+            changed += [whole[:at], whole[:at] + bytes([one[0] ^ 1]) + whole[at + 1 :], whole[:at] + bytes(len(whole) - at)]
+            changed.append(whole[:at] + bytes([one[0] ^ 0x80]) + whole[at + 1 :])
+        for content in set(changed) - {whole}:
+            file.write_bytes(content)
+            path, skipped = checkpoint_files.latest_usable_checkpoint(root)
+            assert path != newer and len(skipped) == 1 and newer.name in skipped[0], (file.name, content)
+            found += 1
+        file.write_bytes(whole)
+    assert checkpoint_files.latest_usable_checkpoint(root) == (newer, [])
+    return found
+
+
+def test_a_checkpoint_that_is_cut_or_altered_anywhere_is_never_used(tmp_path: Path):
+    make(tmp_path, 10)
+    assert damaged_everywhere(tmp_path, make(tmp_path, 20), every=97) > 100
+
+
+@pytest.mark.full
+def test_a_checkpoint_that_is_cut_or_altered_at_any_byte_is_never_used(tmp_path: Path):
+    make(tmp_path, 10)
+    assert damaged_everywhere(tmp_path, make(tmp_path, 20), every=1) > 4000
+
+
 def test_unfinished_checkpoints_are_not_seen_and_old_ones_are_removed(tmp_path: Path):
     assert checkpoint_files.latest_usable_checkpoint(tmp_path / "none") == (None, [])
     for done in (5, 10, 15, 100):
