@@ -31,6 +31,7 @@ from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.hello_and_failure_messages import StepCall, pickle_error_for_client
+from raypar.actors.kernel_memory_kills import KernelMemoryKills
 from raypar.actors.members_file import MembersFileText
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.metrics_publishing_loop import MetricsPublishingLoop
@@ -51,6 +52,7 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.run_machine import RunMachine
+from raypar.elastic.suspect_nodes import SUSPECT_S
 from raypar.errors import ClusterError, OutOfMemory, RayparError, error_first_line
 from raypar.plan.ownership import Ownership
 from raypar.storage.filesystems import register_pickled_filesystems
@@ -153,6 +155,7 @@ class DriverActor:
             feed=feed,
             storage_session=storage_session,
         )
+        self.memory_kills = KernelMemoryKills()
         self.members_text = MembersFileText(request)
         self.startup = DriverStartup(parts)
         self.generations = GenerationChange(parts)
@@ -270,6 +273,7 @@ class DriverActor:
                 if isinstance(event, on.CallFailed) and event.kind == "lost" and event.worker is not None:
                     event = replace(event, preempted=parts.registry.preempted(event.worker, event.error))
                     self._report_lost_worker(event.worker, error_first_line(event.error), died_with_node(event.error))
+                    self._look_for_memory_kills()
                 for decision in parts.machine.handle(event, time.monotonic()):
                     self._carry_out(decision)
                 self._write_members_file()
@@ -434,6 +438,23 @@ class DriverActor:
         node = parts.registry.note_lost_worker(number, with_node)
         if node is not None:
             parts.side_effects.note("node", **node)
+
+    def _look_for_memory_kills(self) -> None:
+        """After a loss in a local cluster: if the kernel has ended processes for lack of memory, start no worker for a while.
+
+        Its memory would be taken from those that still live, of which one may have the last copy of some state.
+        """
+        parts = self.parts
+        if not parts.request.on_one_machine or not (killed := self.memory_kills.new()):
+            return
+        parts.registry.avoid_nodes({*parts.registry.node_of_worker.values(), ray.get_runtime_context().get_node_id()})
+        processes = "a process" if killed == 1 else f"{killed} processes"
+        parts.side_effects.note(
+            "warning",
+            text=f"the kernel has ended {processes} of this machine because memory is short: no worker is started for "
+            f"{SUSPECT_S:.0f} s or more\n  cure: give this machine or container more memory, or have fewer workers "
+            "(plan, elastic.max_workers)",
+        )
 
     def _report_straggler(self, found: do.ReportStraggler) -> None:
         """Report a straggler. If it has to leave, the worker in its place is started on another node."""

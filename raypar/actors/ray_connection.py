@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -84,6 +85,9 @@ DEATH_NOTICE = re.compile(
     re.DOTALL,
 )
 """How Ray's messages about dead nodes and workers begin, and the lines of its servers' logs."""
+
+ADDRESS_SPACE_BYTES = 5 * 2**29
+"""Address space of a process that has loaded Ray and PyTorch: less than 2.3 GiB. With less than it needs Ray calls abort()."""
 
 TEMP_BYTES = 2**19
 """Without so much room for its logs a local Ray cluster does not start, and says nothing."""
@@ -285,6 +289,7 @@ def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterato
     """
     import ray
 
+    check_address_space()
     cpus = cpus_per_node(workers, nodes)
     token = choose_token(os.environ)
 
@@ -318,6 +323,17 @@ def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterato
             )
         write_token_file(folder, address, token)
         yield RayConnection("own", describe_local_ray(nodes * cpus, raylets), address, host=LOOPBACK, nodes=raylets)
+
+
+def check_address_space() -> None:
+    """Raise `ClusterError` where a limit on address space is too small for Ray, which would end this process without a word."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < ADDRESS_SPACE_BYTES:
+        raise ClusterError(
+            f"processes may have {limit / 2**30:.1f} GiB of address space each (`ulimit -v`), and one that loads Ray and "
+            f"PyTorch needs {ADDRESS_SPACE_BYTES / 2**30:.1f}, of which it uses little",
+            cure="raise or remove that limit (`ulimit -v unlimited`); a container or cgroup limits memory itself",
+        )
 
 
 def start_ray_with_retries(start: Callable[[Path], None], stack: contextlib.ExitStack) -> Path:

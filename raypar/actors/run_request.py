@@ -84,3 +84,8 @@ class RunRequest:
     """Id of the owner of the run's lease there."""
     lease_in_ray: bool = False
     """Whether the lease is in Ray's key-value store."""
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all workers are on the driver's machine: in a local Ray cluster."""
+        return self.listen_host == "127.0.0.1"

@@ -216,6 +216,11 @@ class WorkerRegistry:
         if self._alone_there(number):
             self.suspect_nodes.suspect(self.node_of_worker[number], time.monotonic())
 
+    def avoid_nodes(self, nodes: Iterable[str]) -> None:
+        """Start no worker on these nodes for a while: their memory is short."""
+        for node in nodes:
+            self.suspect_nodes.suspect(node, time.monotonic())
+
     def suspect_nodes_now(self) -> frozenset[str]:
         """The nodes on which no worker is started at present."""
         return self.suspect_nodes.at(time.monotonic())

@@ -15,6 +15,7 @@ from raypar.actors import driver_shutdown
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.event_feed import STEP_POLLS_BURST, EventFeed
+from raypar.actors.kernel_memory_kills import KernelMemoryKills
 from raypar.actors.run_state_in_ray_kv import DriverReplaced
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.elastic.actions import Teardown
@@ -197,3 +198,33 @@ def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, sto
         return [driver.queue.get_nowait() for _ in range(driver.queue.qsize())]
 
     assert any(isinstance(event, StopRequested) for event in asyncio.run(scene())) == stops
+
+
+def test_processes_that_the_kernel_ends_for_lack_of_memory_are_counted_since_the_last_look(tmp_path):
+    vmstat = tmp_path / "vmstat"
+    assert KernelMemoryKills(vmstat).new() == 0, "a kernel that does not say"
+    vmstat.write_text("nr_free_pages 5\noom_kill 11\n")
+    kills = KernelMemoryKills(vmstat)
+    vmstat.write_text("nr_free_pages 5\noom_kill 13\n")
+    assert [kills.new(), kills.new()] == [2, 0]
+
+
+@pytest.mark.parametrize("on_one_machine, killed, avoided", [(True, 2, {"head", "other"}), (True, 0, set()), (False, 2, set())])
+def test_after_the_kernel_has_ended_workers_for_lack_of_memory_none_is_started_for_a_while(
+    on_one_machine, killed, avoided, monkeypatch
+):
+    """In a container with room for two of four workers the new ones brought death to those that were left, and to the run."""
+    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "head"))
+    told, nodes = [], set()
+    driver = DriverActor.__new__(DriverActor)
+    driver.memory_kills = SimpleNamespace(new=lambda: killed)
+    driver.parts = SimpleNamespace(
+        request=SimpleNamespace(on_one_machine=on_one_machine),
+        registry=SimpleNamespace(node_of_worker={1: "other"}, avoid_nodes=nodes.update),
+        side_effects=SimpleNamespace(note=lambda kind, text: told.append(text)),
+    )
+    driver._look_for_memory_kills()
+    assert nodes == avoided
+    assert [text.splitlines()[0] for text in told] == [
+        "the kernel has ended 2 processes of this machine because memory is short: no worker is started for 90 s or more"
+    ] * bool(avoided)

@@ -76,6 +76,19 @@ def test_no_ray_is_started_where_its_logs_have_no_room(monkeypatch):
     assert "TMPDIR" in found.value.cure
 
 
+def test_no_ray_is_started_where_processes_have_too_little_address_space(monkeypatch):
+    """The command ended by SIGABRT, with two lines of C++."""
+    from raypar.actors import ray_connection
+    from raypar.errors import ClusterError
+
+    monkeypatch.setattr("resource.getrlimit", lambda which: (2**30, -1))
+    with pytest.raises(ClusterError, match=r"1.0 GiB of address space each .* needs 2.5"), ray_connection.start_local_ray(2):
+        pass
+    for enough in (-1, 2**32):
+        monkeypatch.setattr("resource.getrlimit", lambda which, limit=enough: (limit, -1))
+        ray_connection.check_address_space()
+
+
 def test_a_ray_that_starts_too_late_is_cleared_away_and_started_again(monkeypatch, tmp_path):
     """Beside twelve processes that compute: Ray gives its raylet 30 s."""
     import contextlib
