@@ -6,7 +6,7 @@ import argparse
 import bdb
 import sys
 
-from raypar.errors import ConfigError
+from raypar.errors import ConfigError, NonFiniteError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.plan import MicrobatchRouting
     from raypar.plan.recomputation import apply_recompute_policy
     from raypar.user_code_errors import make_importable
+    from raypar.worker.first_non_finite import FirstNonFinite
     from raypar.worker.process.torch_state_guard import TorchStateGuard
     from raypar.worker.run_in_one_process import OneProcessRun
     from raypar.worker.worker_assignments import make_layer_graph
@@ -62,15 +63,21 @@ def run(args: argparse.Namespace) -> int:
             guard.accept_environment()  # pdb handles Ctrl-C itself
 
     with OneProcessRun(spec, plan, schedule, graph=graph, seed=args.order_seed, before_compute=before, guard=guard) as local:
+        first = FirstNonFinite(stage for core in local.cores for stage in core.stages.values())
         for step in range(min(args.steps, spec.steps)):
             try:
                 report = local.step(step)[0]
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{error.what}\n  first not finite: {first.describe()}", error.cure) from error
             except bdb.BdbQuit:
                 print(f"left the debugger in step {step}", file=sys.stderr)
                 return 130
             while local.warnings:
                 print(f"warning: {local.warnings.pop(0)}", file=sys.stderr, flush=True)
             print(f"step {step}: loss {report.loss:.6f}, gradient norm {report.norm:.6f}", flush=True)
+            if report.skipped:
+                print(f"  skipped; first not finite: {first.describe()}", flush=True)
+                first.found = None
     return 0
 
 

@@ -62,18 +62,7 @@ def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> str | None:
     if (size := _size(cache.skeleton, spec)) > MOST_BYTES:
         return f"its parameters and buffers have {size / 2**20:.0f} MiB, and up to {MOST_BYTES >> 20} MiB are tried"
     few = min(MICROBATCHES, spec.microbatches)
-    small = replace(
-        spec,
-        batch_size=few * spec.batch_size // spec.microbatches,
-        microbatches=few,
-        virtual_replicas=0,
-        clip_norm=None,
-        lr_schedule=None,
-        validation=None,
-        non_finite="skip",
-        device="cpu",
-        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.0}), ()),
-    )
+    small = with_few_microbatches(spec, few)
     places = [divmod(number, few) for number in range(MICROBATCHES)]
     batches = read_microbatches_of_steps(small, graph, places)
     with preserve_random_state():
@@ -89,6 +78,22 @@ def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> str | None:
             loss = run.step(0)[0].loss
             gradients = {name: copies[0] for name, copies in run.gradients().items()}
     return plain.compare(loss, gradients)
+
+
+def with_few_microbatches(spec: JobSpec, few: int) -> JobSpec:
+    """The job with steps of `few` of its microbatches, which change no parameter."""
+    return replace(
+        spec,
+        batch_size=few * spec.batch_size // spec.microbatches,
+        microbatches=few,
+        virtual_replicas=0,
+        clip_norm=None,
+        lr_schedule=None,
+        validation=None,
+        non_finite="skip",
+        device="cpu",
+        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.0}), ()),
+    )
 
 
 class _NotCompared(Exception):

@@ -21,7 +21,12 @@ from raypar.errors import (
     error_message,
     with_article,
 )
-from raypar.model.capture.module_graph import buffers_written_in_capture, captured_outputs_on_meta, check_captured_evaluation
+from raypar.model.capture.module_graph import (
+    buffers_written_in_capture,
+    captured_outputs_on_meta,
+    check_captured_evaluation,
+    fields_without_target,
+)
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import (
     build_on_meta,
@@ -38,6 +43,8 @@ from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan import ParallelPlan
 from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_single_values, error_text, reraise_ctrl_c
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
+from raypar.worker.check_cast_parameters import check_cast_parameters
+from raypar.worker.check_loss_of_samples import line_about_mixed_samples
 from raypar.worker.check_shards_with_numbers import check_shards_with_numbers
 from raypar.worker.check_sum_and_count import check_sum_and_count
 from raypar.worker.job_spec import JobSpec, Ref, loss_target_name
@@ -92,7 +99,9 @@ def preflight(spec: JobSpec) -> PreflightResult:
         raise ConfigError(f"steps is {spec.steps}", cure="set steps >= 1")
     (batch,) = read_microbatches(spec, graph, [0])
     with guard.watching("the job's layers"):
-        check_layer_shapes(spec, graph, batch)
+        values = check_layer_shapes(spec, graph, batch)
+        mixed = line_about_mixed_samples(spec, graph, values, batch.get(loss_target_name(spec))) if values else None
+        check_cast_parameters(spec, graph)
         not_compared = check_capture_with_numbers(spec, graph)
     validation = 0
     if spec.validation is not None:
@@ -103,6 +112,8 @@ def preflight(spec: JobSpec) -> PreflightResult:
         validation = min(size, spec.validation.samples or size)
     of_values = graph.initial_values.notes if graph.initial_values is not None else ()
     notes = (*of_values, *_notes_about_data(spec, graph, names, batch, samples))
+    if mixed is not None:
+        notes = (*notes, mixed)
     if not_compared is not None:
         notes = (*notes, f"the layers were not compared with the model on numbers: {not_compared}; {_UNSEEN}")
     return PreflightResult(graph, samples, validation, batch, notes)
@@ -205,16 +216,17 @@ def check_other_shard_counts(spec: JobSpec, checked: PreflightResult, plan: Para
             raise type(error)(what, error.cure) from error
 
 
-def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> None:
+def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     """Send a microbatch through all layers and the loss on the meta device: shapes and dtypes without numbers.
 
-    Code that reads numbers (`.item()`, branches on data) cannot be checked this way and is left to the first step.
+    Returns fields and values by name, on the meta device. Code that reads numbers (`.item()`, branches on data) cannot be
+    checked this way and is left to the first step: None.
     """
     values = {name: tensor.to("meta") for name, tensor in batch.items()}
     captured = captured_outputs_on_meta(graph)
     if captured is not None:  # its trace has done the same
         _check_loss(spec, graph, values | captured, batch)
-        return
+        return values | captured
     for layer in graph.layers:
         missing = [name for name in layer.inputs if name not in values]
         if missing:
@@ -229,19 +241,20 @@ def check_layer_shapes(spec: JobSpec, graph: Graph, batch: Mapping[str, Tensor])
             if spec.precision.compute is None:
                 _check_dtypes_with_zeros(layer, inputs, _dtype(spec))
         except NotImplementedError:
-            return
+            return None
         except RayparError:
             raise
         except USER_CODE_ERRORS as error:
             reraise_ctrl_c(error)
             said = error_message(error)
             if "meta" in said.lower() or "unsupported scalarType" in said:  # `torch.autocast("meta")`
-                return
+                return None
             if spec.precision.autocast is not None and spec.precision.autocast.dtype_name in said.lower():
-                return  # on the meta device autocast casts nothing; the profile runs the layer with numbers
+                return None  # on the meta device autocast casts nothing; the profile runs the layer with numbers
             raise _misfit_error(layer, values, _dtype(spec), error) from error
         values.update(zip(layer.outputs, _outputs(layer, out), strict=True))
     _check_loss(spec, graph, values, batch)
+    return values
 
 
 def _module_on_meta(layer: Layer, dtype: torch.dtype) -> nn.Module:
@@ -338,6 +351,13 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
     total = found[0] if isinstance(found, tuple) and found else found
     if not isinstance(total, Tensor) or total.numel() != 1:
         shape = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
+        if total is None and (given := fields_without_target(graph, target)) is not None:
+            raise ModelError(
+                f"the loss {spec.loss.label} returned None: the forward of the model was given {', '.join(given)}, and not "
+                f"{target!r}, although it has a parameter of that name, so what it returns has no loss",
+                cure=f"set loss: model, with which forward is given {target!r} and its own loss is taken; or compute the loss "
+                "of the output and the target",
+            )
         raise ModelError(
             f"the loss {spec.loss.label} returned {shape}, not a scalar", cure="return a scalar, or (sum, count) as scalars"
         )

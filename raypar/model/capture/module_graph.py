@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -196,6 +197,14 @@ def buffers_written_in_capture(graph: Graph) -> frozenset[str]:
     for other models."""
     cache = traces_of(graph)
     return frozenset() if cache is None else cache.written_buffers
+
+
+def fields_without_target(graph: Graph, target: str) -> tuple[str, ...] | None:
+    """The fields that a captured model's forward gets, if it has a parameter with the target's name and does not get that."""
+    cache = traces_of(graph)
+    if cache is None or target in cache.inputs.fields or target not in inspect.signature(cache.model.forward).parameters:
+        return None
+    return cache.inputs.fields
 
 
 def lines_about_repeated_traces(graph: Graph) -> dict[str, str]:

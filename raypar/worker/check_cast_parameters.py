@@ -1,0 +1,45 @@
+"""Checks, before a run, layers whose parameters the job casts: code that has made them in another dtype may count on that."""
+
+from __future__ import annotations
+
+import torch
+
+from raypar.errors import ModelError, UserCodeError
+from raypar.model.graph import Graph
+from raypar.model.layer_skeletons import layer_sizes, shared_skeleton
+from raypar.plan import ParallelPlan
+from raypar.worker.check_capture_with_numbers import MOST_BYTES, with_few_microbatches
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.run_in_one_process import OneProcessRun
+
+
+def check_cast_parameters(spec: JobSpec, graph: Graph) -> None:
+    """Raise `ModelError` for a layer that fails with its parameters or buffers in the job's dtype (rule 2 of the contract).
+
+    A microbatch is computed for that if the model function has made any in another floating point dtype, and the model is not
+    large (`MOST_BYTES`). Other errors are left to the first step.
+    """
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    cast = {
+        layer.name: f"{layer.qualify(path)} is {str(tensor.dtype).removeprefix('torch.')}"
+        for layer in graph.layers
+        for module in [shared_skeleton(layer)]
+        for path, tensor in reversed([*module.named_parameters(), *module.named_buffers()])
+        if tensor.is_floating_point() and tensor.dtype != dtype
+    }
+    if not cast or sum(size.nbytes for size in layer_sizes(graph, dtype)) > MOST_BYTES:
+        return
+    plan = ParallelPlan.mesh(layers=len(graph.layers))
+    try:
+        with OneProcessRun(with_few_microbatches(spec, 1), plan, "1f1b", graph=graph) as run:
+            run.step(0)
+    except UserCodeError as error:
+        failed = next((name for name in cast if f"layer {name!r}" in error.what), None)
+        if failed is None or "dtype" not in error.what:
+            return
+        what = next((line for line in error.what.splitlines() if "raised" in line), error.what)
+        raise ModelError(
+            f"{cast[failed]}, and the job's dtype is {spec.dtype}, to which its parameters are cast. Then {what}",
+            cure=f"make it in {spec.dtype} and let its code take the dtype of its weight (x.to(self.weight.dtype)); products "
+            "in bfloat16 are what precision: {compute: bf16} is for",
+        ) from error

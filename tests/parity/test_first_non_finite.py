@@ -1,0 +1,66 @@
+"""`raypar debug` names the first layer that had a number which is not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raypar.cli import main
+
+MODEL = """
+import torch
+from torch import nn
+
+class Root(nn.Module):
+    def forward(self, x):
+        return torch.sqrt((x - x).abs()) + x  # finite; its gradient at zero is not
+
+class Logarithm(nn.Module):
+    def forward(self, x):
+        return torch.log(x.detach() * 0 - 1 + (x.sum() > 1e9)) + x
+
+def model(kind):
+    odd = {"value": Logarithm, "gradient": Root}[kind]()
+    return [("first", nn.Linear(2, 2)), ("second", nn.Linear(2, 2)), ("odd", odd), ("last", nn.Linear(2, 1))]
+
+def data():
+    return [(torch.ones(2), torch.zeros(1)) for _ in range(8)]
+
+def loss(output, target):
+    return (output - target).square().mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("value", "layer 'odd' in microbatch 0 of step 1: its output 'odd.out' has NaN (4 of 4 numbers)"),
+        (
+            "gradient",
+            "layer 'second' in microbatch 0 of step 1, in the backward pass: the gradient of its output 'second.out' has NaN",
+        ),
+    ],
+    ids=["value", "gradient"],
+)
+def test_debug_names_the_first_layer_that_is_not_finite(
+    kind: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"odd_{kind}.py").write_text(MODEL)
+    (tmp_path / "job.yaml").write_text(
+        f"""
+steps: 2
+batch_size: 4
+microbatches: 2
+model: {{function: "odd_{kind}:model", args: {{kind: {kind}}}}}
+data: {{function: "odd_{kind}:data"}}
+loss: "odd_{kind}:loss"
+optimizer: {{function: "torch.optim:SGD", args: {{lr: 0.1}}}}
+plan: {{stages: 2}}
+"""
+    )
+    assert main(["debug", str(tmp_path / "job.yaml")]) == 1
+    assert f"first not finite: {place}" in capsys.readouterr().err
+    assert main(["debug", str(tmp_path / "job.yaml"), "--set", "non_finite=skip"]) == 0
+    assert f"skipped; first not finite: {place}" in capsys.readouterr().out
