@@ -140,7 +140,7 @@ def test_an_interrupted_run_without_a_job_file_is_resumed_from_python(tmp_path: 
 
 
 def test_a_printed_result_does_not_hold_the_whole_history():
-    assert "history" not in repr(Result({"loss": 1.0}, "runs/x", "done", 3, history=[{"step": 1}]))
+    assert "'step': 1" not in repr(Result({"loss": 1.0}, "runs/x", "done", 3, history=[{"step": 1}]))
 
 
 def test_a_mistake_of_raypars_own_keeps_its_frames(tmp_path: Path):
