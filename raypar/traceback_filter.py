@@ -1,4 +1,6 @@
-"""Leaves raypar's own frames out of the tracebacks that users see; frames of their own code stay.
+"""Leaves raypar's own frames, and those between PyTorch's modules, out of the tracebacks that users see.
+
+Frames of their own code and of libraries stay.
 
 The environment variable `RAYPAR_TRACEBACK=whole` switches this off. The full error of a failed run is in its folder.
 """
@@ -24,6 +26,12 @@ TRACEBACK_VARIABLE = "RAYPAR_TRACEBACK"
 HEADER = "Traceback (most recent call last):"
 """The first line of a traceback as text."""
 _FRAME = re.compile(r'  File "([^"]*)", line \d+')
+_TORCH_PLUMBING = re.compile(
+    r'/torch/(nn/modules/module\.py", line \d+, in (_wrapped_call_impl|_call_impl|inner)'
+    r"|(_compile|_ops|_meta_registrations|_dynamo/\w+|_prims_common/\w+|_decomp/\w+|_refs/\w+|_subclasses/\w+)\.py"
+    r'|__init__\.py", line \d+, in _check)'
+)
+"""Frames by which PyTorch comes from a module to its forward, and from an operation to what computes it."""
 _GROUP = "Exception Group Traceback"
 _GROUP_MARGIN = re.compile(r"(?: +\| )?")
 """What an `ExceptionGroup` has before each line of its tracebacks."""
@@ -70,7 +78,7 @@ def filter_traceback_text(text: str) -> str:
         bare = margin.sub("", line, count=1)
         frame = _FRAME.match(bare)
         if frame is not None:
-            own = is_raypar_file(frame[1])
+            own = is_raypar_file(frame[1]) or bool(_TORCH_PLUMBING.search(bare))
         elif not bare.startswith(("    ", "  [Previous line repeated")):
             own = False
             if kept and kept[-1].endswith(HEADER) and not bare.endswith(HEADER):

@@ -284,6 +284,11 @@ def function_section(key: str, value: Any) -> Any:
     elif isinstance(value, Ref):
         section = {"function": value.target, "args": dict(value.args)}
     elif isinstance(value, Mapping):
+        if key == "model" and value and all(hasattr(part, "shape") for part in value.values()):
+            raise ConfigError(
+                f"model is {with_article(type(value).__name__)} of tensors, such as {next(iter(value))}: weights, no module",
+                cure="give the function or class that makes the module, and the weights' file as init_from=FILE",
+            )
         if key in ("data", "validation") and _is_several_data_sets(value):
             raise ConfigError(
                 f"{key} is {with_article(type(value).__name__)} with keys "
@@ -292,6 +297,11 @@ def function_section(key: str, value: Any) -> Any:
                 + ", ".join(FUNCTIONS[key].model_fields),
             )
         section = _with_unpacked_pair(key, value)
+    elif key in ("data", "validation") and isinstance(value, tuple) and any(hasattr(part, "shape") for part in value):
+        raise ConfigError(
+            f"{key} is a tuple of {', '.join(type(part).__name__ for part in value[:4])}, not a data set of samples",
+            cure=f"{key}=torch.utils.data.TensorDataset(inputs, targets), which takes tensors (torch.as_tensor(array))",
+        )
     elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         section = {"function": value[0], "args": dict(value[1])}
     else:
@@ -341,6 +351,12 @@ def _function_for(key: str, value: Any) -> Any:
             cure=f"give a function that makes that argument itself, or the class of it a __repr__ that says what it holds: "
             f"{key}=a function, or (function, {{...}})",
         )
+    if (hasattr(value, "last_epoch") and hasattr(value, "optimizer")) or _is_scheduler_class(value):
+        raise ConfigError(
+            f"{key} is {with_article(getattr(value, '__name__', type(value).__name__))}, which counts its steps itself",
+            cure="give a function of the step, from 0, that returns the factor on the learning rates: "
+            "lr_schedule=lambda step: min(1, (step + 1) / 100)",
+        )
     if isinstance(value, str) or callable(value):
         return value
     if hasattr(value, "dataset") and hasattr(value, "batch_sampler"):
@@ -356,6 +372,11 @@ def _function_for(key: str, value: Any) -> Any:
         cure = f"give its class, which every worker calls with the parameters that it holds: optimizer=({name}, {{'lr': ...}})"
         raise ConfigError(f"{key} is {with_article(name)}", cure=cure)
     return value
+
+
+def _is_scheduler_class(value: Any) -> bool:
+    """Whether `value` is one of PyTorch's classes of learning rate schedulers."""
+    return isinstance(value, type) and value.__module__.startswith("torch.optim.lr_scheduler")
 
 
 def _is_data(value: Any) -> bool:

@@ -8,9 +8,11 @@ a worker without a message, and `KeyboardInterrupt` looks like a Ctrl-C. Calls o
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -69,14 +71,40 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error_message(error)}"
 
 
-def cure_for_single_values(error: BaseException) -> str | None:
-    """What to do about a norm that has one value per channel in a microbatch, so no variance; None for other errors."""
-    if not (isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel")):
-        return None
-    return (
-        "a norm's statistics are those of one microbatch: give every microbatch two samples at least (batch_size >= 2 x "
-        "microbatches), or use GroupNorm or LayerNorm, whose statistics are those of one sample"
-    )
+def is_chain_of_users(error: BaseException) -> bool:
+    """Whether the error before this one is for people to read: raised `from` it, or not inside PyTorch alone, which tries an
+    operation in several ways."""
+    before = error.__context__
+    if error.__cause__ is not None or before is None:
+        return True
+    own = f"{Path(__file__).parent}{os.sep}"
+    frames = [frame.filename for frame in traceback.extract_tb(before.__traceback__)]
+    return any("/torch/" not in name and not name.startswith(own) for name in frames)
+
+
+_DEVICE_ERRORS = ("Torch not compiled with CUDA", "Found no NVIDIA driver", "No CUDA GPUs are available", "on the same device")
+"""What PyTorch says where code asks for a GPU itself."""
+
+
+def cure_for_known_error(error: BaseException) -> str | None:
+    """What to do about an error that PyTorch raises in many users' code; None for others."""
+    text = error_message(error)
+    if any(part in text for part in _DEVICE_ERRORS):
+        return (
+            "leave .cuda() and .to(device) out: raypar puts model and batches where workers compute (device: gpu gives each a "
+            "GPU); a tensor that forward makes itself gets device=x.device"
+        )
+    if isinstance(error, NotImplementedError) and 'the required "forward"' in text:
+        return (
+            "give a module that has a forward: of a class with training_step (Lightning) the network in it, and as loss a "
+            "function of its output and the target"
+        )
+    if isinstance(error, ValueError) and text.startswith("Expected more than 1 value per channel"):
+        return (
+            "a norm's statistics are those of one microbatch: give every microbatch two samples at least (batch_size >= 2 x "
+            "microbatches), or use GroupNorm or LayerNorm, whose statistics are those of one sample"
+        )
+    return None
 
 
 def make_importable(folder: Path) -> None:

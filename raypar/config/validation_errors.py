@@ -84,6 +84,28 @@ _OPTIMIZER_OPTIONS = {"lr": "lr", "learning_rate": "lr", "weight_decay": "weight
 _HALF_PRECISION = ("bfloat16", "float16", "bf16", "fp16", "half")
 
 
+_MAIN_KEY = {"checkpoint": "every", "early_stopping": "patience", "plan": "replicas", "elastic": "min_workers"}
+"""Section -> the key that people mean who give a number in its place."""
+_WEIGHTS_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_LOSSES = {"mse": "mse_loss", "cross_entropy": "cross_entropy", "crossentropy": "cross_entropy", "ce": "cross_entropy"}
+_LOSSES |= {"l1": "l1_loss", "mae": "l1_loss", "bce": "binary_cross_entropy", "nll": "nll_loss", "huber": "huber_loss"}
+_OPTIMIZERS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop")
+_OPTIMIZERS += ("Rprop", "SGD", "Muon")
+"""Bare names that people write for PyTorch's own losses and optimizers."""
+
+
+def _known_function(section: str, name: str) -> str:
+    """What to write for a bare name, such as `adam` or `mse`, or for a file of weights as the model; empty for other names."""
+    if section == "model" and name.endswith(_WEIGHTS_SUFFIXES):
+        return f"a function that makes the module there, and the file as init_from: {shorten(name)}"
+    if section == "loss":
+        found = _LOSSES.get(name.lower().removesuffix("loss").removesuffix("_"))
+        return f"torch.nn.functional:{found}" if found else ""
+    if section == "optimizer":
+        return next((f"torch.optim:{one}" for one in _OPTIMIZERS if one.lower() == name.lower()), "")
+    return ""
+
+
 @dataclass(frozen=True)
 class _Explainer:
     """Words for pydantic's errors about a job."""
@@ -163,6 +185,10 @@ class _Explainer:
             return f'; write "{name}"'
         if here == "device" and name.partition(":")[0] in ("cuda", "nvidia"):
             return '; write "gpu"'  # which one, Ray decides
+        if path[-1:] == ["function"] and ":" not in text and (known := _known_function(here, text)):
+            return f"; write {known}"
+        if isinstance(got, (int, float)) and not isinstance(got, bool) and len(path) == 1 and here in _MAIN_KEY:
+            return f'; for {here}.{_MAIN_KEY[here]} write {{"{_MAIN_KEY[here]}": {got}}}'
         if path[-1:] == ["function"] and ":" not in text and is_importable_name(text.replace(".", ":", 1)):
             return f"; write {':'.join(text.rsplit('.', 1))}"
         return ""

@@ -41,7 +41,7 @@ from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan import ParallelPlan
-from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_single_values, error_text, reraise_ctrl_c
+from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_cast_parameters import check_cast_parameters
 from raypar.worker.check_loss_of_samples import line_about_mixed_samples
@@ -328,7 +328,7 @@ def _misfit_error(layer: Layer, values: Mapping[str, Tensor], wanted: torch.dtyp
     shapes = ", ".join(f"{name} {tuple(values[name].shape)} {values[name].dtype}" for name in layer.inputs)
     return DataError(
         f"the first microbatch does not fit the model: layer {layer.name!r} given {shapes} raised {error_text(error)}",
-        cure=cure_for_single_values(error) or "compare the shape of a sample (data) with what the layer expects (model)",
+        cure=cure_for_known_error(error) or "compare the shape of a sample (data) with what the layer expects (model)",
     )
 
 

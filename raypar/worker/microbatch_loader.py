@@ -88,6 +88,11 @@ def make_dataset(spec: DataSpec, key: str = "data") -> Any:
 
 def require_map_style(dataset: Any, what: str) -> None:
     """Raise `DataError` for a data set without `__len__` and `__getitem__`. `what`: its name, for messages."""
+    if hasattr(dataset, "iloc") and hasattr(dataset, "columns"):
+        raise DataError(
+            f"{what} is {with_article(type(dataset).__name__)}, whose [0] is a column, not a sample",
+            cure="give a list of samples: frame.to_dict('records'), or torch.utils.data.TensorDataset(inputs, targets)",
+        )
     iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # has a __getitem__ that only raises
     if iterable or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         listed = "dataset.take_all() is such a list" if hasattr(dataset, "take_all") else "an iterable one can be listed first"

@@ -9,6 +9,8 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+import numpy
+import pandas
 import pytest
 import torch
 from helpers import tiny_job
@@ -19,8 +21,10 @@ from raypar.errors import RayparError
 from raypar.launch import start_new_run
 from raypar.launch.result import Result
 from raypar.run_folder import RunFolder
+from raypar.traceback_filter import remove_raypar_frames
 from raypar.untrusted_files import repr_text
 from raypar.worker.checkpoint import checkpoint_files
+from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import Ref, contract_of_job
 
 SAMPLES = [(torch.ones(2), torch.ones(1))] * 8
@@ -32,6 +36,22 @@ GOOD: dict[str, Any] = {
     "batch_size": 4,
     "microbatches": 2,
 }
+
+
+SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 1)
+
+
+def local_model(width: int = 2) -> torch.nn.Module:
+    return torch.nn.Linear(width, width)
+
+
+class MisfittingPair(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(2, 3), torch.nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x))
 
 
 class Verbose:
@@ -127,10 +147,6 @@ def test_a_pair_is_taken_inside_of_a_callback():
     assert inside.callbacks == outside.callbacks
 
 
-def local_model(width: int = 2) -> torch.nn.Module:
-    return torch.nn.Linear(width, width)
-
-
 def test_a_run_without_a_job_file_names_the_objects_that_no_file_can_name(tmp_path, monkeypatch):
     made: list[RunFolder] = []
     monkeypatch.setattr(start_new_run, "launch_run", lambda spec, choose, options, tell: made.append(options.make_folder(None)))
@@ -193,3 +209,55 @@ def test_a_result_is_shown_in_ten_lines():
     failed = Result({}, "x" * 5000, "failed", 0, "line\n" * 500, RayparError("what\n" * 500, "cure"))
     assert len(repr(failed).splitlines()) <= 10 and len(repr(failed)) < 1200 and "error: RayparError: what" in repr(failed)
     assert len(repr([result, failed])) < 2500
+
+
+@pytest.mark.parametrize(
+    "given, what, cure",
+    [
+        ({"data": (torch.ones(8, 2), torch.ones(8))}, "data is a tuple of Tensor, Tensor", "TensorDataset(inputs, targets)"),
+        ({"validation": (numpy.ones(8), numpy.ones(8))}, "validation is a tuple of ndarray", "TensorDataset"),
+        ({"data": pandas.DataFrame({"x": [1.0]})}, "data is a DataFrame, whose [0] is a column", "to_dict('records')"),
+        ({"model": local_model().state_dict()}, "model is an OrderedDict of tensors, such as weight", "init_from=FILE"),
+        ({"model": "weights/net.pt"}, "model.function: expected module:name", "init_from: weights/net.pt"),
+        ({"optimizer": "adamw"}, "optimizer.function: expected module:name", "write torch.optim:AdamW"),
+        ({"optimizer": ("SGD", {"lr": 0.1})}, "optimizer.function: expected module:name", "write torch.optim:SGD"),
+        ({"loss": "mse"}, "loss.function: expected module:name", "write torch.nn.functional:mse_loss"),
+        ({"loss": "CrossEntropyLoss"}, "loss.function: expected", "write torch.nn.functional:cross_entropy"),
+        ({"lr_schedule": torch.optim.lr_scheduler.StepLR}, "lr_schedule is a StepLR", "function of the step"),
+        ({"lr_schedule": SCHEDULER}, "lr_schedule is a StepLR, which counts its steps", "function of the step"),
+        ({"checkpoint": 50}, "checkpoint: expected keys and values", 'for checkpoint.every write {"every": 50}'),
+        ({"plan": 4}, "plan: expected keys and values", 'for plan.replicas write {"replicas": 4}'),
+    ],
+)
+def test_what_newcomers_give_gets_the_cure_that_helps(given: dict[str, Any], what: str, cure: str):
+    with pytest.raises(RayparError) as found:
+        Trainer(**{**GOOD, **given})
+    assert found.value.what.startswith(what) and cure in found.value.cure, str(found.value)
+
+
+class OnGpu(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+
+class OnlySteps(torch.nn.Linear):
+    forward = torch.nn.Module.forward
+
+
+@pytest.mark.parametrize(
+    "model, cure",
+    [
+        (lambda: OnGpu(2, 1), "leave .cuda() and .to(device) out"),
+        (lambda: OnlySteps(2, 1), "the network in it"),
+        (lambda: torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(2, 1)), ""),
+        (MisfittingPair, "compare the shapes of samples"),
+    ],
+)
+def test_a_forward_that_fails_shows_the_line_of_the_user_and_few_others(model: Callable[[], torch.nn.Module], cure: str):
+    with pytest.raises(RayparError) as found:
+        preflight(Trainer(**{**GOOD, "model": model}).spec)
+    remove_raypar_frames(found.value)
+    assert cure in found.value.cure and found.value.what.count("  File ") <= 4, found.value.what
+    assert "During handling" not in found.value.what and "_call_impl" not in found.value.what
+    if model is MisfittingPair:
+        assert "self.second(self.first(x))" in found.value.what

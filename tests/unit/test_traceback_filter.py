@@ -33,17 +33,20 @@ Traceback (most recent call last):
   [Previous line repeated 3 more times]
   File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1751, in _call_impl
     return forward_call(*args, **kwargs)
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", line 134, in forward
+    return F.linear(input, self.weight, self.bias)
   File "/home/me/model.py", line 12, in forward
     return x / 0
            ~~^~~
 ZeroDivisionError: division by zero"""
 
 
-def test_raypars_frames_go_and_all_others_stay():
+def test_raypars_frames_and_calls_between_pytorchs_modules_go_and_all_others_stay():
     shown = filter_traceback_text(TEXT)
     assert "/raypar/" not in shown and "repeated" not in shown and "self.forward" not in shown
     assert shown.splitlines()[:3] == TEXT.splitlines()[:3] and shown.splitlines()[-4:] == TEXT.splitlines()[-4:]
-    assert "module.py" in shown and filter_traceback_text(shown) == shown
+    assert "linear.py" in shown and filter_traceback_text(shown) == shown
+    assert "_call_impl" not in shown, "how PyTorch comes from a module to its forward"
 
 
 def test_a_traceback_of_raypars_frames_alone_is_removed_with_its_header():

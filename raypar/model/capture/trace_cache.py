@@ -31,7 +31,7 @@ from raypar.model.graph import join_names
 from raypar.model.layer_skeletons import norms_with_running_statistics, statistics_of
 from raypar.model.random_state import preserve_random_state
 from raypar.model.without_dynamo import meta_operations_without_dynamo
-from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_single_values, error_text, reraise_ctrl_c
+from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, is_chain_of_users, reraise_ctrl_c
 
 MOST_TRACES = 32
 """Size of the LRU cache of traces. A forward that reads values of the batch in Python needs a trace for each set of answers."""
@@ -344,8 +344,8 @@ class TraceCache:
         given = ", ".join(f"{name} {list(fields[name].shape)} {fields[name].dtype}" for name in self.inputs.fields)
         return ModelError(
             f"the forward of {type(self.model).__name__}, given {given}, raised {error_text(error)}\n"
-            f"{''.join(traceback.format_exception(error))}",
-            cure=cure_for_single_values(error)
+            f"{''.join(traceback.format_exception(error, chain=is_chain_of_users(error)))}",
+            cure=cure_for_known_error(error)
             or "call the model on one batch by itself; compare the shapes of samples (data) with what it expects",
         )
 

@@ -6,7 +6,7 @@ import traceback
 from dataclasses import dataclass
 
 from raypar.errors import RayparError, UserCodeError, error_message
-from raypar.user_code_errors import cure_for_single_values, error_text, reraise_ctrl_c
+from raypar.user_code_errors import cure_for_known_error, error_text, reraise_ctrl_c
 from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS
 
 
@@ -44,7 +44,7 @@ class StageCoordinate:
             f"{code} raised {error_text(error)}\n  {self.describe(step, microbatch)}\n{traceback.format_exc()}",
             cure=_cure_for_autocast(error)
             or _cure_for_hooks(error)
-            or cure_for_single_values(error)
+            or cure_for_known_error(error)
             or "this is an error of the user's code; `raypar debug JOB` runs the same plan in one process under pdb",
         )
 
