@@ -86,6 +86,7 @@ def train(job):
     data, loss_of = function(job["data"])(), function(job["loss"])
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = function(job.get("optimizer") or "torch.optim:AdamW")(parameters)
+    getattr(optimizer, "train", lambda: None)()  # those that average weights have two modes
     base_lr = optimizer.defaults["lr"]
     lr_factor = function(job["lr_schedule"]) if job.get("lr_schedule") else lambda step: 1.0
     orders = {}
@@ -125,6 +126,8 @@ def train(job):
         factor = min(1.0, clip / (norm + 1e-6)) / count if clip else 1.0 / count
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.mul_(factor)
+        here = seed_of(seed, "optimizer", step)
+        random.seed(here % 2**32), numpy.random.seed(here % 2**32), torch.manual_seed(here)
         for group in optimizer.param_groups:
             group["lr"] = base_lr * lr_factor(step)
         optimizer.step()

@@ -157,6 +157,7 @@ def choose_plan_to_show(
     """
     from raypar.plan.recomputation import resolve_recomputed_layers
     from raypar.planner.plan_search import search_plans
+    from raypar.worker.job_preflight import try_optimizer_of_job
     from raypar.worker.measure_profile import profile_job
 
     workers, shards = workers or job.workers, _shards_of(job)
@@ -167,7 +168,8 @@ def choose_plan_to_show(
         )
     recompute = resolve_recomputed_layers(job.recompute, [layer.name for layer in graph.layers])
     profile = profile_job(spec, workers=workers, graph=graph, shards={shards}, recompute=recompute or None)
-    profile = with_memory(profile, memory_mib)
+    trial = try_optimizer_of_job(spec, graph)
+    profile = replace(with_memory(profile, memory_mib), most_stages=trial.most_stages if trial is not None else None)
     choice = search_plans(profile, workers, spec.batching, shards, recompute)
     return ShownPlan(choice.plan, choice.schedule, profile, choice=choice)
 
@@ -187,6 +189,7 @@ def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool, 
     from raypar.plan.recomputation import apply_recompute_policy
     from raypar.planner.plan_search import balance_stages
     from raypar.schedule.validate import validate_schedule
+    from raypar.worker.job_preflight import check_model_can_shard, preflight, try_optimizer_of_job
     from raypar.worker.measure_profile import profile_job
 
     plan = apply_recompute_policy(job.to_plan(len(graph.layers)), job.recompute, [layer.name for layer in graph.layers])
@@ -197,9 +200,9 @@ def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool, 
         schedule = build(routing)
         validate_schedule(schedule, routing, graph.crossing(plan))
     if with_profile:
+        if (trial := try_optimizer_of_job(spec, graph)) is not None:
+            trial.check_plan(plan)
         if max(counts) > 1 or spec.styles:
-            from raypar.worker.job_preflight import check_model_can_shard, preflight
-
             check_model_can_shard(spec, preflight(spec), plan)
         profile = profile_job(spec, workers=plan.world, graph=graph, shards=counts, recompute=plan.recompute)
         profile = with_memory(profile, memory_mib)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,8 @@ def choose_plan(
         shards={stage.shards for stage in fixed.stages} if fixed is not None else (),
         recompute=fixed.recompute if fixed is not None else None,
     )
+    if checked.optimizer is not None:
+        profile = replace(profile, most_stages=checked.optimizer.most_stages)
     if fixed is None:
         choice = search_plans(profile, workers, spec.batching)
         timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.batching)

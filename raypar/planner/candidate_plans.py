@@ -41,11 +41,11 @@ def enumerate_candidates(
 ) -> Iterator[PlanCandidate]:
     """Every uniform plan on at most `workers` workers in which each worker has work.
 
-    So there are no more replicas than blocks or microbatches, no more stages than layers. Layers are cut so that the slowest
-    stage is as fast as possible.
+    So there are no more replicas than blocks or microbatches, no more stages than layers, or than
+    the optimizer allows. Layers are cut so that the slowest stage is as fast as possible.
     """
     layers, seats = len(profile.layers), workers // shards
-    for stages in range(1, min(seats, layers) + 1):
+    for stages in range(1, min(seats, layers, profile.most_stages or layers) + 1):
         for replicas in range(1, min(seats // stages, cut.blocks, cut.count) + 1):
             for schedule in SCHEDULES if stages > 1 else ("1f1b",):
                 for chunks in SCHEDULES[schedule]:

@@ -74,7 +74,8 @@ class ModelProfile:
     all share one machine; None: all of them. `state`: what the model's tensors take; None: each layer is taken to have one
     tensor, of its bytes, cut evenly over shards. `kept`: what layers keep for the backward, by size of microbatch; empty:
     each layer's `activation_bytes` are used instead. `recomputable`: indices of the layers that passed the check for
-    recomputation; the others failed it or were not checked.
+    recomputation; the others failed it or were not checked. `most_stages`: how many stages a plan may have; None: any number (1
+    for an optimizer that couples parameters).
     """
 
     layers: tuple[LayerProfile, ...]
@@ -86,6 +87,7 @@ class ModelProfile:
     state: StateBytes | None = None
     kept: tuple[KeptStorages, ...] = ()
     recomputable: tuple[int, ...] = ()
+    most_stages: int | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -22,12 +22,17 @@ from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.global_loss_and_norm import VoteResult
 from raypar.plan.pieces import Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import TensorCut
-from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.required_communicators import device_to_device_rank_pairs
 from raypar.worker.state.mirror import Mirror
 from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey, assemble_parameter, extract_elements
-from raypar.worker.step.make_optimizers_by_name import load_optimizer_state, optimizer_state
 from raypar.worker.step.message_tags import state_tag
+from raypar.worker.step.optimizer_state import (
+    OptimizerState,
+    names_with_patterns,
+    read_optimizer_state,
+    write_optimizer_state,
+)
 from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore
 
 
@@ -149,8 +154,8 @@ class ElasticWorker:
         self.core.release_initial_values()
         if not (part.run_begins or part.checkpoint_folder):
             for index, optimizer in self.core.step_commit.optimizers.items():
-                kinds = {name: _without_parameter(state.get(name, {})) for name in self.core.stages[index].parameters}
-                load_optimizer_state(optimizer, {name: kept for name, kept in kinds.items() if kept})
+                mine = {name: state[name] for name in self.core.stages[index].parameters if name in state}
+                write_optimizer_state(optimizer, OptimizerState.of_parameters(mine, names_with_patterns(optimizer)))
         self._done, self.core.step_commit.last_decided_step = part.steps_done, part.steps_done - 1
         self._old = base
         self.mirror.rank, self.mirror.keeper_of = transport.rank, part.mirror_keepers
@@ -217,7 +222,9 @@ class ElasticWorker:
         found: dict[str, StateByKey] = {}
         for index, stage in self.core.stages.items():
             optimizer = self.core.step_commit.optimizers.get(index)
-            state = optimizer_state(optimizer) if optimizer is not None else {}
+            state: dict[str, StateByKey] = {}
+            if optimizer is not None:
+                state = read_optimizer_state(optimizer).by_parameter(names_with_patterns(optimizer))
             for name, parameter in stage.parameters.items():
                 if parameter.numel():
                     found.setdefault(name, {PARAMETER: parameter.detach(), **state.get(name, {})})
@@ -242,7 +249,7 @@ class ElasticWorker:
         sent, direct = [], device_to_device_rank_pairs(part)
         for dest, pieces in outgoing.items():
             tensors: list[Tensor] = []
-            lines: list[tuple[str, int | None, dict[str, Any]]] = []
+            lines: list[tuple[str, int | None, dict[StateKey, Any]]] = []
             for piece in pieces:
                 start, kept = self._state_to_send(piece, base[piece.name])
                 numbers = {key: None if isinstance(value, Tensor) else (value,) for key, value in kept.items()}
@@ -283,7 +290,3 @@ class ElasticWorker:
             if holding.slice.cut is None and holding.start is None and holding.spans == ((piece.start, piece.stop),):
                 return None, holding.state
         return piece.start, extract_elements(holdings, piece.start, piece.stop, self._whole(piece.name))
-
-
-def _without_parameter(kept: StateByKey) -> StateByKey:
-    return {key: value for key, value in kept.items() if key != PARAMETER}

@@ -31,6 +31,7 @@ from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import (
     build_on_meta,
     convert_module_dtype,
+    frozen_parameters,
     norms_with_running_statistics,
     parameter_shapes,
     shared_skeleton,
@@ -53,7 +54,8 @@ from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, SampleOrder,
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import cure_of_buffer_writes, refuse_input_writes
 from raypar.worker.stage.loss_function import make_loss_function
-from raypar.worker.step.make_optimizers_by_name import check_optimizer_groups, check_optimizer_is_elementwise
+from raypar.worker.step.make_optimizers_by_name import check_optimizer_groups
+from raypar.worker.step.optimizer_trial import OptimizerTrial, try_optimizer
 from raypar.worker.worker_assignments import make_layer_graph
 
 
@@ -69,6 +71,8 @@ class PreflightResult:
     """Number of samples of a validation pass; 0 without validation."""
     batch: Mapping[str, Tensor]
     """The first microbatch."""
+    optimizer: OptimizerTrial | None = None
+    """What a trial has found out about the optimizer; None if nothing is trained."""
     notes: tuple[str, ...] = ()
     """Lines for the user: what the initial values cost."""
 
@@ -87,6 +91,8 @@ def preflight(spec: JobSpec) -> PreflightResult:
             _check_lr_schedule(spec.lr_schedule)
         graph = make_layer_graph(spec, guard.watching)
     check_optimizer_groups(spec.optimizer, parameter_shapes(graph))
+    with guard.watching("the job's optimizer"):
+        trial = try_optimizer_of_job(spec, graph)
     check_running_statistics(spec, graph)
     _check_written_buffers(spec, graph)
     with guard.watching("the job's data"):
@@ -116,7 +122,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
         notes = (*notes, mixed)
     if not_compared is not None:
         notes = (*notes, f"the layers were not compared with the model on numbers: {not_compared}; {_UNSEEN}")
-    return PreflightResult(graph, samples, validation, batch, notes)
+    return PreflightResult(graph, samples, validation, batch, trial, notes)
 
 
 _UNSEEN = (
@@ -124,6 +130,13 @@ _UNSEEN = (
     "(examples/guides/your_own_model.md)"
 )
 """What a user should do about a model that was not compared."""
+
+
+def try_optimizer_of_job(spec: JobSpec, graph: Graph) -> OptimizerTrial | None:
+    """What a trial finds out about the job's optimizer (`try_optimizer`); None if the model has nothing to train."""
+    frozen = frozen_parameters(graph)
+    shapes = {name: shape for name, shape in parameter_shapes(graph).items() if name not in frozen and shape.numel()}
+    return try_optimizer(spec.optimizer, shapes, _dtype(spec)) if shapes else None
 
 
 MASKED_LABEL = -100
@@ -179,14 +192,14 @@ def _check_written_buffers(spec: JobSpec, graph: Graph) -> None:
 
 
 def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan) -> None:
-    """Check that the model can be cut over the plan's shards by `spec.styles` and run so, and that the optimizer allows it.
+    """Check that the model can be cut over the plan's shards by `spec.styles` and run so; that the optimizer allows the plan.
 
     Raises `PlanError` for styles and numbers that do not fit, `ModelError` for layers that need other shards' parts,
-    `ConfigError` for an optimizer that does not take each element by itself.
+    `ConfigError` for an optimizer that would train otherwise than in one process (`OptimizerTrial.check_plan`).
     """
     counts = {stage.shards for stage in plan.stages}
-    if max(counts) > 1:
-        check_optimizer_is_elementwise(spec.optimizer)
+    if checked.optimizer is not None:
+        checked.optimizer.check_plan(plan)
     for shards in sorted(counts):
         if shards > 1 or spec.styles:
             layout = compute_shard_layout(checked.graph, shards, dict(spec.styles))

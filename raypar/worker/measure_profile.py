@@ -37,7 +37,8 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.loss_function import make_loss_function
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import build_stage
-from raypar.worker.step.make_optimizers_by_name import build_optimizer, optimizer_state
+from raypar.worker.step.make_optimizers_by_name import build_optimizer
+from raypar.worker.step.optimizer_state import read_optimizer_state
 from raypar.worker.worker_assignments import make_layer_graph
 
 REPEATS = 5
@@ -255,7 +256,7 @@ def _profile_optimizer(spec: JobSpec, stage: Stage) -> tuple[float, dict[str, in
             f"{traceback.format_exc()}",
             cure="the last lines of the traceback are where your code, or what it called, raised",
         ) from error
-    state = optimizer_state(optimizer)
+    state = read_optimizer_state(optimizer).parameters
     return took, {n: sum(tensor_nbytes(v) for v in entry.values() if isinstance(v, Tensor)) for n, entry in state.items()}
 
 

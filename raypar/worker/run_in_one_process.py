@@ -24,7 +24,7 @@ from raypar.schedule import registry
 from raypar.schedule.instructions import Instruction, Schedule
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.process.torch_state_guard import TorchStateGuard
-from raypar.worker.step.make_optimizers_by_name import optimizer_state
+from raypar.worker.step.optimizer_state import read_optimizer_state
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore, merge_validation_losses
 
@@ -143,8 +143,8 @@ class OneProcessRun:
         found: dict[str, list[dict[str, Any]]] = {}
         for core in self.cores:
             for optimizer in core.step_commit.optimizers.values():
-                for name, state in optimizer_state(optimizer).items():
-                    found.setdefault(name, []).append(state)
+                for name, state in read_optimizer_state(optimizer).parameters.items():
+                    found.setdefault(name, []).append(dict(state))
         return found
 
     def close(self) -> None:

@@ -398,6 +398,7 @@ class StageBuilder:
             layout=self.layout,
             ownership=self.ownership,
             guard=self.guard,
+            seed_generators=make_seeder(self.device),
         )
 
 

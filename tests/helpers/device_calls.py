@@ -24,7 +24,8 @@ from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.job_spec import OptimizerSpec, Ref, ValidationSpec, contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.step.make_optimizers_by_name import build_optimizer, load_optimizer_state, optimizer_state
+from raypar.worker.step.make_optimizers_by_name import build_optimizer
+from raypar.worker.step.optimizer_state import OptimizerState, read_optimizer_state, write_optimizer_state
 from raypar.worker.worker_assignments import make_layer_graph
 
 State = dict[str, Any]
@@ -119,10 +120,10 @@ def keeps(state: State, fused: bool) -> None:
         optimizer.step()
         made.append(optimizer)
     for source in made:
-        kept = {name: dict(kinds) for name, kinds in optimizer_state(source).items()}
+        kept = {name: dict(state) for name, state in read_optimizer_state(source).parameters.items()}
         for target in made:
-            load_optimizer_state(target, kept)
-            found = optimizer_state(target)["a"]
+            write_optimizer_state(target, OptimizerState(kept))
+            found = read_optimizer_state(target).parameters["a"]
             there = target is made[1]
             assert on_device(found["exp_avg"]) == there and on_device(found["step"]) == (there and fused)
             target.step()

@@ -159,7 +159,9 @@ def train(graph: Graph, spec: JobSpec) -> Result:
         [{"params": [trained[n] for n in names], **over} for names, over in zip(groups, given, strict=True) if names],
         **spec.optimizer.optimizer.args,
     )
-    base = [group["lr"] for group in optimizer.param_groups]
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    base = [group.get("lr") for group in optimizer.param_groups]
 
     data, loss_fn = spec.data.dataset.call(), spec.loss.partial()
     m, batch, blocks = spec.microbatches, spec.batch_size, spec.batching.blocks
@@ -221,8 +223,14 @@ def train(graph: Graph, spec: JobSpec) -> Result:
         for name, parameter in trained.items():
             gradient = gradients[name]
             parameter.grad = None if gradient is None else gradient.mul_(factor)
+        here = seed_of(spec.seed, "optimizer", step)
+        torch.manual_seed(here)
+        random.seed(here % 2**32)
+        numpy.random.seed(here % 2**32)
+        factor = spec.lr_schedule.partial()(step) if spec.lr_schedule else 1.0
         for group, lr in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = lr * (spec.lr_schedule.partial()(step) if spec.lr_schedule else 1.0)
+            if lr is not None:
+                group["lr"] = lr * factor
         optimizer.step()
         others.end_step()
         result.losses.append(sum(s for s, _ in losses) / count)

@@ -14,7 +14,7 @@ from raypar.comm.nccl.endpoint import NcclEndpoint
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.worker.required_communicators import required_communicators
-from raypar.worker.step.make_optimizers_by_name import optimizer_state
+from raypar.worker.step.optimizer_state import read_optimizer_state
 from raypar.worker.worker_assignments import make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
 
@@ -68,7 +68,7 @@ def train(state: dict[str, Any], index: int, layout: Layout | Cell, addresses: l
             "state": {
                 n: {k: getattr(v, "numpy", lambda v=v: v)() for k, v in kinds.items()}
                 for optimizer in core.step_commit.optimizers.values()
-                for n, kinds in optimizer_state(optimizer).items()
+                for n, kinds in read_optimizer_state(optimizer).parameters.items()
             },
         }
     finally:

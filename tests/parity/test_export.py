@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from raypar.cli import main
 from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER, optimizer_key
 from raypar.worker.norm_and_weights_hash import weights_hash
 
 
@@ -25,7 +25,9 @@ def run(tmp_path: Path) -> RunFolder:
     for done in (5, 10):
         aside = checkpoint_files.create_checkpoint(folder.checkpoints, done)
         records = [
-            checkpoint_files.write_shard(aside, f"{i}.safetensors", {(name, PARAMETER): w, (name, "exp_avg"): w + 1})
+            checkpoint_files.write_shard(
+                aside, f"{i}.safetensors", {(name, PARAMETER): w, (name, optimizer_key("exp_avg")): w + 1}
+            )
             for i, (name, w) in enumerate(weights(done).items())
         ]
         checkpoint_files.commit_checkpoint(aside, records, steps_done=done, contract={})

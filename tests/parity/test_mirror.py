@@ -5,7 +5,7 @@ import torch
 from raypar.comm.buffer_pool import BufferPool
 from raypar.comm.local_transport import LocalMesh
 from raypar.comm.transport import run_routine
-from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER, optimizer_key
 from raypar.worker.state import mirror
 from raypar.worker.state.mirror import Mirror, StateCopy, split_into_chunks
 from raypar.worker.state.parameter_state import StateByKey
@@ -14,8 +14,12 @@ from raypar.worker.state.parameter_state import StateByKey
 def state(seed: int) -> dict[str, StateByKey]:
     dice = torch.Generator().manual_seed(seed)
     return {
-        "a": {PARAMETER: torch.randn(300, 1001, generator=dice), "exp_avg": torch.randn(300, 1001, generator=dice), "step": 3},
-        "b": {PARAMETER: torch.randn(7, generator=dice).double(), "step": torch.tensor(2.0)},
+        "a": {
+            PARAMETER: torch.randn(300, 1001, generator=dice),
+            optimizer_key("exp_avg"): torch.randn(300, 1001, generator=dice),
+            optimizer_key("step"): 3,
+        },
+        "b": {PARAMETER: torch.randn(7, generator=dice).double(), optimizer_key("step"): torch.tensor(2.0)},
         "c": {PARAMETER: torch.randn(5, 3, generator=dice).half()},
     }
 
@@ -94,5 +98,5 @@ def test_a_digest_depends_on_every_bit_and_its_place():
     kept["a"][PARAMETER][[0, 1]] = kept["a"][PARAMETER][[1, 0]]
     assert StateCopy.of(kept, BufferPool()).digest()[1] != before[1], "two rows are exchanged"
     kept["a"][PARAMETER][[0, 1]] = kept["a"][PARAMETER][[1, 0]]
-    kept["a"]["step"] = 4
+    kept["a"][optimizer_key("step")] = 4
     assert StateCopy.of(kept, BufferPool()).digest()[1] != before[1], "a number is another one"

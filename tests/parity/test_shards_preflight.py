@@ -15,7 +15,7 @@ from raypar.launch.chosen_plan import choose_plan
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
-from raypar.worker.step.make_optimizers_by_name import check_optimizer_is_elementwise
+from raypar.worker.step.optimizer_trial import OptimizerKind, OptimizerTrial, try_optimizer
 
 ARGS = {"vocab": VOCAB, "width": WIDTH, "depth": 2, "heads": 5, "context": 8}
 
@@ -144,13 +144,18 @@ def test_good_shards_pass(shards, sequence):
     check(spec_of(Ref(Tied), sequence_parallel=sequence), *shards)
 
 
+def tried(spec: OptimizerSpec) -> OptimizerTrial:
+    """What a trial finds on parameters of these shapes."""
+    return try_optimizer(spec, {"a.weight": (6, 4), "a.bias": (6,), "b.weight": (3, 6)})
+
+
 @pytest.mark.parametrize(
     "name", ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "Rprop", "NAdam", "RAdam", "Adamax"]
 )
 def test_optimizers_that_take_each_element_by_itself_may_have_slices(name):
-    check_optimizer_is_elementwise(
-        OptimizerSpec(Ref(getattr(torch.optim, name), {"lr": 0.1}), groups=(("none*", {"lr": 1.0}),))
-    )
+    found = tried(OptimizerSpec(Ref(getattr(torch.optim, name), {"lr": 0.1}), groups=(("*.bias", {"lr": 1.0}),)))
+    assert found.kind is OptimizerKind.ELEMENTWISE
+    found.check_plan(ParallelPlan.mesh(tp=2, pp=2, layers=2))
 
 
 class Factored(torch.optim.Optimizer):
@@ -172,8 +177,11 @@ class Factored(torch.optim.Optimizer):
 @pytest.mark.parametrize("groups", [(), (("*.weight", {"whole": True}),)], ids=["large parameters", "one group"])
 def test_an_optimizer_that_takes_some_elements_together_is_found(groups):
     spec = OptimizerSpec(Ref(Factored, {"least": 10_000 if groups else 128}), groups=groups)
+    found = tried(spec)
+    assert found.kind is OptimizerKind.PER_PARAMETER
+    found.check_plan(ParallelPlan.mesh(pp=2, layers=2))
     with pytest.raises(ConfigError, match="trains half of a parameter otherwise"):
-        check_optimizer_is_elementwise(spec)
+        found.check_plan(ParallelPlan.mesh(tp=2, layers=2))
 
 
 def test_a_profile_knows_what_shards_hold_and_that_they_talk():
@@ -211,7 +219,7 @@ def bytes_of_tied(plan: ParallelPlan) -> tuple[list[tuple[int, int]], list[tuple
     from raypar.planner.plan_search import state_bytes
     from raypar.worker.measure_profile import profile_job
     from raypar.worker.run_in_one_process import OneProcessRun
-    from raypar.worker.step.make_optimizers_by_name import optimizer_state
+    from raypar.worker.step.optimizer_state import read_optimizer_state
 
     spec = spec_of(Ref(Tied), steps=1)
     with OneProcessRun(spec, plan, "zb-v" if len(plan.stages) > plan.positions else "1f1b") as local:
@@ -219,7 +227,9 @@ def bytes_of_tied(plan: ParallelPlan) -> tuple[list[tuple[int, int]], list[tuple
         profile = profile_job(spec, workers=1, graph=local.graph, shards={stage.shards for stage in plan.stages})
         there = []
         for core in local.cores:
-            states = [entry for o in core.step_commit.optimizers.values() for entry in optimizer_state(o).values()]
+            states = [
+                entry for o in core.step_commit.optimizers.values() for entry in read_optimizer_state(o).parameters.values()
+            ]
             kept = sum(v.nbytes for entry in states for v in entry.values() if isinstance(v, torch.Tensor))
             there.append((sum(p.nbytes for stage in core.stages.values() for p in stage.parameters.values()), kept))
     found = state_bytes(profile, MicrobatchRouting(plan, spec.batching))

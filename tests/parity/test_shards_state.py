@@ -12,13 +12,18 @@ from helpers.shard_grid import HEADS, Cell, graph, held, initial, layout_for, st
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan import ParallelPlan
-from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.checkpoint.checkpoint_files import PARAMETER, StateKey, optimizer_key
 from raypar.worker.job_spec import contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 
 BEFORE, AFTER = 2, 4
 """Steps."""
+
+
+def by_key(state: dict[str, torch.Tensor]) -> dict[StateKey, torch.Tensor]:
+    """An optimizer's state of a parameter, as checkpoints name it."""
+    return {optimizer_key(name): value for name, value in state.items()}
 
 
 def save(local: OneProcessRun, root: Path, done: int) -> Path:
@@ -102,7 +107,7 @@ def test_every_element_is_written_once_also_of_key_heads_that_shards_share(tmp_p
         found = checkpoint_files.read_checkpoint_state(path)
         for (name, shards, shard), parameter, state in held(local):
             layout = layout_for("llama", shards)
-            for kind, value in {PARAMETER: parameter.detach(), **state}.items():
+            for kind, value in {PARAMETER: parameter.detach(), **by_key(state)}.items():
                 whole = found[name][kind]
                 assert torch.equal(shard_slice_of(layout, name, whole, shard) if value.dim() else whole, value), (name, kind)
     manifest = checkpoint_files.verify_checkpoint(path)
@@ -140,7 +145,7 @@ def test_a_run_goes_on_with_another_way_to_cut(tmp_path):
             layout = local.cores[0].layout(3)
             assert ("block0.up.weight" in layout.cuts) == (name != "plan.styles")
             for (parameter, _, shard), value, state in held(local):
-                for kind, own in {PARAMETER: value.detach(), **state}.items():
+                for kind, own in {PARAMETER: value.detach(), **by_key(state)}.items():
                     whole = found[parameter][kind]
                     assert torch.equal(shard_slice_of(layout, parameter, whole, shard) if own.dim() else whole, own)
             local.step(1)

@@ -21,12 +21,11 @@ from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.step.make_optimizers_by_name import (
     build_optimizer,
     check_optimizer_groups,
-    load_optimizer_state,
-    optimizer_state,
     read_learning_rate,
     select_owned_parameters,
     set_learning_rate,
 )
+from raypar.worker.step.optimizer_state import OptimizerState, read_optimizer_state, write_optimizer_state
 from raypar.worker.worker_core import WorkerCore
 
 
@@ -91,14 +90,17 @@ def test_state_goes_by_name_and_survives_another_grouping_of_layers():
     named = parameters()
     whole = build_optimizer(spec(lr=0.1), named)
     step(whole, named)
-    saved = {name: {k: torch.as_tensor(v).clone() for k, v in s.items()} for name, s in optimizer_state(whole).items()}
+    saved = {
+        name: {k: torch.as_tensor(v).clone() for k, v in s.items()}
+        for name, s in read_optimizer_state(whole).parameters.items()
+    }
     values = {name: p.detach().clone() for name, p in named.items()}
     step(whole, named)
 
     for names in (["a.weight", "a.bias"], ["norm.weight", "b.weight"]):
         part = {name: nn.Parameter(values[name].clone()) for name in names}
         half = build_optimizer(spec(lr=0.1), part)
-        load_optimizer_state(half, saved)
+        write_optimizer_state(half, OptimizerState(saved))
         for name, parameter in part.items():
             parameter.grad = torch.full((3,), list(named).index(name) + 1.0)
         half.step()

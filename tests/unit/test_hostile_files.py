@@ -32,7 +32,7 @@ from raypar.cli import main
 from raypar.config import load_job
 from raypar.errors import ConfigError
 from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TensorSlices
+from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TIE, StateKey, TensorSlices, optimizer_key
 from raypar.worker.job_spec import contract_of_job
 
 HANGS_S = 30.0
@@ -58,16 +58,26 @@ def make_good(place: Path) -> None:
     a = checkpoint_files.write_shard(
         aside,
         "a.safetensors",
-        {("w", PARAMETER): weight[:3], ("w", "exp_avg"): weight[:3] + 1, ("b", PARAMETER): torch.ones(3)},
-        {("w", "step"): 4.0, ("w", "inf"): float("inf"), ("w", "none"): None},
-        {("w", PARAMETER): TensorSlices((4, 3), 0, ((0, 3),)), ("w", "exp_avg"): TensorSlices((4, 3), 0, ((0, 3),))},
+        {("w", PARAMETER): weight[:3], ("w", optimizer_key("exp_avg")): weight[:3] + 1, ("b", PARAMETER): torch.ones(3)},
+        {("w", optimizer_key("step")): 4.0, ("w", optimizer_key("inf")): float("inf"), ("w", optimizer_key("none")): None},
+        {
+            ("w", PARAMETER): TensorSlices((4, 3), 0, ((0, 3),)),
+            ("w", optimizer_key("exp_avg")): TensorSlices((4, 3), 0, ((0, 3),)),
+        },
         {"b": ["also_b"]},
     )
     b = checkpoint_files.write_shard(
         aside,
         "b.safetensors",
-        {("w", PARAMETER): weight[3:], ("w", "exp_avg"): weight[3:] + 1, ("mean", BUFFER): torch.zeros(2, dtype=torch.int64)},
-        slices={("w", PARAMETER): TensorSlices((4, 3), 0, ((3, 4),)), ("w", "exp_avg"): TensorSlices((4, 3), 0, ((3, 4),))},
+        {
+            ("w", PARAMETER): weight[3:],
+            ("w", optimizer_key("exp_avg")): weight[3:] + 1,
+            ("mean", BUFFER): torch.zeros(2, dtype=torch.int64),
+        },
+        slices={
+            ("w", PARAMETER): TensorSlices((4, 3), 0, ((3, 4),)),
+            ("w", optimizer_key("exp_avg")): TensorSlices((4, 3), 0, ((3, 4),)),
+        },
     )
     checkpoint_files.commit_checkpoint(
         aside, [a, b], steps_done=4, contract=contract_of_job(load_job(job).to_spec()), metrics={"loss": 2.5}
@@ -219,9 +229,9 @@ def manifest(change: Callable[[Body], Any]) -> Callable[[Path], None]:
     return spoil
 
 
-def entry(body: Body, name: str = "w", kind: str = PARAMETER, number: int = 0) -> Body:
+def entry(body: Body, name: str = "w", kind: StateKey = PARAMETER, number: int = 0) -> Body:
     """One entry of a manifest."""
-    return [e for e in body["entries"] if (e["name"], e["kind"]) == (name, kind)][number]
+    return [e for e in body["entries"] if (e["name"], e["kind"], e.get("state", "")) == (name, kind.kind, kind.name)][number]
 
 
 def entries(**changes: Any) -> Callable[[Path], None]:
@@ -476,14 +486,22 @@ CASES = {
     "name a number": Case("export", of_b(name=7), "not a printable text"),
     "name with a new line": Case("export", of_b(name="b\nTraceback"), "not a printable text"),
     "parameter that is a number": Case(
-        "export", manifest(lambda b: b["entries"].append({"name": "c", "kind": PARAMETER, "value": 1})), "not a tensor"
+        "export", manifest(lambda b: b["entries"].append({"name": "c", "kind": PARAMETER.kind, "value": 1})), "not a tensor"
     ),
-    "number that is a text": Case("export", manifest(lambda b: entry(b, "w", "step").update(value="4")), "value is 4"),
-    "number that is a list": Case("export", manifest(lambda b: entry(b, "w", "step").update(value=[4])), "value is [4]"),
-    "number that is NaN": Case("export", manifest(lambda b: entry(b, "w", "step").update(value=float("nan"))), "value is nan"),
-    "number with 400 digits": Case("export", manifest(lambda b: entry(b, "w", "step").update(value=10**400)), "value is"),
+    "number that is a text": Case(
+        "export", manifest(lambda b: entry(b, "w", optimizer_key("step")).update(value="4")), "value is 4"
+    ),
+    "number that is a list": Case(
+        "export", manifest(lambda b: entry(b, "w", optimizer_key("step")).update(value=[4])), "value is [4]"
+    ),
+    "number that is NaN": Case(
+        "export", manifest(lambda b: entry(b, "w", optimizer_key("step")).update(value=float("nan"))), "value is nan"
+    ),
+    "number with 400 digits": Case(
+        "export", manifest(lambda b: entry(b, "w", optimizer_key("step")).update(value=10**400)), "value is"
+    ),
     "number and file": Case("export", of_b(value=1), "unknown key 'value'"),
-    "tie to nothing": Case("export", manifest(lambda b: entry(b, "also_b", "tie").update(key="w#exp_avg")), "is tied to"),
+    "tie to nothing": Case("export", manifest(lambda b: entry(b, "also_b", TIE).update(key="w#exp_avg")), "is tied to"),
     "tie to itself": Case("export", manifest(lambda b: b["entries"].remove(entry(b, "b"))), "is tied to"),
     # headers of safetensors
     "header longer than the file": Case(

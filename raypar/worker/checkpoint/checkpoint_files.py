@@ -1,4 +1,4 @@
-"""Checkpoints: state by (qualified parameter name, kind, slice), readable under any plan and by one process.
+"""Checkpoints: state by (qualified parameter name, what it is of it, slice), readable under any plan and by one process.
 
     checkpoints/step_00000050/manifest.json  worker_0000.safetensors  worker_0001.safetensors ...
 
@@ -9,6 +9,7 @@ Torch is imported where tensors are touched only: the driver and the command lin
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import itertools
@@ -34,16 +35,15 @@ from raypar.worker.checkpoint.checkpoint_store import (
     write_and_fsync,
 )
 from raypar.worker.checkpoint.manifest import (
-    BUFFER,
-    CACHE,
     DTYPES,
     FORMAT,
+    FORMATS,
     MANIFEST,
-    PARAMETER,
-    TIE,
+    EncodedTensor,
     Manifest,
     ManifestEntry,
     Scalar,
+    SharedState,
     Slice,
     StateName,
     check_header_matches_manifest,
@@ -52,6 +52,18 @@ from raypar.worker.checkpoint.manifest import (
     parse_manifest,
 )
 from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header
+from raypar.worker.checkpoint.state_key import (
+    ATTRIBUTE,
+    BUFFER,
+    CACHE,
+    GROUP,
+    OPTIMIZER,
+    PARAMETER,
+    SHARED_KINDS,
+    TIE,
+    StateKey,
+    optimizer_key,
+)
 from raypar.worker.job_spec import CONTRACT_EDITION, JobSpec, contract_of_job, shorten_contract_text
 
 __all__ = [  # of the manifest, for those who handle checkpoints
@@ -61,11 +73,15 @@ __all__ = [  # of the manifest, for those who handle checkpoints
     "MANIFEST",
     "PARAMETER",
     "TIE",
+    "EncodedTensor",
     "Manifest",
     "ManifestEntry",
     "Scalar",
+    "SharedState",
     "Slice",
+    "StateKey",
     "StateName",
+    "optimizer_key",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -112,6 +128,8 @@ class ShardRecord:
     """Its checksum."""
     entries: tuple[ManifestEntry, ...]
     """The tensors in it, and numbers, which lie in the manifest itself."""
+    shared: tuple[tuple[int, SharedState], ...] = ()
+    """(stage, optimizer state of the stage that many parameters share), of the worker's stages."""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------------
@@ -135,10 +153,11 @@ def write_shard(
     scalars: Mapping[StateName, Scalar] | None = None,
     slices: Mapping[StateName, TensorSlices] | None = None,
     ties: Mapping[str, Sequence[str]] | None = None,
+    shared: Sequence[tuple[int, SharedState]] = (),
 ) -> ShardRecord:
     """Write a worker's CPU tensors as one safetensors file, whose name is in the record: storage may add to `file_name`.
 
-    `slices`: which part of the unsharded tensor a tensor is, if not all.
+    `slices`: which part of the unsharded tensor a tensor is, if not all. `shared`: see `ShardRecord.shared`.
 
     `ties`: first name of a tied parameter, or of a buffer with several names -> its other names. Streams: no second copy in
     memory, and the checksum is taken in the same pass. Raises `CheckpointError` (disk full, ...).
@@ -146,7 +165,7 @@ def write_shard(
     begun = _checkpoint(checkpoint)
     file_name = begun.store.file_name(begun.name, file_name)
     entries = [ManifestEntry(name, kind, value=value) for (name, kind), value in (scalars or {}).items()]
-    specs: list[tuple[str, str, Sequence[int]]] = []
+    specs: dict[str, tuple[str, str, Sequence[int]]] = {}
     written: list[Tensor] = []
     for (name, kind), tensor in tensors.items():
         held = (slices or {}).get((name, kind)) or TensorSlices(tuple(tensor.shape), 0, ())
@@ -155,14 +174,16 @@ def write_shard(
             raise CheckpointError(f"{name} ({kind}) has dtype {dtype}, which checkpoints do not hold", cure="use a real dtype")
         for number, (part, piece) in enumerate(held.of(tensor)):
             key = (name if kind == PARAMETER else f"{name}#{kind}") + (f"@{number}" if number else "")
-            specs.append((key, dtype, piece.shape))
+            while key in specs:  # a parameter may be called as another one's optimizer state
+                key += "'"
+            specs[key] = key, dtype, piece.shape
             written.append(piece)
             entries.append(ManifestEntry(name, kind, held.shape, dtype, part, file_name, key))
             if kind in (PARAMETER, BUFFER):
                 entries += [replace(entries[-1], name=other, kind=TIE) for other in (ties or {}).get(name, ())]
     with begun.store.write(begun.name, file_name) as file:
-        nbytes, digest = write_tensors_as_safetensors(file, specs, written)
-    return ShardRecord(file_name, nbytes, digest, tuple(entries))
+        nbytes, digest = write_tensors_as_safetensors(file, list(specs.values()), written)
+    return ShardRecord(file_name, nbytes, digest, tuple(entries), tuple(shared))
 
 
 def write_safetensors(
@@ -218,18 +239,56 @@ def commit_checkpoint(
     contract: Mapping[str, Any],
     metrics: Mapping[str, Any] | None = None,
 ) -> CheckpointRef:
-    """Add the manifest and give the checkpoint its final name. One that is there already is replaced. Returns the new one."""
+    """Add the manifest and give the checkpoint its final name. One that is there already is replaced. Returns the new one.
+
+    Raises `CheckpointError` for state that no reader would accept, or on whose shared part stages disagree.
+    """
+    begun = _checkpoint(checkpoint)
+    final = CheckpointRef(begun.store, checkpoint_name(steps_done))
     body = manifest_to_json(
-        [entry for record in records for entry in record.entries],
+        [*(entry for record in records for entry in record.entries), *merge_shared_state(records)],
         {record.file: (record.nbytes, record.sha256) for record in records},
         steps_done=steps_done,
         contract=contract,
         metrics=metrics or {},
     )
-    begun = _checkpoint(checkpoint)
-    final = CheckpointRef(begun.store, checkpoint_name(steps_done))
-    begun.store.commit(begun.name, final.name, MANIFEST, json.dumps(body, indent=1).encode())
+    text = json.dumps(body, indent=1)
+    try:
+        parse_manifest({key: value for key, value in json.loads(text).items() if key != "sha256"}, final)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the state after {steps_done} steps makes no checkpoint that could be read: {shorten(str(error), 600)}",
+            cure="report this",
+        ) from error
+    begun.store.commit(begun.name, final.name, MANIFEST, text.encode())
     return final
+
+
+def merge_shared_state(records: Sequence[ShardRecord]) -> list[ManifestEntry]:
+    """The entries of optimizer state that many parameters share, once each. Raises `CheckpointError` where stages disagree."""
+    first: dict[tuple[str, str], tuple[int, Mapping[str, Any]]] = {}
+    for record in records:
+        for stage, shared in record.shared:
+            for (pattern, kind), state in shared.items():
+                of_stage, wanted = first.setdefault((pattern, kind), (stage, state))
+                for name in sorted({*wanted, *state}):
+                    if _shown(wanted, name) != _shown(state, name):
+                        what = f"of the optimizer group {pattern!r}" if kind == GROUP else "an attribute of the optimizer,"
+                        raise CheckpointError(
+                            f"stages disagree on {name!r} {what} which all of them should have alike: "
+                            f"{_shown(wanted, name)} in stage {of_stage}, {_shown(state, name)} in stage {stage}",
+                            cure="set plan.stages: 1, or use an optimizer that takes each parameter by itself",
+                        )
+    return [
+        ManifestEntry(pattern, StateKey(kind, name), value=value)
+        for (pattern, kind), (_, state) in first.items()
+        for name, value in state.items()
+    ]
+
+
+def _shown(state: Mapping[str, Any], name: str) -> str:
+    """A number or encoded tensor as text that tells it from all others; of what is not there that its value is the job's."""
+    return repr(state[name]) if name in state else "as the job gives it"
 
 
 def discard_checkpoint(checkpoint: CheckpointAt) -> None:
@@ -267,9 +326,10 @@ def load_manifest(checkpoint: CheckpointAt) -> Manifest:
             raise ValueError("it has no checksum")
         if body.pop("sha256") != manifest_checksum(body):
             raise CheckpointError(f"{shorten(file)} was altered: its checksum is another", cure="use another checkpoint")
-        if type(body.get("format")) is not int or body["format"] != FORMAT:
+        if type(body.get("format")) is not int or body["format"] not in FORMATS:
             raise CheckpointError(
-                f"{shorten(str(checkpoint))} has checkpoint format {shorten(body.get('format'))}, this raypar reads {FORMAT}",
+                f"{shorten(str(checkpoint))} has checkpoint format {shorten(body.get('format'))}, this raypar reads "
+                f"{' and '.join(map(str, FORMATS))}",
                 cure="use the raypar that wrote it",
             )
         return parse_manifest(body, checkpoint)
@@ -360,8 +420,8 @@ def latest_usable_checkpoint(store: StoreAt) -> tuple[CheckpointRef | None, list
 
 def read_checkpoint_state(
     checkpoint: CheckpointAt, names: Collection[str] | None = None, take: Callable[[str, Tensor], Tensor] | None = None
-) -> dict[str, dict[str, Any]]:
-    """Read unsharded state: name -> {"parameter": tensor, "exp_avg": tensor, "step": tensor or number, ...}.
+) -> dict[str, dict[StateKey, Any]]:
+    """Read unsharded state of parameters: name -> {PARAMETER: tensor, optimizer_key("exp_avg"): tensor, ...}.
 
     `names`: of the parameters to read; None: all. `take(name, tensor)`: the part to keep of each tensor; one tensor is held
     whole at a time. Raises `CheckpointError` for names that are not there, missing slices and damaged files.
@@ -375,7 +435,34 @@ def read_checkpoint_state(
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
             cure="use a checkpoint of this model",
         )
-    return _read(manifest, [e for e in manifest.entries if e.name in wanted], take)
+    kinds = (PARAMETER.kind, OPTIMIZER)
+    return _read(manifest, [e for e in manifest.entries if e.name in wanted and e.kind.kind in kinds], take)
+
+
+def read_shared_state(checkpoint: CheckpointAt) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """(pattern of an optimizer group -> name -> tensor or number; the same of attributes of the optimizer)."""
+    groups: dict[str, dict[str, Any]] = {}
+    attributes: dict[str, Any] = {}
+    for entry in load_manifest(checkpoint).entries:
+        if entry.kind.kind in SHARED_KINDS:
+            into = attributes if entry.kind.kind == ATTRIBUTE else groups.setdefault(entry.name, {})
+            into[entry.kind.name] = _decoded(entry.value) if isinstance(entry.value, EncodedTensor) else entry.value
+    return groups, attributes
+
+
+def encode_tensor(tensor: Tensor) -> EncodedTensor:
+    """A small tensor as text."""
+    data = base64.b64encode(_raw(tensor.cpu())).decode()
+    return EncodedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+
+
+def _decoded(encoded: EncodedTensor) -> Tensor:
+    import torch
+
+    tensor = torch.empty(encoded.shape, dtype=getattr(torch, encoded.dtype))
+    if tensor.numel():
+        _raw(tensor)[:] = base64.b64decode(encoded.data)
+    return tensor
 
 
 def read_checkpoint_buffers(checkpoint: CheckpointAt, names: Collection[str]) -> dict[str, Tensor]:
@@ -392,7 +479,7 @@ def _read(
     entries: Sequence[ManifestEntry],
     take: Callable[[str, Tensor], Tensor] | None = None,
     headers: dict[str, tuple[Hashable, SafetensorsHeader]] | None = None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[StateKey, Any]]:
     """Name -> kind -> tensor or number, of `entries` (as in the manifest: those of one name and kind together).
 
     Checksums are not compared: `verify_checkpoint` did that, perhaps in another process and some time ago. Length and header
@@ -402,7 +489,7 @@ def _read(
     """
     import torch
 
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[StateKey, Any]] = {}
     with contextlib.ExitStack() as stack:
         files: dict[str, tuple[OpenedFile, SafetensorsHeader]] = {}
 
@@ -449,7 +536,7 @@ def _read(
 class CheckpointTensors(Mapping[str, "Tensor"]):
     """The parameters of a checkpoint (or, with `kinds`, buffers too), each read when it is asked for."""
 
-    def __init__(self, checkpoint: CheckpointAt, kinds: Collection[str] = (PARAMETER,)) -> None:
+    def __init__(self, checkpoint: CheckpointAt, kinds: Collection[StateKey] = (PARAMETER,)) -> None:
         self._manifest = load_manifest(checkpoint)
         self._headers: dict[str, tuple[Hashable, SafetensorsHeader]] = {}
         self._entries: dict[str, list[ManifestEntry]] = {}

@@ -6,6 +6,7 @@ files lead nowhere else, every slice of every tensor is there once, and shapes a
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import itertools
 import json
@@ -25,24 +26,50 @@ from raypar.worker.checkpoint.safetensors_header import (
     is_int64_count,
     parse_shape,
 )
+from raypar.worker.checkpoint.state_key import (
+    BUFFER,
+    CACHE,
+    NAMED_KINDS,
+    PARAMETER,
+    PLAIN_KEYS,
+    SHARED_KINDS,
+    TIE,
+    StateKey,
+    optimizer_key,
+)
 
 if TYPE_CHECKING:
     from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
 
-FORMAT = 1
+FORMAT = 2
+"""Format of the manifests that are written: kinds and the optimizer's names of its state are apart."""
+FORMATS = (1, FORMAT)
+"""Formats that are read. In the first the kind of optimizer state was its name, and there was none of groups or attributes."""
 MANIFEST = "manifest.json"
-PARAMETER = "parameter"
-"""The kind of a parameter's own values; other kinds are the optimizer's keys (`exp_avg`, `step`, ...)."""
-BUFFER, CACHE = "buffer", "non-persistent buffer"
-"""The kinds of buffers. Both are state, put back when a run goes on; exports have those that are persistent."""
-TIE = "tie"
-"""The kind of a tied parameter's other names: the entry leads to the tensor of its first name. For exports only."""
 
-StateName = tuple[str, str]
-"""(qualified parameter name, kind)."""
+StateName = tuple[str, StateKey]
+"""(qualified name of the parameter or buffer, what it is of it)."""
 Slice = tuple[tuple[int, int], ...]
 """[start, stop) of every dim of the unsharded tensor."""
 Scalar = float | int | bool | None
+
+
+@dataclass(frozen=True)
+class EncodedTensor:
+    """A small tensor as text, in the manifest itself."""
+
+    dtype: str
+    """torch's name of the dtype."""
+    shape: tuple[int, ...]
+    data: str
+    """Its bytes, little endian, in base64."""
+
+
+SharedState = Mapping[tuple[str, str], Mapping[str, "Scalar | EncodedTensor"]]
+"""(pattern of a group of parameters, `GROUP`), or (`ALL_PARAMETERS`, `ATTRIBUTE`) -> name -> optimizer state that these
+parameters share. A group without such state has an empty mapping."""
+ALL_PARAMETERS = "*"
+"""The pattern of optimizer state that all parameters share."""
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
@@ -58,9 +85,9 @@ class ManifestEntry:
     """One tensor in a file, or one number."""
 
     name: str
-    """Qualified name of the parameter or buffer."""
-    kind: str
-    """What it is of the parameter or buffer: `PARAMETER`, `BUFFER`, `CACHE`, `TIE`, or a key of the optimizer's state."""
+    """Qualified name of the parameter or buffer; of optimizer state that many parameters share, the pattern of their names."""
+    kind: StateKey
+    """What it is of the parameter or buffer."""
     shape: tuple[int, ...] = ()
     """Shape of the unsharded tensor."""
     dtype: str = ""
@@ -71,8 +98,8 @@ class ManifestEntry:
     """Name of the file that has the tensor; empty for a number."""
     key: str = ""
     """The tensor's name in the file."""
-    value: Scalar = None
-    """The number."""
+    value: Scalar | EncodedTensor = None
+    """The number; of optimizer state that many parameters share also a small tensor."""
 
     @property
     def part(self) -> tuple[int, ...]:
@@ -127,7 +154,6 @@ def manifest_to_json(
     metrics: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The manifest as JSON values, checksum included; `parse_manifest` reads them back."""
-    assert len({(e.name, e.kind, e.slice) for e in entries}) == len(entries), "two workers wrote the same slice"
     body = {
         "format": FORMAT,
         "steps_done": steps_done,
@@ -147,6 +173,9 @@ def manifest_checksum(body: Mapping[str, Any]) -> str:
 def parse_manifest(body: Mapping[str, Any], checkpoint: CheckpointRef) -> Manifest:
     """The manifest of a checkpoint from JSON values. Raises `ValueError` for what no checkpoint can have."""
     _keys(body, "the manifest", {"format", "steps_done", "contract", "metrics", "files", "entries"})
+    manifest_format = body["format"]
+    if type(manifest_format) is not int or manifest_format not in FORMATS:
+        raise ValueError(f"format is {shorten(manifest_format)}, none of {', '.join(map(str, FORMATS))}")
     steps_done, contract, metrics = body["steps_done"], body["contract"], body["metrics"]
     if not is_int64_count(steps_done):
         raise ValueError(f"steps_done is {shorten(steps_done)}, not a whole number >= 0")
@@ -159,10 +188,12 @@ def parse_manifest(body: Mapping[str, Any], checkpoint: CheckpointRef) -> Manife
     if not isinstance(body["entries"], list):
         raise ValueError(f"entries is {shorten(body['entries'])}, not a list")
     files = {_file_name(name): _file(name, found) for name, found in body["files"].items()}
-    entries = tuple(sorted((_entry(number, found) for number, found in enumerate(body["entries"])), key=_place))
+    entries = tuple(
+        sorted((_entry(number, found, manifest_format) for number, found in enumerate(body["entries"])), key=_place)
+    )
     _check_files(entries, files)
     for (name, kind), group in itertools.groupby(entries, lambda entry: (entry.name, entry.kind)):
-        _check_whole(f"{shorten(name)} ({shorten(kind)})", list(group))
+        _check_whole(f"{shorten(name)} ({shorten(str(kind))})", list(group))
     _check_kinds(entries)
     _check_ties(entries)
     return Manifest(checkpoint, steps_done, contract, entries, files, metrics)
@@ -187,14 +218,18 @@ def check_header_matches_manifest(manifest: Manifest, file: str, header: Safeten
 # -- parts -------------------------------------------------------------------------------------------------------------------
 
 
-def _place(entry: ManifestEntry) -> tuple[str, str, Slice]:
+def _place(entry: ManifestEntry) -> tuple[str, StateKey, Slice]:
     return entry.name, entry.kind, entry.slice
 
 
 def _entry_to_json(entry: ManifestEntry) -> dict[str, Any]:
-    named = {"name": entry.name, "kind": entry.kind}
+    named = {"name": entry.name, "kind": entry.kind.kind}
+    if entry.kind.kind in NAMED_KINDS:
+        named["state"] = entry.kind.name
     if not entry.file:
         value = entry.value
+        if isinstance(value, EncodedTensor):
+            return {**named, "value": {"dtype": value.dtype, "shape": list(value.shape), "data": value.data}}
         return {**named, "value": repr(value) if isinstance(value, float) and not math.isfinite(value) else value}
     shape, part = list(entry.shape), [list(pair) for pair in entry.slice]
     return {**named, "shape": shape, "dtype": entry.dtype, "slice": part, "file": entry.file, "key": entry.key}
@@ -234,17 +269,21 @@ def _file(name: str, found: Any) -> tuple[int, str]:
     return nbytes, sha256
 
 
-def _entry(number: int, found: Any) -> ManifestEntry:
+def _entry(number: int, found: Any, manifest_format: int) -> ManifestEntry:
     """The `number`th entry, from its JSON value. Raises `ValueError`."""
     what = f"entry {number}"
+    named = {"name", "kind"}
+    if manifest_format > 1 and isinstance(found, dict) and found.get("kind") in NAMED_KINDS:
+        named.add("state")
     if isinstance(found, dict) and "file" not in found:
-        _keys(found, what, {"name", "kind", "value"})
-        return ManifestEntry(
-            _text(found["name"], f"{what}: name"), _text(found["kind"], f"{what}: kind"), value=_value(found["value"], what)
-        )
-    _keys(found, what, {"name", "kind", "shape", "dtype", "slice", "file", "key"})
-    name, kind, key = (_text(found[each], f"{what}: {each}") for each in ("name", "kind", "key"))
-    dtype, file = found["dtype"], found["file"]
+        _keys(found, what, {*named, "value"})
+        name, kind = _text(found["name"], f"{what}: name"), _kind(found, what, manifest_format)
+        return ManifestEntry(name, kind, value=_value(found["value"], what, may_be_tensor=kind.kind in SHARED_KINDS))
+    _keys(found, what, {*named, "shape", "dtype", "slice", "file", "key"})
+    name, key = (_text(found[each], f"{what}: {each}") for each in ("name", "key"))
+    kind, dtype, file = _kind(found, what, manifest_format), found["dtype"], found["file"]
+    if kind.kind in SHARED_KINDS:
+        raise ValueError(f"{what} ({shorten(name)}): {shorten(str(kind))} lies in a file, not in the manifest")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{what} ({shorten(name)}): dtype {shorten(dtype)} is none of {', '.join(DTYPES)}")
     shape = parse_shape(found["shape"])
@@ -253,8 +292,22 @@ def _entry(number: int, found: Any) -> ManifestEntry:
     return ManifestEntry(name, kind, shape, dtype, _slice(found["slice"], shape, f"{what} ({shorten(name)})"), file, key)
 
 
-def _value(value: Any, what: str) -> Scalar:
-    """A number of an optimizer's state, from its JSON value. Raises `ValueError`."""
+def _kind(found: Mapping[str, Any], what: str, manifest_format: int) -> StateKey:
+    """What an entry is of its parameter or buffer, from its JSON value. Raises `ValueError`."""
+    kind = _text(found["kind"], f"{what}: kind")
+    if kind in PLAIN_KEYS:
+        return PLAIN_KEYS[kind]
+    if manifest_format == 1:
+        return optimizer_key(kind)
+    if kind not in NAMED_KINDS:
+        raise ValueError(f"{what}: kind is {shorten(kind)!r}, none of {', '.join((*PLAIN_KEYS, *NAMED_KINDS))}")
+    return StateKey(kind, _text(found["state"], f"{what}: state"))
+
+
+def _value(value: Any, what: str, *, may_be_tensor: bool) -> Scalar | EncodedTensor:
+    """A number of an optimizer's state, or a small tensor, from its JSON value. Raises `ValueError`."""
+    if may_be_tensor and isinstance(value, dict):
+        return _encoded_tensor(value, what)
     if isinstance(value, str) and value in NOT_FINITE:
         return NOT_FINITE[value]
     if value is None or isinstance(value, bool):
@@ -262,6 +315,20 @@ def _value(value: Any, what: str) -> Scalar:
     if (isinstance(value, float) and math.isfinite(value)) or (isinstance(value, int) and abs(value) <= MAX_ELEMENTS):
         return value
     raise ValueError(f"{what}: value is {shorten(value)}, not a number of 64 bits, true, false, null, 'inf', '-inf' or 'nan'")
+
+
+def _encoded_tensor(found: Mapping[str, Any], what: str) -> EncodedTensor:
+    """A small tensor, from its JSON value. Raises `ValueError`."""
+    _keys(found, what, {"dtype", "shape", "data"})
+    dtype, shape, data = found["dtype"], parse_shape(found["shape"]), found["data"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{what}: dtype {shorten(dtype)} is none of {', '.join(DTYPES)}")
+    if not isinstance(data, str) or not re.fullmatch("[A-Za-z0-9+/]*={0,2}", data) or len(data) % 4:
+        raise ValueError(f"{what}: data is {shorten(data)}, not a text in base64")
+    nbytes, wanted = len(base64.b64decode(data)), element_count(shape) * ITEM_BYTES[DTYPES[dtype]]
+    if nbytes != wanted:
+        raise ValueError(f"{what}: data has {nbytes:,} bytes, {dtype} of shape {shorten(list(shape))} has {wanted:,}")
+    return EncodedTensor(dtype, shape, data)
 
 
 def _slice(found: Any, shape: tuple[int, ...], what: str) -> Slice:
@@ -284,7 +351,7 @@ def _check_files(entries: Sequence[ManifestEntry], files: Mapping[str, tuple[int
     keys: set[tuple[str, str]] = set()
     for entry in entries:
         if not entry.file and entry.dtype:
-            raise ValueError(f"{shorten(entry.name)} ({shorten(entry.kind)}) lies in a file without a name")
+            raise ValueError(f"{shorten(entry.name)} ({shorten(str(entry.kind))}) lies in a file without a name")
         if entry.file and entry.file not in files:
             raise ValueError(
                 f"{shorten(entry.name)} lies in {shorten(entry.file)!r}, which is not among the checkpoint's files"
@@ -326,7 +393,7 @@ def _check_whole(what: str, parts: Sequence[ManifestEntry]) -> None:
 
 def _check_kinds(entries: Sequence[ManifestEntry]) -> None:
     """Raises `ValueError` for a name of several kinds (parameter, buffer, tie), and for one of these that is a number."""
-    known: dict[str, str] = {}
+    known: dict[str, StateKey] = {}
     for entry in entries:
         if entry.kind in (PARAMETER, BUFFER, CACHE, TIE):
             if not entry.file:

@@ -44,8 +44,9 @@ from raypar.worker.checkpoint.checkpoint_store import (
     open_checkpoint,
     storage_scheme,
 )
-from raypar.worker.checkpoint.manifest import BUFFER, DTYPES, MANIFEST, PARAMETER, Manifest, ManifestEntry
+from raypar.worker.checkpoint.manifest import DTYPES, MANIFEST, Manifest, ManifestEntry
 from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header
+from raypar.worker.checkpoint.state_key import BUFFER, PARAMETER
 from raypar.worker.init_from_setting import format_name_list
 
 if TYPE_CHECKING:

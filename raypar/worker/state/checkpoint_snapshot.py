@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,20 +13,22 @@ from torch import Tensor
 from raypar.errors import CheckpointError
 from raypar.model.initial_values_protocol import InitialValues
 from raypar.worker.checkpoint.checkpoint_files import (
-    BUFFER,
-    CACHE,
-    PARAMETER,
     CheckpointAt,
     Scalar,
     ShardRecord,
+    SharedState,
     StateName,
     TensorSlices,
+    encode_tensor,
     read_checkpoint_buffers,
     read_checkpoint_state,
+    read_shared_state,
     write_shard,
 )
+from raypar.worker.checkpoint.manifest import ALL_PARAMETERS
+from raypar.worker.checkpoint.state_key import ATTRIBUTE, BUFFER, CACHE, GROUP, OPTIMIZER, PARAMETER, optimizer_key
 from raypar.worker.stage.stage import Stage
-from raypar.worker.step.make_optimizers_by_name import load_optimizer_state, optimizer_state
+from raypar.worker.step.optimizer_state import OptimizerState, Value, read_optimizer_state, write_optimizer_state
 
 WRITE_TIMEOUT_S = 600.0
 """How long the disk may take to write one worker's file."""
@@ -36,25 +39,34 @@ class StateSnapshot:
     """Copies of parameters, optimizer state and buffers at one committed step."""
 
     tensors: Mapping[StateName, Tensor]
-    """(parameter or buffer, kind of state) -> copy in host memory."""
+    """(parameter or buffer, what it is of it) -> copy in host memory."""
     scalars: Mapping[StateName, Scalar]
-    """(parameter, kind of state) -> number that the optimizer keeps, such as its step count."""
+    """(parameter, what it is of it) -> number that the optimizer keeps, such as its step count."""
     slices: Mapping[StateName, TensorSlices] = field(default_factory=dict)
     """Which part of the unsharded tensor a copy is; no entry: all of it."""
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """First name of a tied parameter -> its other names."""
+    shared: tuple[tuple[int, SharedState], ...] = ()
+    """(stage, optimizer state of the stage that many parameters share): all stages should have it alike."""
 
 
 def take_snapshot(
     stages: Mapping[int, Stage], optimizers: Mapping[int, torch.optim.Optimizer], names: Mapping[int, Iterable[str]]
 ) -> StateSnapshot:
-    """Copy the state of the named parameters and buffers to host memory. `names`: by stage, as `Ownership` gives them."""
+    """Copy the state of the named parameters and buffers to host memory. `names`: by stage, as `Ownership` gives them.
+
+    Raises `CheckpointError` for optimizer state that cannot be kept, by name.
+    """
     tensors: dict[StateName, Tensor] = {}
     scalars: dict[StateName, Scalar] = {}
     slices: dict[StateName, TensorSlices] = {}
+    shared: list[tuple[int, SharedState]] = []
     with torch.no_grad():
         for index, mine in names.items():
-            state = optimizer_state(optimizers[index]) if index in optimizers else {}
+            state = read_optimizer_state(optimizers[index]) if index in optimizers else OptimizerState()
+            if index in optimizers:
+                of_groups = {(pattern, GROUP): _encoded(entries) for pattern, entries in state.groups.items()}
+                shared.append((index, {**of_groups, (ALL_PARAMETERS, ATTRIBUTE): _encoded(state.attributes)}))
             stage = stages[index]
             for name in mine:
                 if name in stage.buffers:
@@ -62,7 +74,8 @@ def take_snapshot(
                     continue
                 shard, parameter = stages[index].shard, stages[index].parameters[name]
                 cut = shard.layout.cuts.get(name) if shard is not None else None
-                for key, value in {PARAMETER: parameter, **state.get(name, {})}.items():
+                of_optimizer = {optimizer_key(key): value for key, value in state.parameters.get(name, {}).items()}
+                for key, value in {PARAMETER: parameter, **of_optimizer}.items():
                     if shard is not None and cut is not None:
                         if isinstance(value, Tensor) and value.shape == parameter.shape:
                             owned = shard.owned(name, value)
@@ -73,15 +86,15 @@ def take_snapshot(
                             continue  # a step count, which is every shard's
                     if isinstance(value, Tensor):
                         tensors[name, key] = _copy(value)
-                    elif value is None or isinstance(value, (bool, int, float)):
-                        scalars[name, key] = value
                     else:
-                        raise CheckpointError(
-                            f"optimizer state {key!r} of {name} is a {type(value).__name__}, neither tensor nor number",
-                            cure="use an optimizer with plain state, or set checkpoint.every: 0 and checkpoint.at_end: false",
-                        )
+                        scalars[name, key] = value
     ties = {others[0]: others[1:] for stage in stages.values() for others in stage.graph.shared_names}
-    return StateSnapshot(tensors, scalars, slices, ties)
+    return StateSnapshot(tensors, scalars, slices, ties, tuple(shared))
+
+
+def _encoded(state: Mapping[str, Value]) -> Mapping[str, Any]:
+    """Small tensors and numbers as a manifest has them."""
+    return {key: encode_tensor(value) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -101,6 +114,7 @@ def restore_from_checkpoint(
     names = {name for stage in stages.values() for name in stage.parameters}
     shards = [stage.shard for stage in stages.values()]  # those of one worker cut a parameter alike
     found = read_checkpoint_state(checkpoint, names, shards[0].part if shards and shards[0] is not None else None)
+    shared = read_shared_state(checkpoint)
     wanted = {name: tensor.dtype for stage in stages.values() for name, tensor in stage.buffers.items()}
     buffers = read_checkpoint_buffers(checkpoint, wanted)
     lacking = [name for name in wanted if name not in buffers]
@@ -110,18 +124,22 @@ def restore_from_checkpoint(
             values: dict[str, Tensor] = {name: kinds[PARAMETER] for name, kinds in found.items() if name in stage.parameters}
             values |= {name: value for name, value in buffers.items() if name in stage.buffers}
             for name, tensor in {**stage.parameters, **stage.buffers}.items():
-                kept = values[name]
-                if kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                there = values[name]
+                if there.shape != tensor.shape or there.dtype != tensor.dtype:
                     raise CheckpointError(
-                        f"{name} is {list(tensor.shape)} {tensor.dtype} in the model and {list(kept.shape)} {kept.dtype} "
+                        f"{name} is {list(tensor.shape)} {tensor.dtype} in the model and {list(there.shape)} {there.dtype} "
                         f"in checkpoint {checkpoint}",
                         cure="use a checkpoint of this model",
                     )
-                tensor.copy_(kept)
+                tensor.copy_(there)
             if index in optimizers:
-                state = {name: {k: v for k, v in found[name].items() if k != PARAMETER} for name in stage.parameters}
+                of_optimizer = {
+                    name: {key.name: value for key, value in found[name].items() if key.kind == OPTIMIZER}
+                    for name in stage.parameters
+                }
                 # No state at all is what an optimizer has before its first step; an empty dict is not the same for all of them.
-                load_optimizer_state(optimizers[index], {name: kinds for name, kinds in state.items() if kinds})
+                kept = {name: state for name, state in of_optimizer.items() if state}
+                write_optimizer_state(optimizers[index], OptimizerState(kept, *shared))
 
 
 class CheckpointWriter:
@@ -145,7 +163,9 @@ class CheckpointWriter:
 
         def write() -> None:
             try:
-                self._record = write_shard(checkpoint, file_name, state.tensors, state.scalars, state.slices, state.ties)
+                self._record = write_shard(
+                    checkpoint, file_name, state.tensors, state.scalars, state.slices, state.ties, state.shared
+                )
             except Exception as error:
                 self._error = error
 

@@ -25,7 +25,7 @@ from raypar.comm.buffer_pool import BufferPool
 from raypar.comm.transport import Handle, Routine, RoutineWait, Transport
 from raypar.errors import CommError
 from raypar.plan.pieces import Digest, Piece
-from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.state.parameter_state import ParameterSlice, ParameterState, StateByKey
 from raypar.worker.step.message_tags import mirror_tag
 
@@ -55,7 +55,7 @@ class PackedTensorPlace:
 class StateCopy:
     """Copies of some parameters and buffers, with what the optimizer keeps for them, in one block of memory."""
 
-    entries: tuple[tuple[str, str, Any], ...]
+    entries: tuple[tuple[str, StateKey, Any], ...]
     """(parameter or buffer, key, place in `memory` or number) of all that is copied."""
     memory: Tensor
     """The bytes of all tensors, without gaps."""
@@ -67,7 +67,7 @@ class StateCopy:
         """Copy `state` into memory of `pool`. Tensors with the widest elements come first, so that all are aligned."""
         tensors = [(n, k, v) for n, kept in state.items() for k, v in kept.items() if isinstance(v, Tensor)]
         tensors.sort(key=lambda entry: (-entry[2].dtype.itemsize, *entry[:2]))
-        entries: list[tuple[str, str, Any]] = []
+        entries: list[tuple[str, StateKey, Any]] = []
         at = 0
         for name, key, tensor in tensors:
             entries.append((name, key, PackedTensorPlace(tensor.dtype, tuple(tensor.shape), at)))
@@ -79,7 +79,7 @@ class StateCopy:
                 view.copy_(tensor)
         return copy
 
-    def values(self) -> Iterator[tuple[str, str, Any]]:
+    def values(self) -> Iterator[tuple[str, StateKey, Any]]:
         """(parameter or buffer, key, tensor inside `memory` or number) of all that is copied."""
         for name, key, value in self.entries:
             if isinstance(value, PackedTensorPlace):

@@ -16,10 +16,10 @@ from raypar.comm.buffer_pool import CPU
 from raypar.model.tensor_parallel.slice_elements import read_elements, write_elements
 from raypar.plan.shard_ranges import IndexRanges, TensorCut, intersect_ranges, merge_ranges, subtract_ranges
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
-from raypar.worker.checkpoint.checkpoint_files import PARAMETER
+from raypar.worker.checkpoint.state_key import PARAMETER, SHARED_KINDS, StateKey
 
-StateByKey = dict[str, Any]
-"""State of one parameter: PARAMETER -> tensor, key of the optimizer -> tensor or number."""
+StateByKey = dict[StateKey, Any]
+"""State of one parameter: PARAMETER -> tensor; optimizer state, what it shares with others too -> tensor or number."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class ParameterState:
             return ((self.start, self.start + parameter.numel()),)
         return self.slice.spans(self.slice.size(parameter.shape))
 
-    def sliced(self, key: str) -> bool:
+    def sliced(self, key: StateKey) -> bool:
         """Whether `state[key]` has one element for each element of the parameter."""
         value = self.state[key]
-        return isinstance(value, Tensor) and value.shape == self.state[PARAMETER].shape
+        return key.kind not in SHARED_KINDS and isinstance(value, Tensor) and value.shape == self.state[PARAMETER].shape
 
-    def take(self, key: str, start: int, stop: int, whole: TensorCut | None) -> Tensor:
+    def take(self, key: StateKey, start: int, stop: int, whole: TensorCut | None) -> Tensor:
         """Elements [start, stop), flat, which lie in one of `spans`.
 
         `whole`: how shards would cut the parameter, where all of it is here; its elements are numbered by that.
@@ -88,7 +88,7 @@ class ParameterState:
 def extract_elements(holdings: Iterable[ParameterState], start: int, stop: int, whole: TensorCut | None) -> StateByKey:
     """Elements [start, stop) of a parameter, flat, and what is not sliced, from states that have these elements together."""
     found: StateByKey = {}
-    parts: dict[str, list[tuple[int, Tensor]]] = {}
+    parts: dict[StateKey, list[tuple[int, Tensor]]] = {}
     left: IndexRanges = ((start, stop),)
     for holding in holdings:
         for a, b in intersect_ranges(left, holding.spans):

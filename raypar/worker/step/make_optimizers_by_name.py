@@ -17,10 +17,12 @@ from raypar.errors import ConfigError, PlanError, UserCodeError, error_message
 from raypar.model.without_dynamo import without_dynamo
 from raypar.plan.pieces import Piece
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.worker.checkpoint.manifest import ALL_PARAMETERS
 from raypar.worker.job_spec import OptimizerSpec
+from raypar.worker.step.optimizer_state import GIVEN, GivenValues
 
 
-def _group_of(spec: OptimizerSpec, name: str) -> int:
+def optimizer_group_of(spec: OptimizerSpec, name: str) -> int:
     """Index of the first group whose pattern matches; the last, unnamed group otherwise."""
     return next((i for i, (pattern, _) in enumerate(spec.groups) if fnmatch.fnmatchcase(name, pattern)), len(spec.groups))
 
@@ -67,7 +69,7 @@ def select_owned_parameters(parameters: Mapping[str, nn.Parameter], pieces: Iter
 
 
 def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """One optimizer over `parameters` (qualified name -> parameter, in layer order); frozen ones are left out.
+    """One optimizer over `parameters` (qualified name -> parameter, in layer order), in training mode; without frozen ones.
 
     Raises `ConfigError` for something that is no optimizer, needs a closure, or does not take the arguments given.
     """
@@ -77,16 +79,25 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
             f"{spec.optimizer.label} evaluates the loss several times a step (a closure)",
             cure="use an optimizer without closure",
         )
-    groups: list[dict[str, Any]] = [{**(overrides), "params": [], "names": []} for _, overrides in (*spec.groups, ("*", {}))]
+    patterns = (*(pattern for pattern, _ in spec.groups), ALL_PARAMETERS)
+    groups: list[dict[str, Any]] = [
+        {**overrides, "params": [], "names": [], "pattern": pattern}
+        for pattern, overrides in zip(patterns, (*(given for _, given in spec.groups), {}), strict=True)
+    ]
     for name, parameter in parameters.items():
         if parameter.requires_grad:
-            group = groups[_group_of(spec, name)]
+            group = groups[optimizer_group_of(spec, name)]
             group["params"].append(parameter)
             group["names"].append(name)
     for kind in _optimizer_classes(made):
         without_dynamo(kind)
     try:
-        optimizer = made([{k: v for k, v in g.items() if k != "names"} for g in groups if g["params"]], **spec.optimizer.args)
+        optimizer = made(
+            [{k: v for k, v in g.items() if k not in ("names", "pattern")} for g in groups if g["params"]],
+            **spec.optimizer.args,
+        )
+        if callable(train := getattr(optimizer, "train", None)):  # those that average weights have two modes
+            train()
     except (TypeError, ValueError) as error:
         given = {name: value for args in (spec.optimizer.args, *dict(spec.groups).values()) for name, value in args.items()}
         texts = [name for name, value in given.items() if _is_number_in_quotes(value)]
@@ -115,8 +126,12 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
                 cure=f"it knows {', '.join(sorted(optimizer.defaults))}",
             )
     for group, made_group in zip([g for g in groups if g["params"]], optimizer.param_groups, strict=True):
-        made_group["raypar_names"] = group["names"]
-        made_group["raypar_base_lr"] = float(made_group["lr"])
+        made_group["raypar_names"], made_group["raypar_pattern"] = group["names"], group["pattern"]
+        lr = made_group.get("lr")
+        made_group["raypar_base_lr"] = None if lr is None else float(lr)
+        if isinstance(lr, Tensor):
+            made_group["lr"] = lr.clone()  # `set_learning_rate` writes into it, and the same tensor may be in `defaults`
+    setattr(optimizer, GIVEN, GivenValues.of(optimizer))
     return optimizer
 
 
@@ -128,39 +143,6 @@ def _optimizer_classes(made: Any) -> list[type[torch.optim.Optimizer]]:
     return [kind for kind in among if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)]
 
 
-def check_optimizer_is_elementwise(spec: OptimizerSpec) -> None:
-    """Raises `ConfigError` for an optimizer that does not take each element by itself, as slices of parameters need.
-
-    Tries the optimizer, with the options of every group: two steps on a matrix, and on its halves; on a large one too, because
-    optimizers that factor or quantise their state leave small parameters alone (as Adafactors with `min_dim_size_to_factor`).
-    """
-    for shape in ((4, 6), (256, 256)):
-        for overrides in ({}, *(given for _, given in spec.groups)):
-            if not _elementwise(OptimizerSpec(spec.optimizer, (("weight", overrides),)), shape):
-                raise ConfigError(
-                    f"{spec.optimizer.label} trains half of a parameter otherwise than that half of the whole one, and shards "
-                    "have slices of parameters",
-                    cure="use an optimizer that takes each element by itself (SGD, Adam, AdamW, ...), or set plan.shards: 1",
-                )
-
-
-def _elementwise(spec: OptimizerSpec, shape: tuple[int, int]) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3))
-
-    def trained(*place: slice) -> Tensor:
-        parameter = nn.Parameter(start[place].clone())
-        optimizer = build_optimizer(spec, {"weight": parameter})
-        for gradient in gradients:
-            parameter.grad = gradient[place].clone()
-            optimizer.step()
-        return parameter.detach()
-
-    whole, every = trained(), slice(None)
-    halves = (slice(0, shape[0] // 2), every), (every, slice(0, shape[1] // 2))
-    return all(torch.allclose(trained(*place), whole[place], rtol=1e-9, atol=1e-9) for place in halves)
-
-
 def _needs_closure(made: Any) -> bool:
     """LBFGS, and classes whose `step` cannot be called without one."""
     if not isinstance(made, type) or not issubclass(made, torch.optim.Optimizer):
@@ -170,9 +152,13 @@ def _needs_closure(made: Any) -> bool:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set the learning rate of every group to its base lr times `factor`."""
+    """Set the learning rate of every group to its base lr times `factor`; a group without one finds its own."""
     for group in optimizer.param_groups:
-        group["lr"] = group["raypar_base_lr"] * factor
+        base = group["raypar_base_lr"]
+        if isinstance(group.get("lr"), Tensor):
+            group["lr"].fill_(base * factor)  # as PyTorch's schedulers do: some optimizers want the tensor that they were given
+        elif base is not None:
+            group["lr"] = base * factor
 
 
 def read_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float | None:
@@ -182,36 +168,3 @@ def read_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float
         return None if base is None else float(base) * factor
     except (TypeError, ValueError):
         return None
-
-
-def named_optimizer_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by qualified name."""
-    return {
-        name: parameter
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["raypar_names"], group["params"], strict=True)
-    }
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor | float | int | bool]]:
-    """Optimizer state by qualified parameter name: key -> tensor (not a copy) or number."""
-    return {name: dict(optimizer.state[parameter]) for name, parameter in named_optimizer_parameters(optimizer).items()}
-
-
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Tensor | float | int | bool]]
-) -> None:
-    """Give the optimizer state that `optimizer_state` returned; tensors are copied to where the optimizer keeps them.
-
-    A parameter that is missing starts without state.
-    """
-    for group in optimizer.param_groups:
-        counts_on_host = not (group.get("fused") or group.get("capturable"))  # as `Optimizer.load_state_dict` has it
-        for name, parameter in zip(group["raypar_names"], group["params"], strict=True):
-            if name in state:
-                optimizer.state[parameter] = {
-                    key: value.to("cpu" if key == "step" and counts_on_host else parameter.device, copy=True)
-                    if isinstance(value, Tensor)
-                    else value
-                    for key, value in state[name].items()
-                }

@@ -12,7 +12,7 @@ import math
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from raypar.plan import MicrobatchRouting, TiedParameter
 from raypar.plan.addition_tree import TreeNode
 from raypar.plan.global_loss_and_norm import VoteResult, mean_loss
 from raypar.plan.ownership import Ownership
+from raypar.plan.seeds import seed_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
@@ -100,6 +101,8 @@ class StepCommit:
     """Which rank keeps, and so counts, which piece of state."""
     guard: TorchStateGuard
     """Restores process state that the lr_schedule and the optimizer leave changed."""
+    seed_generators: Callable[[int], Any]
+    """Seeds the generators that the lr_schedule and the optimizer may draw from."""
 
     while_votes_arrive: Callable[[int], None] | None = None
     """Called with the number of the next step while the votes of other workers are on their way: reads its samples."""
@@ -302,6 +305,7 @@ class StepCommit:
         self._put_gradients(outcome.factor)
         if not outcome.skipped:
             for optimizer in self.optimizers.values():
+                self.seed_generators(seed_of(self.spec.seed, "optimizer", self.step))
                 with self._user_code("lr_schedule"):
                     lr_factor = self.lr_factor(self.step)
                     set_learning_rate(optimizer, lr_factor)

@@ -1,0 +1,253 @@
+"""What an optimizer keeps from step to step: of each parameter, of each group of parameters, and of all parameters.
+
+The last two are found by comparison: an entry of `param_groups`, or an attribute of the optimizer, is state where it is no
+longer what the job has given. The learning rate is the job's, which sets it before every step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from raypar.errors import CheckpointError, RayparError, with_article
+from raypar.worker.checkpoint.manifest import DTYPES
+from raypar.worker.checkpoint.safetensors_header import MAX_ELEMENTS
+from raypar.worker.checkpoint.state_key import ATTRIBUTE, GROUP, OPTIMIZER, StateKey, why_unusable_name
+
+Value = Tensor | float | int | bool | None
+"""A piece of optimizer state."""
+SHARED_BYTES = 64 << 10
+"""The largest tensor that many parameters may share: it is saved as text, and moves with each of them."""
+GIVEN = "raypar_given"
+"""Attribute of an optimizer that has its `GivenValues`."""
+_NOT_ATTRIBUTES = ("state", "param_groups", GIVEN)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer keeps; the tensors are its own."""
+
+    parameters: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+    """Qualified parameter name -> name in `optimizer.state[p]` -> value."""
+    groups: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+    """Pattern of a group -> name in `param_groups` -> value, of those that are no longer as the job has given them."""
+    attributes: Mapping[str, Value] = field(default_factory=dict)
+    """Attribute of the optimizer -> value, of those that are no longer as they were when it was made."""
+
+    def by_parameter(self, names: Mapping[str, str]) -> dict[str, dict[StateKey, Value]]:
+        """Parameter -> its own state and what it shares with others: all that a step of it reads. `names`: with patterns.
+
+        So state that parameters share needs no rule of its own where parameters move, or are copied.
+        """
+        return {
+            name: {
+                **{StateKey(OPTIMIZER, key): value for key, value in self.parameters.get(name, {}).items()},
+                **{StateKey(GROUP, key): value for key, value in self.groups.get(pattern, {}).items()},
+                **{StateKey(ATTRIBUTE, key): value for key, value in self.attributes.items()},
+            }
+            for name, pattern in names.items()
+        }
+
+    @staticmethod
+    def of_parameters(states: Mapping[str, Mapping[StateKey, Any]], names: Mapping[str, str]) -> OptimizerState:
+        """The inverse of `by_parameter`. Raises `RayparError` if parameters disagree on what they share."""
+        parameters: dict[str, dict[str, Value]] = {}
+        shared: dict[tuple[str, str], dict[str, Value]] = {}
+        first: dict[tuple[str, str], str] = {}
+        for name, pattern in names.items():
+            if name not in states:
+                continue
+            found: dict[str, dict[str, Value]] = {OPTIMIZER: {}, GROUP: {}, ATTRIBUTE: {}}
+            for key, value in states[name].items():
+                if key.kind in found:
+                    found[key.kind][key.name] = value
+            if found[OPTIMIZER]:  # an empty dict is not what an optimizer has before its first step
+                parameters[name] = found[OPTIMIZER]
+            for place in ((pattern, GROUP), ("", ATTRIBUTE)):
+                mine = found[place[1]]
+                theirs, other = shared.setdefault(place, mine), first.setdefault(place, name)
+                for key in sorted({*mine, *theirs}):
+                    if fingerprint(mine.get(key)) != fingerprint(theirs.get(key)):
+                        raise RayparError(
+                            f"{other} and {name} come with unequal {key!r}, which they share: "
+                            f"{theirs.get(key)} and {mine.get(key)}",
+                            cure="set plan.stages: 1, or use an optimizer that takes each parameter by itself",
+                        )
+        groups = {pattern: state for (pattern, kind), state in shared.items() if kind == GROUP}
+        return OptimizerState(parameters, groups, shared.get(("", ATTRIBUTE), {}))
+
+
+@dataclass(frozen=True)
+class GivenValues:
+    """Entries of `param_groups` and attributes as they were when an optimizer was made, by their fingerprints."""
+
+    groups: tuple[Mapping[str, object], ...]
+    """Of each group: key -> fingerprint."""
+    attributes: Mapping[str, object]
+    """Name -> fingerprint."""
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> GivenValues:
+        own = _parameters_of(optimizer)
+        return GivenValues(
+            tuple({key: fingerprint(value, own) for key, value in _entries(group)} for group in optimizer.param_groups),
+            {name: fingerprint(value, own) for name, value in _attributes(optimizer)},
+        )
+
+
+def names_with_patterns(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Qualified name of each of the optimizer's parameters -> pattern of its group."""
+    return {name: group["raypar_pattern"] for group in optimizer.param_groups for name in group["raypar_names"]}
+
+
+def named_optimizer_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by qualified name."""
+    return {
+        name: parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["raypar_names"], group["params"], strict=True)
+    }
+
+
+def read_optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """The optimizer's state. Raises `CheckpointError` for state that cannot be kept, by name."""
+    named, own, given = named_optimizer_parameters(optimizer), _parameters_of(optimizer), getattr(optimizer, GIVEN)
+    for key in optimizer.state:
+        if not isinstance(key, Tensor) or id(key) not in own:
+            raise _cannot_keep(
+                f"optimizer.state[{key!r}]" if isinstance(key, (str, int)) else "optimizer.state", "of no parameter"
+            )
+    parameters = {name: dict(optimizer.state[parameter]) for name, parameter in named.items()}
+    for name, state in parameters.items():
+        for key, value in state.items():
+            if why := why_unusable_name(key) or why_not_kept(value):
+                raise _cannot_keep(f"optimizer state {key!r} of {name}", why)
+    groups: dict[str, dict[str, Value]] = {}
+    for group, were in zip(optimizer.param_groups, given.groups, strict=True):
+        what = f" of the optimizer group {group['raypar_pattern']!r}, which a step has changed,"
+        groups[group["raypar_pattern"]] = _changed(_entries(group), were, own, what)
+    attributes = _changed(
+        _attributes(optimizer), given.attributes, own, ", an attribute of the optimizer, which a step has changed,"
+    )
+    return OptimizerState(parameters, groups, attributes)
+
+
+def _changed(now: Iterable[tuple[str, Any]], given: Mapping[str, object], own: frozenset[int], what: str) -> dict[str, Value]:
+    """The values that have other fingerprints than those given. Raises `CheckpointError` for what cannot be kept."""
+    found: dict[str, Value] = {}
+    present = dict(now)
+    for name in given.keys() - present.keys():
+        raise _cannot_keep(f"{name!r}{what}", "removed")
+    for name, value in present.items():
+        if name in given and fingerprint(value, own) == given[name]:
+            continue
+        why = why_unusable_name(name) or why_not_kept(value)
+        if why is None and isinstance(value, Tensor) and value.nbytes > SHARED_BYTES:
+            why = (
+                f"a tensor of {value.nbytes:,} bytes, more than {SHARED_BYTES:,}, which is the most for all parameters together"
+            )
+        if why is not None:
+            raise _cannot_keep(f"{name!r}{what}", why)
+        found[name] = value
+    return found
+
+
+def write_optimizer_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+    """Give the optimizer state that `read_optimizer_state` returned; tensors are copied to where the optimizer keeps them.
+
+    A parameter that is missing starts without state, a group without its own entries.
+    """
+    for group in optimizer.param_groups:
+        counts_on_host = not (group.get("fused") or group.get("capturable"))  # as `Optimizer.load_state_dict` has it
+        for name, parameter in zip(group["raypar_names"], group["params"], strict=True):
+            if name in state.parameters:
+                optimizer.state[parameter] = {
+                    key: value.to("cpu" if key == "step" and counts_on_host else parameter.device, copy=True)
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in state.parameters[name].items()
+                }
+        for key, value in state.groups.get(group["raypar_pattern"], {}).items():
+            group[key] = value.clone() if isinstance(value, Tensor) else value
+    for name, value in state.attributes.items():
+        setattr(optimizer, name, value.clone() if isinstance(value, Tensor) else value)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------------
+
+
+def why_not_kept(value: Any) -> str | None:
+    """What makes a value impossible to keep in a file, as a noun; None for tensors and numbers that a file can hold."""
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        if type(value) not in (Tensor, nn.Parameter):
+            return f"a tensor of the class {type(value).__name__}"
+        if value.layout != torch.strided or value.is_meta:
+            return f"a {'meta' if value.is_meta else 'sparse'} tensor"
+        return None if dtype in DTYPES else f"a tensor of dtype {dtype}"
+    if value is None or isinstance(value, (bool, float)):
+        return None
+    if isinstance(value, int):
+        return None if abs(value) <= MAX_ELEMENTS else "an integer of more than 64 bits"
+    return f"{with_article(type(value).__name__)}, neither tensor nor number"
+
+
+def fingerprint(value: Any, parameters: frozenset[int] = frozenset()) -> object:
+    """A value that is equal for two tensors, numbers, texts, generators or containers of them only if all bits are.
+
+    Of other objects it tells the class only, and of `parameters` (ids of tensors) that they are some.
+    """
+    if isinstance(value, Tensor):
+        if id(value) in parameters or value.layout != torch.strided or value.is_meta:
+            return "tensor", "parameter"
+        if value.nbytes > SHARED_BYTES:
+            return "tensor", value.dtype, tuple(value.shape), id(value), value._version
+        bits = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        return "tensor", value.dtype, tuple(value.shape), bits
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, numpy.generic)):
+        return type(value).__name__, repr(value)
+    if isinstance(value, Mapping):
+        return type(value).__name__, tuple((fingerprint(k), fingerprint(v, parameters)) for k, v in value.items())
+    if isinstance(value, (list, tuple)) or type(value).__name__ == "deque":
+        return type(value).__name__, tuple(fingerprint(item, parameters) for item in value)
+    if isinstance(value, (set, frozenset)):
+        return type(value).__name__, tuple(sorted(repr(fingerprint(item, parameters)) for item in value))
+    if isinstance(value, torch.Generator):
+        return "Generator", hashlib.sha256(value.get_state().numpy().tobytes()).digest()
+    if isinstance(value, random.Random):
+        return "Random", value.getstate()
+    if isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
+        return "numpy Generator", repr(value.bit_generator.state if hasattr(value, "bit_generator") else value.get_state())
+    return "object", type(value).__name__
+
+
+def _entries(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The entries of a group that are not raypar's: neither parameters nor the learning rate that the job sets."""
+    job_sets_lr = group.get("raypar_base_lr") is not None
+    return [
+        (key, value)
+        for key, value in group.items()
+        if key != "params" and not str(key).startswith("raypar_") and not (key == "lr" and job_sets_lr)
+    ]
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(optimizer).items() if name not in _NOT_ATTRIBUTES]
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _cannot_keep(what: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{what} is {why}: it cannot be saved, or moved to another worker",
+        cure="use an optimizer whose state is tensors and numbers: in optimizer.state[p], in param_groups, or in attributes",
+    )

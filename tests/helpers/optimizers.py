@@ -1,0 +1,184 @@
+"""Optimizers that keep state, couple parameters and draw random numbers in every way, written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Written(torch.optim.Optimizer):
+    """`p -= lr * way(p)` for every parameter with a gradient; `way` is the class's."""
+
+    def __init__(self, params: Any, lr: float = 0.01, weight_decay: float = 0.0, **more: Any) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.begin()
+        for group in self.param_groups:
+            self.begin_group(group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    way = self.way(parameter, parameter.grad, group, self.state[parameter])
+                    parameter.add_(way + group["weight_decay"] * parameter, alpha=-group["lr"])
+
+    def begin(self) -> None:
+        """What a step does first."""
+
+    def begin_group(self, group: dict[str, Any]) -> None:
+        """What a step does first in each group."""
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient
+
+    def trained(self) -> Iterator[nn.Parameter]:
+        """All parameters with a gradient."""
+        yield from (p for group in self.param_groups for p in group["params"] if p.grad is not None)
+
+
+class CountsInGroup(Written):
+    """As schedule-free optimizers: an average whose weights are counted in the group, a number and a tensor."""
+
+    def begin_group(self, group: dict[str, Any]) -> None:
+        group["k"] = group.get("k", 0) + 1
+        group["weight_sum"] = group.get("weight_sum", torch.zeros(())) + group["lr"] ** 2
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        average = state.setdefault("average", torch.zeros_like(parameter))
+        average.lerp_(gradient, 1 / group["k"])
+        return average + gradient * group["weight_sum"].sqrt()
+
+
+class CountsInAttribute(Written):
+    """The same in attributes of the optimizer."""
+
+    def __init__(self, params: Any, **given: Any) -> None:
+        super().__init__(params, **given)
+        self.count, self.total = 0, torch.zeros(2)
+
+    def begin(self) -> None:
+        self.count += 1
+        self.total += torch.tensor([1.0, 0.5])
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient * (1 + 1 / self.count) + self.total.prod() * 1e-3
+
+
+class HostileNames(Written):
+    """Momentum under names that raypar has for other things."""
+
+    NAMES = ("parameter", "buffer", "tie", "non-persistent buffer", "optimizer", "optimizer group", "params", "lr", "w#x@1")
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        for place, name in enumerate(self.NAMES):
+            state.setdefault(name, torch.full_like(parameter, 3.0 + place)).mul_(0.5).add_(gradient)
+        return sum(state[name] for name in self.NAMES)  # type: ignore[return-value]
+
+
+class NormalisesParameter(Written):
+    """By the norm of each parameter, as LAMB and LARS."""
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient * (parameter.norm() / (gradient.norm() + 1e-6))
+
+
+class NormalisesAll(Written):
+    """By the norm of all gradients together."""
+
+    def begin(self) -> None:
+        self.norm = float(torch.stack([p.grad.norm() for p in self.trained()]).norm())  # type: ignore[union-attr]
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient / (self.norm + 1e-6)
+
+
+class EstimatesDistance(Written):
+    """As Prodigy and D-Adaptation: a step size, estimated over all parameters, that is the first group's."""
+
+    def begin(self) -> None:
+        first = self.param_groups[0]
+        for p in self.trained():
+            self.state[p].setdefault("p0", p.detach().clone())
+        moved = sum(float((p.grad * (self.state[p]["p0"] - p)).sum()) for p in self.trained())  # type: ignore[operator]
+        for group in self.param_groups:
+            group["d"] = max(first.get("d", 1e-3), 1e-2 * moved)
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient * (1 + group["d"])
+
+
+class Draws(Written):
+    """Adds noise, as stochastic rounding and Langevin dynamics."""
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient + 0.1 * torch.randn_like(parameter)
+
+
+class CountsSteps(Written):
+    """Counts only steps in which some parameter has a gradient."""
+
+    def begin(self) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + bool(list(self.trained()))
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient / max(1, group["k"])
+
+
+class Keeps(Written):
+    """Keeps something that no file holds: `what`, a key of `KEPT`."""
+
+    def __init__(self, params: Any, what: str, **given: Any) -> None:
+        super().__init__(params, **given)
+        self.what = what
+        self.history: list[float] = []
+        self.dice = torch.Generator().manual_seed(1)
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        KEPT[self.what](self, parameter, gradient, group, state)
+        return gradient
+
+
+def _keep_two_names(optimizer: Keeps, p: Tensor, g: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> None:
+    state.setdefault("first", torch.zeros_like(p))
+    state.setdefault("second", state["first"])
+    state["first"] += 1
+
+
+_calls = [0]
+
+
+class CountsInModule(Written):
+    """Counts its steps in a global: a process that begins anew does not know it."""
+
+    def __init__(self, params: Any, **given: Any) -> None:
+        super().__init__(params, **given)
+        _calls[0] = 0
+
+    def begin(self) -> None:
+        _calls[0] += 1
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient / _calls[0]
+
+
+KEPT = {
+    "int key": lambda o, p, g, group, state: state.update({0: torch.zeros_like(p)}),
+    "empty key": lambda o, p, g, group, state: state.update({"": torch.zeros_like(p)}),
+    "list": lambda o, p, g, group, state: state.update(factors=[torch.zeros_like(p)]),
+    "text": lambda o, p, g, group, state: state.update(mode="warm"),
+    "complex": lambda o, p, g, group, state: state.update(phase=torch.zeros_like(p, dtype=torch.complex128)),
+    "sparse": lambda o, p, g, group, state: state.update(rows=torch.zeros_like(p).to_sparse()),
+    "object": lambda o, p, g, group, state: state.update(thing=object()),
+    "two names": _keep_two_names,
+    "gradient": lambda o, p, g, group, state: state.update(last=g),
+    "list in group": lambda o, p, g, group, state: group.setdefault("seen", []).append(1),
+    "list in attribute": lambda o, p, g, group, state: o.history.append(1.0),
+    "generator": lambda o, p, g, group, state: p.add_(torch.randn(p.shape, generator=o.dice)),
+    "state of no parameter": lambda o, p, g, group, state: o.state["all"].update(k=1),
+    "large attribute": lambda o, p, g, group, state: setattr(o, "table", torch.zeros(1 << 16)),
+}
+"""What is kept -> what a step does to keep it."""

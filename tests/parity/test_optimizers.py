@@ -1,0 +1,201 @@
+"""Every optimizer trains as in one process, under every plan, resumed and joined; or it is refused before the run, by name."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import checkpoint_folders as checkpoint_files
+from helpers import optimizers, ugly_models
+from helpers.optimizer_layouts import LAYERS, LAYOUTS, job_of, outcomes
+from safetensors.torch import load_file
+
+from raypar.comm.buffer_pool import BufferPool
+from raypar.errors import CheckpointError, ConfigError
+from raypar.launch.chosen_plan import choose_plan
+from raypar.plan import ParallelPlan
+from raypar.planner.candidate_plans import enumerate_candidates
+from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER
+from raypar.worker.job_preflight import preflight
+from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
+from raypar.worker.norm_and_weights_hash import weights_hash
+from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.state.mirror import StateCopy
+from raypar.worker.step.optimizer_state import OptimizerState, fingerprint, names_with_patterns, read_optimizer_state
+from raypar.worker.step.optimizer_trial import OptimizerKind
+
+UNDECAYED = (("*.bias", {"weight_decay": 0.1}),)
+"""A group beside that of all others."""
+
+
+def spec(kind: type, groups=UNDECAYED, **args) -> OptimizerSpec:
+    return OptimizerSpec(Ref(kind, args), groups)
+
+
+STAGES, SHARDS = "2 stages", "2 shards"
+KINDS = {
+    optimizers.CountsInGroup: (OptimizerKind.ELEMENTWISE, ()),
+    optimizers.CountsInAttribute: (OptimizerKind.ELEMENTWISE, ()),
+    optimizers.HostileNames: (OptimizerKind.ELEMENTWISE, ()),
+    optimizers.NormalisesParameter: (OptimizerKind.PER_PARAMETER, (SHARDS,)),
+    optimizers.NormalisesAll: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
+    optimizers.EstimatesDistance: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
+    optimizers.Draws: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
+}
+"""Optimizer -> its kind, and the layouts in which it is refused."""
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_optimizer_has_the_weights_of_one_process_in_every_layout_that_is_not_refused(kind, tmp_path: Path):
+    job = job_of(spec(kind))
+    assert preflight(job).optimizer.kind is KINDS[kind][0]
+    found = outcomes(job, tmp_path)
+    refused = [layout for layout, said in found.items() if said.startswith("refused")]
+    assert refused == list(KINDS[kind][1])
+    assert {layout: said for layout, said in found.items() if layout not in refused} == dict.fromkeys(
+        [layout for layout in LAYOUTS if layout not in refused], "equal"
+    )
+
+
+REFUSED = {
+    "int key": r"optimizer state 0 of first.weight is named by an int, not by a text",
+    "empty key": r"optimizer state '' of first.weight is named by no printable text",
+    "list": r"optimizer state 'factors' of first.weight is a list",
+    "text": r"optimizer state 'mode' of first.weight is a str",
+    "complex": r"optimizer state 'phase' of first.weight is a tensor of dtype complex128",
+    "sparse": r"optimizer state 'rows' of first.weight is a sparse tensor",
+    "object": r"optimizer state 'thing' of first.weight is an object",
+    "two names": r"one tensor under two names: 'first' of first.weight and 'second' of first.weight",
+    "gradient": r"one tensor under two names: 'last' of first.weight and the gradient of first.weight",
+    "list in group": r"'seen' of the optimizer group '\*', which a step has changed, is a list",
+    "list in attribute": r"'history', an attribute of the optimizer, which a step has changed, is a list",
+    "generator": r"'dice', an attribute of the optimizer, which a step has changed, is a Generator",
+    "state of no parameter": r"optimizer.state\['all'\] is of no parameter",
+    "large attribute": r"'table', an attribute .* is a tensor of 262,144 bytes, more than 65,536",
+}
+
+
+@pytest.mark.parametrize("what", optimizers.KEPT)
+def test_state_that_cannot_be_kept_is_refused_before_the_run_by_name(what: str):
+    with pytest.raises(ConfigError, match=REFUSED[what]) as found:
+        preflight(job_of(spec(optimizers.Keeps, (), what=what)))
+    assert found.value.cure
+
+
+def test_state_that_nobody_can_see_is_found_because_a_resumed_optimizer_goes_on_otherwise():
+    with pytest.raises(
+        ConfigError, match=r"CountsInModule goes on otherwise once its state was saved and loaded: the weights of"
+    ):
+        preflight(job_of(spec(optimizers.CountsInModule)))
+
+
+def test_an_optimizer_that_counts_only_steps_with_gradients_is_not_for_stages():
+    trial = preflight(job_of(spec(optimizers.CountsSteps))).optimizer
+    with pytest.raises(ConfigError, match=r"'k' of the group .* having no gradient in some steps") as found:
+        trial.check_plan(ParallelPlan.mesh(pp=3, layers=LAYERS))
+    assert (
+        "the plan has 3 stages" in found.value.what
+        and "set plan.stages: 1 (plan.replicas may be any number)" in found.value.cure
+    )
+    trial.check_plan(ParallelPlan.mesh(dp=3, layers=LAYERS))
+
+
+def test_an_optimizer_that_draws_is_said_to_do_so():
+    trial = preflight(job_of(spec(optimizers.Draws))).optimizer
+    with pytest.raises(ConfigError, match="its step draws random numbers, one after the other for all parameters of a stage"):
+        trial.check_plan(ParallelPlan.mesh(pp=2, layers=LAYERS))
+
+
+def test_the_planner_gives_one_stage_to_an_optimizer_that_couples_parameters_also_when_workers_are_lost_or_join():
+    job = job_of(spec(optimizers.NormalisesAll))
+    chosen = choose_plan(job, preflight(job), None, "", 4)
+    assert chosen.profile.most_stages == 1 and len(chosen.plan.stages) == 1
+    heavy = replace(chosen.profile, layers=tuple(replace(x, parameter_bytes=1 << 30) for x in chosen.profile.layers))
+    for workers in range(1, 5):  # as `PlanCache` does: the request has the profile
+        assert {c.stages for c in enumerate_candidates(heavy, workers, job.batching)} == {1}
+    free = replace(heavy, most_stages=None)
+    assert {c.stages for c in enumerate_candidates(free, 4, job.batching)} == {1, 2, 3, 4}
+
+
+def saved(spec: JobSpec, plan: ParallelPlan, folder: Path, disturb=lambda run: None) -> Path:
+    with OneProcessRun(spec, plan, "1f1b") as run:
+        for step in range(2):
+            run.step(step)
+        disturb(run)
+        begun = checkpoint_files.create_checkpoint(folder, 2)
+        for core in run.cores:
+            core.save(begun)
+        records = [core.save_result() for core in run.cores]
+        return checkpoint_files.commit_checkpoint(begun, records, steps_done=2, contract={})
+
+
+def test_shared_state_is_in_a_checkpoint_once_by_the_group_s_pattern_and_by_attribute(tmp_path: Path):
+    path = saved(job_of(spec(optimizers.CountsInGroup)), ParallelPlan.mesh(pp=2, dp=2, layers=LAYERS), tmp_path / "groups")
+    groups, attributes = checkpoint_files.read_shared_state(path)
+    assert {pattern: state["k"] for pattern, state in groups.items()} == {"*.bias": 2, "*": 2} and not attributes
+    assert all(torch.equal(state["weight_sum"], groups["*"]["weight_sum"]) for state in groups.values())
+    assert "lr" not in groups["*"] and groups["*"].keys() == {"k", "weight_sum"}, "hyperparameters are the job's"
+    path = saved(job_of(spec(optimizers.CountsInAttribute)), ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path / "attributes")
+    groups, attributes = checkpoint_files.read_shared_state(path)
+    assert not any(groups.values()) and attributes["count"] == 2 and attributes["total"].tolist() == [2.0, 1.0]
+
+
+def test_stages_that_disagree_on_what_they_share_make_no_checkpoint(tmp_path: Path):
+    def disturb(run: OneProcessRun) -> None:
+        run.cores[1].step_commit.optimizers[1].param_groups[-1]["k"] = 7
+
+    with pytest.raises(
+        CheckpointError, match=r"stages disagree on 'k' of the optimizer group '\*'.*: 2 in stage 0, 7 in stage 1"
+    ):
+        saved(job_of(spec(optimizers.CountsInGroup)), ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path, disturb)
+
+
+def test_a_snapshot_that_no_reader_would_take_is_no_checkpoint(tmp_path: Path):
+    """The manifest's own rules come before the checkpoint has its name."""
+    begun = checkpoint_files.create_checkpoint(tmp_path, 1)
+    state = {("w", PARAMETER): torch.ones(2), ("w", BUFFER): torch.ones(2)}
+    record = checkpoint_files.write_shard(begun, "a.safetensors", state)
+    with pytest.raises(CheckpointError, match="makes no checkpoint that could be read: w is both buffer and parameter"):
+        checkpoint_files.commit_checkpoint(begun, [record], steps_done=1, contract={})
+    assert checkpoint_files.latest_usable_checkpoint(tmp_path) == (None, [])
+
+
+def test_the_mirror_has_what_parameters_share_and_keeps_names_apart():
+    for kind in (optimizers.CountsInGroup, optimizers.HostileNames):
+        with OneProcessRun(job_of(spec(kind)), ParallelPlan.mesh(layers=LAYERS), "1f1b") as run:
+            run.step(0)
+            (optimizer,) = run.cores[0].step_commit.optimizers.values()
+            names = names_with_patterns(optimizer)
+            state = read_optimizer_state(optimizer)
+            by_name = state.by_parameter(names)
+            copy = StateCopy.of({n: {PARAMETER: p[0], **by_name[n]} for n, p in run.parameters().items()}, BufferPool())
+            held = {name: dict(holding.state) for name, holding in copy.holdings().items()}
+            assert all(torch.equal(held[name][PARAMETER], values[0]) for name, values in run.parameters().items())
+            found = OptimizerState.of_parameters(held, names)
+            pairs = [(found.parameters[n], state.parameters[n]) for n in names]
+            pairs += [(found.groups[pattern], state.groups[pattern]) for pattern in set(names.values())]
+            assert all(one.keys() == other.keys() for one, other in pairs)
+            assert all(fingerprint(one[key]) == fingerprint(other[key]) for one, other in pairs for key in one)
+
+
+def test_a_checkpoint_of_format_1_is_read_and_training_goes_on_from_it():
+    """Written before names of optimizer state and raypar's own kinds were apart."""
+    there = Path(__file__).parents[1] / "data/checkpoint_format_1/step_00000002"
+    manifest = checkpoint_files.verify_checkpoint(there)
+    job = ugly_models.job("tangled", steps=5)
+    checkpoint_files.check_contract(manifest, job)
+    raw = {key: value for file in manifest.files for key, value in load_file(there / file).items()}
+    found = checkpoint_files.read_checkpoint_state(there)
+    assert {len(state) for state in found.values()} == {1, 4}, "frozen ones have no optimizer state"
+    for name, state in found.items():
+        assert torch.equal(state[PARAMETER], raw[name])
+        assert all(torch.equal(value, raw[f"{name}#{key.name}"]) for key, value in state.items() if key != PARAMETER)
+    assert checkpoint_files.read_shared_state(there) == ({}, {})
+    ends = []
+    for plan in (ParallelPlan.mesh(layers=9), ParallelPlan.mesh(pp=3, dp=2, layers=9)):
+        with OneProcessRun(job, plan, "1f1b") as run:
+            for core in run.cores:
+                core.load(there)
+            run.step(2)
+            ends.append(weights_hash({name: copies[0] for name, copies in run.parameters().items()}))
+    assert ends[0] == ends[1]
