@@ -75,7 +75,6 @@ OTHERS = (
         "PAdam",
         "Prodigy",
         "QHAdam",
-        "Ranger21",
         "SM3",
         "ScheduleFreeAdamW",
         "SignSGD",
@@ -110,7 +109,8 @@ CONTESTANTS = (
     Contestant("torchao.optim:AdamW8bit"),
     Contestant("torchao.optim:_AdamW", {"bf16_stochastic_round": False}),
     *(Contestant(f"pytorch_optimizer:{name}") for name in OTHERS),
-    Contestant("pytorch_optimizer:Muon", {"use_muon": True}, matrices=True),
+    Contestant("pytorch_optimizer:Muon", groups=(("*", {"use_muon": True}),), matrices=True),
+    Contestant("pytorch_optimizer:Ranger21", {"num_iterations": 6}),
     Contestant("pytorch_optimizer:GaLore", matrices=True),
 )
 

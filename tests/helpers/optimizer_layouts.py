@@ -123,10 +123,17 @@ def _on_shards(spec: JobSpec, graph: Graph, folder: Path) -> str:
         if hasattr(optimizer, "train"):
             optimizer.train()
         base = [group.get("lr") for group in optimizer.param_groups]
+        gradients: list[dict[str, Tensor | None]] = [{} for _ in stages]
+        for of, core, stage in zip(gradients, local.cores, stages, strict=True):  # some optimizers write into gradients
+
+            def keep(*_: Any, of: dict[str, Tensor | None] = of, stage: Any = stage) -> None:
+                of.update((n, None if p.grad is None else p.grad.clone()) for n, p in stage.parameters.items())
+
+            core.step_commit.optimizers[0].register_step_pre_hook(keep)
         for step in range(STEPS):
             local.step(step)
             for name, parameter in whole.items():
-                parameter.grad = joined([stage.parameters[name].grad for stage in stages], name)
+                parameter.grad = joined([of[name] for of in gradients], name)
             for group, lr in zip(optimizer.param_groups, base, strict=True):
                 if lr is not None:
                     group["lr"] = lr * warm(step)

@@ -191,6 +191,9 @@ def test_a_checkpoint_of_format_1_is_read_and_training_goes_on_from_it():
         assert torch.equal(state[PARAMETER], raw[name])
         assert all(torch.equal(value, raw[f"{name}#{key.name}"]) for key, value in state.items() if key != PARAMETER)
     assert checkpoint_files.read_shared_state(there) == ({}, {})
+    assert checkpoint_files.describe_missing_optimizer_state(manifest, ()) is None
+    said = checkpoint_files.describe_missing_optimizer_state(manifest, ["'k' of the group '*'"])
+    assert "step_00000002 lacks 'k' of the group '*' of the optimizer" in said and "cure: " in said
     ends = []
     for plan in (ParallelPlan.mesh(layers=9), ParallelPlan.mesh(pp=3, dp=2, layers=9)):
         with OneProcessRun(job, plan, "1f1b") as run:

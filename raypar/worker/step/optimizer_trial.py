@@ -6,6 +6,7 @@ The trial has parameters of the job's names, groups and dimensions. It finds how
 from __future__ import annotations
 
 import itertools
+import math
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,10 +34,10 @@ from raypar.worker.step.optimizer_state import (
 
 SAVED_AFTER, STEPS = 6, 12
 """Steps of a trial, and after how many of them the state is saved and given to a new optimizer."""
-LARGEST_DIM = {1: 64, 2: 64}
-"""Number of dims -> largest dim of a parameter in the trial. 64 x 64: 8-bit optimizers leave smaller ones in 32 bits."""
-LARGEST_OTHER_DIM, SMALL_DIM = 8, 6
-"""Largest dim of a parameter with more dims; of the second parameter of a group with as many dims."""
+LARGEST_DIM, LARGEST_FIRST_DIM, SMALL_DIM = 64, 256, 6
+"""Largest dim of the first parameter of a group with so many dims; but of its first dim; and of the second such parameter."""
+ELEMENTS = 8192
+"""About the most elements of a parameter. 8-bit optimizers leave those below 4,096 in 32 bits."""
 
 
 class OptimizerKind(Enum):
@@ -144,16 +145,27 @@ def _try(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]], dtype: torch.
 
 
 def _small_shapes(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """Up to two parameters of each group and number of dims, with smaller dims; in layer order."""
-    found: dict[str, tuple[int, ...]] = {}
-    counts: dict[tuple[int, int], int] = {}
+    """The largest parameter, and one more, of each group and number of dims, with smaller dims; in layer order."""
+    alike: dict[tuple[int, int], list[str]] = {}
     for name, shape in shapes.items():
-        place = optimizer_group_of(spec, name), len(shape)
-        if counts.get(place, 0) < 2 and 0 not in shape:
-            most = SMALL_DIM if counts.get(place) else LARGEST_DIM.get(len(shape), LARGEST_OTHER_DIM)
-            found[name] = tuple(min(size, most) for size in shape)
-            counts[place] = counts.get(place, 0) + 1
-    return found
+        if 0 not in shape:
+            alike.setdefault((optimizer_group_of(spec, name), len(shape)), []).append(name)
+    found: dict[str, tuple[int, ...]] = {}
+    for names in alike.values():
+        largest = max(names, key=lambda name: math.prod(shapes[name]))
+        found[largest] = _smaller(shapes[largest])
+        for name in [name for name in names if name != largest][:1]:
+            found[name] = tuple(min(size, SMALL_DIM) for size in shapes[name])
+    return {name: found[name] for name in shapes if name in found}
+
+
+def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape with smaller dims, of about `ELEMENTS` elements if it has as many."""
+    if not shape:
+        return ()
+    most = LARGEST_DIM if len(shape) < 3 else 8
+    others = [min(size, most) for size in shape[1:]]
+    return min(shape[0], LARGEST_FIRST_DIM, max(most, ELEMENTS // math.prod(others))), *others
 
 
 Gradients = Sequence[Mapping[str, Tensor | None]]
