@@ -5,6 +5,7 @@ The trial has parameters of the job's names, groups and dimensions. It finds how
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import traceback
@@ -96,13 +97,11 @@ def try_optimizer(
     """
     with preserve_random_state():
         small = _small_shapes(spec, shapes)
-        try:
-            return _try(spec, small, dtype)
-        except UserCodeError:
-            real = {name: tuple(shapes[name]) for name in small}
-            if small == real:
-                raise
-            return _try(spec, real, dtype)  # perhaps it expects the model's sizes
+        real = {name: tuple(shapes[name]) for name in small}
+        if small != real:
+            with contextlib.suppress(UserCodeError):  # perhaps it expects the model's sizes
+                return _try(spec, small, dtype)
+        return _try(spec, real, dtype)
 
 
 def _try(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> OptimizerTrial:
