@@ -250,6 +250,12 @@ for _size in ("16k", "256k", "1m", "4m"):
 
 
 @scenario
+def the_memory_monitor_of_ray_kills_from_the_start(place: Place) -> str:
+    place.start(ELASTIC, FOUR, env={"RAY_memory_usage_threshold": "0.02"})
+    return place.finish()
+
+
+@scenario
 def tmp_fills_while_it_trains(place: Place) -> str:
     run = place.start(ELASTIC, FOUR, "steps=200", prefix=mounted(place.temp, "400m"))
     run.wait_for_steps(20)
