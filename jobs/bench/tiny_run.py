@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 JOB = """
 seed: 3
 steps: 40

@@ -30,6 +30,9 @@ LAST_CALLBACKS_S = 60.0
 HURRIED_CALLBACKS_S = 3.0
 """The same after Ctrl-C, which has waited for them already."""
 
+END_CALLBACKS_S = 600.0
+"""How long the last callbacks, such as those of trackers that send what they have, may take."""
+
 RECORD_S = 5.0
 """How long a driver that has lost the control store may take to record the end of its run."""
 
@@ -78,8 +81,14 @@ class DriverShutdown:
         if await parts.side_effects.abandon_if_busy(limit_s):
             text = f"a callback has not returned {limit_s:.0f} s after the end of the run: no callback is called any more"
             parts.feed.tell("warning", text=f"{text}\n  cure: mend the callback; what it waits for needs a time limit")
+        recording = asyncio.ensure_future(parts.side_effects.awaited(lambda: parts.recorder.record_end(teardown, step_calls)))
         try:
-            await parts.side_effects.awaited(lambda: parts.recorder.record_end(teardown, step_calls))
+            if not (await asyncio.wait([recording], timeout=END_CALLBACKS_S))[0]:
+                await parts.side_effects.abandon_if_busy(0.0)
+                text = f"a callback has not returned from on_end for {END_CALLBACKS_S:.0f} s: the run ends without it"
+                parts.feed.tell("warning", text=f"{text}\n  cure: mend the callback; what it waits for needs a time limit")
+            else:
+                recording.result()
         except Exception as error:
             parts.feed.tell("warning", text=f"the end of the run could not be recorded: {error}")
         self.write_members_file()

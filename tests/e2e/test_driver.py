@@ -178,6 +178,26 @@ def test_the_end_of_a_run_waits_for_a_callback_that_hangs_for_a_limited_time_and
     assert "a callback has not returned" in feed._kept[0]["text"] and "cure: " in feed._kept[0]["text"]
 
 
+def test_a_callback_that_hangs_at_the_very_end_keeps_no_run_from_its_end(monkeypatch):
+    """All steps were done and saved, and the command did not return."""
+    monkeypatch.setattr(driver_shutdown, "END_CALLBACKS_S", 0.1)
+    feed, hangs = EventFeed(), threading.Event()
+    recorder = SimpleNamespace(callbacks="some", record_end=lambda *given: hangs.wait(), new_events=list)
+
+    async def scene():
+        effects = SideEffectThread(recorder, None, feed, BackgroundTasks(lambda event: None))
+        parts = SimpleNamespace(feed=feed, storage_session=None, side_effects=effects, recorder=recorder)
+        parts.journal = SimpleNamespace(check_claim=lambda steps: None, end=lambda facts: None)
+        parts.pool = SimpleNamespace(close=lambda: asyncio.sleep(0))
+        shutdown = driver_shutdown.DriverShutdown(parts, lambda: None)
+        shutdown._leave = lambda facts: asyncio.sleep(0)
+        await asyncio.wait_for(shutdown.end_run(Teardown("done", "all 4 steps are done", 4), 8), 10.0)
+        hangs.set()
+
+    asyncio.run(scene())
+    assert "has not returned from on_end" in feed._kept[0]["text"]
+
+
 @pytest.mark.parametrize("age_s, stops", [(0.0, False), (3000.0, False), (3599.9, True)])
 def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, stops):
     """Each new driver gave it the whole time again."""
