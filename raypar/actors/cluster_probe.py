@@ -125,15 +125,16 @@ def _ask(node: dict[str, Any], actor: Any, answer: Any, until: float) -> dict[st
 def main(address: str, folder: str) -> dict[str, Any]:
     """What the cluster at `address` says; `error` if it cannot be joined."""
     from raypar.actors.local_cluster_token import lets_in_without_token, shows_token
-    from raypar.actors.ray_connection import QUIET, check_address_answers
+    from raypar.actors.ray_connection import QUIET, check_address_answers, loopback_address_kept_if_needed
 
     os.environ.update(QUIET)
     try:
         check_address_answers(address)
         import ray
 
-        open_to_all = not shows_token() or lets_in_without_token(address)
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        with loopback_address_kept_if_needed(address):
+            open_to_all = not shows_token() or lets_in_without_token(address)
+            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except RayparError as error:
         return {"error": error.what}
     except Exception as error:  # Ray raises a bare one in places

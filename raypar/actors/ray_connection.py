@@ -58,6 +58,10 @@ PATIENT = {
 """Longer deadlines for the local Ray cluster: its processes may start on a busy machine, and one of them may be stopped for a
 while before Ray calls it lost (Ray's own limit of 7 minutes is meant for machines that are gone)."""
 
+NO_TASK_EVENTS = {"RAY_task_events_report_interval_ms": "0"}
+"""Keeps Ray from sending the control store a record of every call of an actor. It would hold them in memory (15 KB for a step
+of four workers) for Ray's dashboard, and a local Ray cluster has none."""
+
 ATTEMPTS = 3
 """How often the start of Ray is attempted: Ray gives its raylet 30 s, which no setting changes."""
 
@@ -145,7 +149,7 @@ def connect_ray(
         )
     given, address = address, address or os.environ.get("RAY_ADDRESS")
     # The local cluster is for workers only: unlike Ray's default, other processes of the machine do not come before them.
-    ours = {"PYTHONPATH": worker_python_path(working_dir), "RAY_worker_niceness": "0", **PATIENT}
+    ours = {"PYTHONPATH": worker_python_path(working_dir), "RAY_worker_niceness": "0", **PATIENT, **NO_TASK_EVENTS}
     with temporary_environment_variables(QUIET if address else {**QUIET, **ours}), without_ray_leftovers():
         import ray
 
@@ -217,7 +221,8 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
     from raypar.actors.removed_working_dir import wait_until_working_dir_unpacked  # at once: not while Ray unpacks us
 
     check_address_answers(address)
-    open_to_all = not shows_token() or lets_in_without_token(address)
+    with loopback_address_kept_if_needed(address):
+        open_to_all = not shows_token() or lets_in_without_token(address)
     runtime_env = None
     if not is_head_on_this_machine(address) and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         runtime_env = {"working_dir": str(working_dir), "excludes": ["runs/", ".git/", ".venv/", "*.safetensors"]}
@@ -225,7 +230,7 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
     # Ray ends a process that has waited this long for the control store; at half of it raypar gives up, and says why.
     longer_ray_timeout = temporary_environment_variables({RECONNECT_VARIABLE: f"{2 * limit_s:.0f}"})
     try:
-        with longer_ray_timeout, delay_ctrl_c(), fresh_python_random_state():
+        with longer_ray_timeout, delay_ctrl_c(), fresh_python_random_state(), loopback_address_kept_if_needed(address):
             ray.init(address=address, logging_level=logging.ERROR, runtime_env=runtime_env)
             wait_until_working_dir_unpacked()
     except AuthenticationError as error:
@@ -476,6 +481,24 @@ def loopback_address_kept() -> Iterator[None]:
         yield
     finally:
         services.resolve_ip_for_localhost = resolve
+
+
+@contextlib.contextmanager
+def loopback_address_kept_if_needed(address: str) -> Iterator[None]:
+    """`loopback_address_kept` where the cluster at `address` listens on the loopback address only, as raypar's own do."""
+    from ray._private import services
+
+    host, _, port = address.rpartition(":")
+    if host not in ("localhost", LOOPBACK) or not port.isdigit():
+        yield
+        return
+    try:
+        socket.create_connection((services.get_node_ip_address(), int(port)), timeout=CONNECT_S).close()
+    except OSError:
+        with loopback_address_kept():
+            yield
+        return
+    yield
 
 
 @contextlib.contextmanager

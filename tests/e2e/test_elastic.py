@@ -428,7 +428,9 @@ def test_a_new_driver_goes_on_asking_for_the_worker_that_has_no_place_and_at_the
 RESERVE = """
 import ray
 from ray.util.placement_group import placement_group
-ray.init(address="{address}", logging_level="ERROR")
+from raypar.actors.ray_connection import loopback_address_kept_if_needed
+with loopback_address_kept_if_needed("{address}"):
+    ray.init(address="{address}", logging_level="ERROR")
 for run, resources in {{"tiny": {{"CPU": 1}}, "gone": {{"CPU": 2}}, "living": {{"memory": 1}}}}.items():
     placement_group([resources], name=f"raypar-{{run}}-7", lifetime="detached").wait(60)
 """

@@ -1,6 +1,7 @@
 """A job that trains in milliseconds: 4 linear layers on 64 samples, with the faults that the end-to-end tests ask for."""
 
 import contextlib
+import ctypes
 import os
 import sys
 import time
@@ -123,18 +124,24 @@ class Samples:
 
 
 class SlowOnce(Samples):
-    """Sample 21 takes `seconds` to read, once: after the first epoch, on the first worker that can make the file."""
+    """Sample 21 takes `seconds` to read, once: after the first epoch, on the first worker that can make the file.
 
-    def __init__(self, size: int, file: str, seconds: float) -> None:
+    `hold`: no other thread of the process runs meanwhile.
+    """
+
+    def __init__(self, size: int, file: str, seconds: float, hold: bool = False) -> None:
         super().__init__(size)
-        self.file, self.seconds, self.reads = file, seconds, 0
+        self.file, self.seconds, self.hold, self.reads = file, seconds, hold, 0
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.reads += 1
         if index == 21 and self.reads > len(self):
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(self.file, os.O_CREAT | os.O_EXCL))
-                time.sleep(self.seconds)
+                if self.hold:  # `PyDLL` does not release the interpreter's lock
+                    ctypes.PyDLL(None).sleep(int(self.seconds))
+                else:
+                    time.sleep(self.seconds)
         return super().__getitem__(index)
 
 
@@ -156,10 +163,12 @@ class HungryOnce(Samples):
         return super().__getitem__(index)
 
 
-def data(size: int = 64, slow: str = "", slow_s: float = 25.0, hungry: str = "", gigabytes: float = 3.0) -> Samples:
+def data(
+    size: int = 64, slow: str = "", slow_s: float = 25.0, hold: bool = False, hungry: str = "", gigabytes: float = 3.0
+) -> Samples:
     if hungry:
         return HungryOnce(size, hungry, gigabytes)
-    return SlowOnce(size, slow, slow_s) if slow else Samples(size)
+    return SlowOnce(size, slow, slow_s, hold) if slow else Samples(size)
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
