@@ -348,8 +348,8 @@ def test_things_that_are_no_weights_are_refused(tmp_path: Path):
     for name, said in {
         "notes.txt": "no weights file",
         "pipe.safetensors": "a FIFO, not a regular file",
-        "nested.pt": r"'model' is a dict, not a tensor[\s\S]*torch.save",
-        "code.pt": "cannot be read as a state_dict",
+        "nested.pt": r"'model' is a dict, not a tensor[\s\S]*torch.save\(found\['model'\]",
+        "code.pt": r"cannot be read as a state_dict: it holds other objects than tensors[\s\S]*torch.save\(model.state_dict",
         "sparse.pt": "w is no dense tensor",
         "text.pt": "cannot be read as a state_dict",
     }.items():

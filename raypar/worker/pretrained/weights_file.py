@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from raypar.errors import CheckpointError, error_first_line
+from raypar.errors import CheckpointError, error_first_line, error_message, with_article
 from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, positions_of_indices
 from raypar.untrusted_files import (
     cure_of_read_error,
@@ -624,6 +624,12 @@ def _open_state_dict(path: Path) -> WeightsFile:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many classes, as many as there are kinds of damage
+        if "Unsupported global" in error_message(error):  # PyTorch advises to trust the file
+            raise CheckpointError(
+                f"{path} cannot be read as a state_dict: it holds other objects than tensors, such as a whole module, which "
+                "only code that trusts the file can load",
+                cure=cure,
+            ) from error
         raise CheckpointError(
             f"{path} cannot be read as a state_dict: {shorten(_ESCAPES.sub('', error_first_line(error)), 300)}", cure=cure
         ) from error
@@ -631,7 +637,10 @@ def _open_state_dict(path: Path) -> WeightsFile:
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state_dict", cure=cure)
     for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise CheckpointError(f"{path}: {repr_text(name)} is a {type(tensor).__name__}, not a tensor", cure=cure)
+            what = f"{path}: {repr_text(name)} is {with_article(type(tensor).__name__)}, not a tensor"
+            if isinstance(tensor, Mapping):
+                cure = f"give the state_dict in it alone, which torch.save(found[{repr_text(name)}], FILE) writes"
+            raise CheckpointError(what, cure=cure)
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             raise CheckpointError(f"{path}: {shorten(name)} is no dense tensor", cure=cure)
     return _StateDictWeights(path, found)
