@@ -29,7 +29,7 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
 from raypar.storage.filesystems import register_pickled_filesystems
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text
+from raypar.user_code_errors import error_text
 from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 
@@ -339,7 +339,7 @@ class WorkerActor:
             if self.torch_guard is not None:
                 self.torch_guard.accept_directory()
             return call()
-        except USER_CODE_ERRORS as error:  # a SystemExit would end this process without a word
+        except BaseException as error:  # what is no Exception would end this process, or its thread, without a word
             return self._classify_failure(doing, error)
         finally:
             self.heard_s = time.monotonic()  # the driver that waits for the answer lives

@@ -28,7 +28,7 @@ from torch import Tensor
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError, with_article
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code_errors import error_text, reraise_ctrl_c
 from raypar.worker.job_spec import DataSpec
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.torch_state_guard import DEFAULT_TORCH_STATE, TorchStateGuard
@@ -76,7 +76,7 @@ def make_dataset(spec: DataSpec, key: str = "data") -> Any:
         dataset = spec.dataset.call(f"{key}.args")
     except RayparError:
         raise
-    except USER_CODE_ERRORS as error:
+    except BaseException as error:  # some classes of libraries are no Exception
         reraise_ctrl_c(error)
         raise UserCodeError(
             f"the data set function {spec.dataset.label} raised {error_text(error)}\n{traceback.format_exc()}",
@@ -111,7 +111,7 @@ def dataset_size(dataset: Any, label: str = "") -> int:
         size = len(dataset)
     except TypeError as error:
         raise DataError(f"data set {name} has no length: {error}", cure="give it a __len__ that returns an int") from error
-    except USER_CODE_ERRORS as error:
+    except BaseException as error:  # some classes of libraries are no Exception
         reraise_ctrl_c(error)
         raise UserCodeError(
             f"data set {name} has no length: it raised {error_text(error)}\n{traceback.format_exc()}",
@@ -204,7 +204,7 @@ class SampleReader:
             torch.default_generator.manual_seed(here)
         try:
             sample = self.dataset[index]
-        except USER_CODE_ERRORS as error:
+        except BaseException as error:  # some classes of libraries are no Exception
             reraise_ctrl_c(error)
             raise UserCodeError(
                 f"sample {index} (epoch {epoch}): the data set raised {error_text(error)}\n{traceback.format_exc()}",

@@ -1,5 +1,6 @@
 """A job that trains in milliseconds: 4 linear layers on 64 samples, with the faults that the end-to-end tests ask for."""
 
+import asyncio
 import contextlib
 import ctypes
 import os
@@ -93,6 +94,8 @@ def ends(*given: object, how: str = "exit") -> None:
     """As a model, a loss, a data set or a callback: what is no `Exception`."""
     if how == "exit":
         sys.exit(3)
+    if how in ("cancelled", "own"):
+        raise (asyncio.CancelledError if how == "cancelled" else BaseException)("by a library")
     raise KeyboardInterrupt
 
 

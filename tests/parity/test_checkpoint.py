@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from raypar.plan import ParallelPlan
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, TensorSlices, optimizer_key
 from raypar.worker.job_spec import contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
+from raypar.worker.pretrained.weights_file import open_weights
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.state.checkpoint_snapshot import take_snapshot
 
@@ -238,6 +240,31 @@ def test_a_checkpoint_that_is_cut_or_altered_anywhere_is_never_used(tmp_path: Pa
 def test_a_checkpoint_that_is_cut_or_altered_at_any_byte_is_never_used(tmp_path: Path):
     make(tmp_path, 10)
     assert damaged_everywhere(tmp_path, make(tmp_path, 20), every=1) > 4000
+
+
+class Hostile:
+    """Makes a file as soon as it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_that_lies_in_a_storage_is_unpickled(tmp_path: Path):
+    """Neither a file of a checkpoint nor a state_dict."""
+    older, newer = make(tmp_path / "c", 10), make(tmp_path / "c", 20)
+    made, hostile = tmp_path / "made", tmp_path / "weights.pt"
+    for file in sorted(newer.iterdir()):
+        whole = file.read_bytes()
+        file.write_bytes(pickle.dumps(Hostile(made)))
+        assert checkpoint_files.latest_usable_checkpoint(tmp_path / "c")[0] == older
+        file.write_bytes(whole)
+    torch.save({"w": Hostile(made)}, hostile)
+    with pytest.raises(CheckpointError, match=r"weights\.pt cannot be read as a state_dict"):
+        open_weights(hostile)
+    assert not made.exists()
 
 
 def test_unfinished_checkpoints_are_not_seen_and_old_ones_are_removed(tmp_path: Path):
