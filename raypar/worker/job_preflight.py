@@ -40,6 +40,7 @@ from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.infer_by_structure import has_inferred_structure
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
+from raypar.model.tensor_parallel.styles.experts import ExpertsStyle
 from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan import ParallelPlan
 from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
@@ -212,7 +213,7 @@ def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: Paralle
             target, sequence = loss_target_name(spec), spec.sequence_parallel
             loss = make_loss_function(spec.loss)
             check_shards_on_meta(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
-            if has_inferred_structure(checked.graph, layout):
+            if has_inferred_structure(checked.graph, layout) or ExpertsStyle.name in layout.styles.values():
                 check_shards_with_numbers(spec, checked.graph, layout)
 
 

@@ -160,8 +160,8 @@ def test_the_plan_that_a_model_brings_along_chooses_styles():
     "plan, what",
     [
         (
-            {"blocks.*.a": "moe_tp_experts"},
-            r"gives blocks\.0\.a, a Linear, the style moe_tp_experts, which raypar does not",
+            {"blocks.*.a": "local_params"},
+            r"gives blocks\.0\.a, a Linear, the style local_params, which raypar does not",
         ),
         (
             {"blocks.*.norm": "colwise"},

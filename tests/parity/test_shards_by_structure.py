@@ -1,6 +1,7 @@
 """Transformers whose names say nothing are cut over shards by what they compute, with the plain module's loss and gradients."""
 
 import copy
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -294,3 +295,119 @@ def test_attention_on_shards_returns_what_the_whole_one_returns(batch_first: boo
     for got in found:
         for one, other in zip(got, call(whole), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+class Adapter(nn.Module):
+    """A linear layer with a low-rank adapter beside it, as PEFT's LoRA has it; or with a factor for each feature, as IA3."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer, self.scale = base, nn.Parameter(torch.rand(base.out_features)) if not rank else None
+        if rank:
+            self.lora_A, self.lora_B = nn.Linear(base.in_features, rank), nn.Linear(rank, base.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.base_layer(x)
+        return made + 2 * self.lora_B(self.lora_A(x)) if self.scale is None else made * self.scale
+
+
+class NamedAttention(nn.Module):
+    """Attention with names that are known, and adapters around some of its layers."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.num_heads, linears = HEADS, [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = linears
+        self.up_proj, self.down_proj = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.q_proj, self.o_proj = Adapter(linears[0], rank), Adapter(linears[3], rank) if rank else linears[3]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        x = x + self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down_proj(self.up_proj(x).relu())
+
+
+class Adapted(nn.Module):
+    """Two such blocks."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(
+            base_model_tp_plan={"blocks.*.k_proj": "colwise", "blocks.*.v_proj": "colwise", "blocks.*.o_proj": "rowwise"}
+        )
+        self.blocks = nn.ModuleList(NamedAttention(rank) for _ in range(2))
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x)).mean(1)
+
+
+@pytest.mark.parametrize("rank", [4, 0], ids=["low rank", "factors"])
+def test_layers_with_adapters_around_some_projections_are_cut_with_them(rank: int, monkeypatch: pytest.MonkeyPatch):
+    spec = job((Adapted, {"rank": rank}))
+    checked = preflight(spec)
+    styles = compute_shard_layout(checked.graph, 2).styles
+    own = {name.removeprefix("blocks.1."): style for name, style in styles.items() if name.startswith("blocks.1.")}
+    wanted = {"q_proj.base_layer": "heads:4", "up_proj": "column", "down_proj": "row"}
+    wanted |= {"k_proj": own["k_proj"], "v_proj": own["v_proj"]}
+    if rank:
+        wanted |= {"q_proj.lora_B": "heads:4", "o_proj.base_layer": "heads-row:4", "o_proj.lora_A": "heads-row:4"}
+    else:
+        wanted |= {"o_proj": "heads-row:4"}
+    assert own == wanted and own["k_proj"] in ("heads:4", "kv-heads:4") and own["v_proj"] in ("heads:4", "kv-heads:4")
+    monkeypatch.setitem(numbers.TOLERANCES, "float64", 1e-12)
+    check_model_can_shard(spec, checked, ParallelPlan.mesh(layers=len(checked.graph.layers), tp=2))
+
+
+def library_model(name: str) -> nn.Module:
+    """A small causal model of `transformers`."""
+    import transformers
+
+    common = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "use_cache": False}
+    if name.startswith("falcon"):
+        grouped = name == "falcon, grouped keys"
+        given = {"num_kv_heads": 2 if grouped else 1, "new_decoder_architecture": grouped, "multi_query": True, "alibi": False}
+        return transformers.FalconForCausalLM(transformers.FalconConfig(**common, **given))
+    if name == "mixtral":
+        config = transformers.MixtralConfig(**common, num_key_value_heads=2, intermediate_size=64, num_local_experts=4)
+    else:
+        latent = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        latent |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+        latent |= {"num_key_value_heads": 4, "intermediate_size": 64, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+        config = transformers.DeepseekV2Config(**common, **latent)
+    config._experts_implementation = "eager"
+    kind = transformers.MixtralForCausalLM if name == "mixtral" else transformers.DeepseekV2ForCausalLM
+    return kind(config)
+
+
+class Tokens:
+    """Samples {"input_ids": ..., "unused": ...}."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(1, 99, (10,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "unused": torch.zeros(())}
+
+
+def token_loss(output: Any, unused: Tensor) -> Tensor:
+    flat = output.logits.reshape(-1, output.logits.shape[-1])
+    return F.cross_entropy(flat, torch.arange(len(flat)) % flat.shape[-1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["falcon, grouped keys", "falcon, one key head", "mixtral", "deepseek"])
+def test_fused_attention_experts_and_latent_attention_of_transformers_are_cut(name: str, monkeypatch: pytest.MonkeyPatch):
+    dtype = "float64" if name.startswith("falcon") else "float32"
+    data = {"function": Tokens, "target": "unused"}
+    spec = job((library_model, {"name": name}), loss=token_loss, data=data, dtype=dtype)
+    checked = preflight(spec)
+    layout = compute_shard_layout(checked.graph, 2)
+    assert share_of_largest_shard(checked.graph, layout) <= 0.6
+    monkeypatch.setitem(numbers.TOLERANCES, "float64", 1e-12)
+    check_model_can_shard(spec, checked, ParallelPlan.mesh(layers=len(checked.graph.layers), tp=2))
+    numbers.check_shards_with_numbers(spec, checked.graph, layout)

@@ -347,7 +347,7 @@ class Column(nn.Module):
         (lambda h: F.layer_norm(h, (8,)), "layer_norm of a value"),
         (lambda h: h.sum(), "sum of a value"),
         (lambda h: h.sum(()), "sum of a value"),
-        (lambda h: h[..., :4], "indexing of a value"),
+        (lambda h: h[..., 4], "indexing of a value"),
         (lambda h: h.view(16, 3), r"view\(16, 3\) of a value"),
         (lambda h: h.flip(-1), "flip of a value"),
         (lambda h: h if h > 0 else -h, "a condition of a value"),

@@ -47,6 +47,19 @@ def linear(fan_in: int, fan_out: int) -> nn.Linear:
     return nn.Linear(fan_in, fan_out, dtype=torch.float64)
 
 
+class Experts(nn.Module):
+    """The experts of a mixture as `transformers` has them, here of the mean of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 10, WIDTH, dtype=torch.float64))
+        self.down_proj = nn.Parameter(torch.randn(3, WIDTH, 5, dtype=torch.float64))
+
+    def forward(self, x):
+        gate, up = torch.einsum("bsw,eiw->ebsi", x, self.gate_up_proj).chunk(2, -1)
+        return torch.einsum("ebsi,ewi->bsw", F.silu(gate) * up, self.down_proj)
+
+
 FITTING = {
     "column": linear(WIDTH, 12),
     "row": linear(12, WIDTH),
@@ -57,6 +70,7 @@ FITTING = {
     "qkv-interleaved": linear(WIDTH, 3 * HEADS * 3),
     "heads-row": linear(HEADS * 3, WIDTH),
     "attention": nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64),
+    "experts": Experts(),
     "vocabulary": nn.Embedding(13, WIDTH, dtype=torch.float64),
     "gathered": linear(WIDTH, 12),
     "whole": nn.LayerNorm(WIDTH, dtype=torch.float64),
@@ -147,6 +161,7 @@ PARTNERS = {
     "heads": {"a.down": "heads-row:4"},
     "heads-row": {"a.up": "heads:4"},
     "attention": {},
+    "experts": {},
     "vocabulary": {},
     "gathered": {},
 }
@@ -163,6 +178,10 @@ def test_what_a_style_says_it_sends_is_what_the_ledger_counts(name, sequence):
         modules = materialise_shard(graph, 0, 1, layout=layout, group=group, seed=1, dtype=torch.float64)
         modules["a"](x).sum().backward()
 
+    if sequence and name == "experts":
+        with pytest.raises(ModelError, match=r"a module of experts of a value .* \(the sequence"):
+            on_shards.on_shards(2, work, sequence=sequence)
+        return
     _, ledgers = on_shards.on_shards(2, work, sequence=sequence)
     said = Counter(
         collective.operation

@@ -94,6 +94,10 @@ def _attention_styles(children: Mapping[str, nn.Module], around: Sequence[nn.Mod
     heads, kv_heads = find_head_counts([around[0], *inside, *around[1:]])
     if not heads:
         return {}
+    if kv_heads != heads:
+        falcon = _falcon_styles(children, around[0], heads, kv_heads)
+        if falcon:
+            return falcon
     found: dict[str, ShardingStyle] = {}
     features = 0
     for name, style in _FUSED.items():
@@ -121,6 +125,25 @@ def _attention_styles(children: Mapping[str, nn.Module], around: Sequence[nn.Mod
         if name not in found and child is not None and is_plain_linear(child) and linear_features(child)[0] == features:
             return {**found, name: HeadsRowStyle(heads, kv_heads)}
     return {}
+
+
+def _falcon_styles(
+    children: Mapping[str, nn.Module], attention: nn.Module, heads: int, kv_heads: int
+) -> dict[str, ShardingStyle]:
+    """Styles of Falcon's attention with fewer key heads: its fused layer makes, for each key head in turn, the queries of its
+    group, the key and the value; with a single one, all queries, the key and the value. Empty for other modules."""
+    fused, out, grouped = (
+        children.get("query_key_value"),
+        children.get("dense"),
+        getattr(attention, "new_decoder_architecture", None),
+    )
+    if grouped is None or fused is None or out is None or not (is_plain_linear(fused) and is_plain_linear(out)):
+        return {}
+    if linear_features(fused)[1] * heads != linear_features(out)[0] * (heads + 2 * kv_heads) or heads % kv_heads:
+        return {}
+    if grouped:
+        return {"query_key_value": HeadsStyle(kv_heads, kv_heads), "dense": HeadsRowStyle(kv_heads, kv_heads)}
+    return {"query_key_value": QkvStyle(heads, kv_heads), "dense": HeadsRowStyle(heads, kv_heads)}
 
 
 def _mlp_styles(children: Mapping[str, nn.Module]) -> dict[str, ShardingStyle]:

@@ -17,6 +17,7 @@ from raypar.model.capture.captured_layer import CapturedLayer, cache_of
 from raypar.model.graph import Graph, join_names
 from raypar.model.layer_skeletons import SkeletonCopier
 from raypar.model.tensor_parallel.styles.column import ColumnStyle
+from raypar.model.tensor_parallel.styles.experts import ExpertsStyle, are_cuttable_experts
 from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
 from raypar.model.tensor_parallel.styles.heads import HeadsStyle
 from raypar.model.tensor_parallel.styles.heads_row import HeadsRowStyle
@@ -35,10 +36,16 @@ _STYLES: dict[str, ShardingStyle] = {
     "rowwise_split_input": RowStyle(),
     "replicated_with_grad_allreduce": WholeStyle(),
     "embedding_rowwise": VocabularyStyle(),
+    "moe_tp_experts": ExpertsStyle(),
+    "mla_kv_a_proj": WholeStyle(),
+    "replicate": WholeStyle(),
 }
 """Word of `transformers` -> style. Of q, k, v and what reads attention's output: see `_by_heads`."""
 
-_QUERIES, _KEYS = ("q_proj", "query", "wq", "q"), ("k_proj", "v_proj", "key", "value", "wk", "wv", "k", "v")
+_QUERIES, _KEYS = (
+    ("q_proj", "q_b_proj", "query", "wq", "q"),
+    ("k_proj", "v_proj", "kv_b_proj", "key", "value", "wk", "wv", "k", "v"),
+)
 
 
 def library_styles(
@@ -91,6 +98,8 @@ def _style_of(name: str, word: str, module: nn.Module) -> ShardingStyle:
             "does not have",
             cure=f"say how it is cut, or that every shard has all of it: plan.styles: {{'{pattern}': whole}}",
         )
+    if isinstance(style, ExpertsStyle) and not are_cuttable_experts(module):
+        return WholeStyle()  # experts with biases, or with weights the other way round
     try:
         style.check_fits(name, module)
     except PlanError as error:

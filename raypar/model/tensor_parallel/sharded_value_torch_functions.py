@@ -200,7 +200,7 @@ def _squeeze(func: Callable[..., Any], x: ShardedValue, dim: int | None = None) 
     return ShardedValue(x.local.squeeze(at), x.part_layout.moved_to(x.part_layout.dim - (at < x.part_layout.dim)), x.group)
 
 
-@implements("expand")
+@implements("expand", "broadcast_to")
 def _expand(func: Callable[..., Any], x: ShardedValue, *sizes: Any) -> ShardedValue:
     """Repeats dims of size 1, but not the cut dim."""
     shape = list(_sizes(sizes))
@@ -267,7 +267,7 @@ def _getitem(func: Callable[..., Any] | None, x: ShardedValue, *index: Any) -> S
             return x.like(x.local.narrow(*index))
         part = x.part_layout.moved_to(x.part_layout.dim - (index[0] % x.dim() < x.part_layout.dim))
         return ShardedValue(x.local.select(*index), part, x.group)
-    entries = list(index[0]) if isinstance(index[0], tuple) else [index[0]]
+    entries = [_as_slice(e) for e in (index[0] if isinstance(index[0], tuple) else (index[0],))]
     if not all(e is None or e is Ellipsis or isinstance(e, (int, slice)) for e in entries):
         raise unsupported_on_part_error("indexing", x, "by tensors or lists is not possible on a part")
     if Ellipsis not in entries:
@@ -284,11 +284,41 @@ def _getitem(func: Callable[..., Any] | None, x: ShardedValue, *index: Any) -> S
         place += not isinstance(entry, int)
         dim += 1
     own = entry
-    if not isinstance(own, slice) or own.indices(x.part_layout.size) != (0, x.part_layout.size, 1):
+    if isinstance(own, slice) and own.indices(x.part_layout.size)[2] == 1:
+        start, stop, _ = own.indices(x.part_layout.size)
+        if (start, stop) != (0, x.part_layout.size):  # what is here of a piece of the cut dim, as of `split`
+            sizes = [start, max(0, stop - start), x.part_layout.size - max(start, stop)]
+            piece = _split(torch.split, x, sizes, x.part_layout.dim)[1]
+            return _getitem(None, piece, tuple(slice(None) if e is own else e for e in entries))
+    else:
         raise unsupported_on_part_error("indexing", x, "along that dim needs the parts of other shards")
     # A slice to the whole's end is one to the part's end.
     entries = [slice(None) if e is own and isinstance(e, slice) else e for e in entries]
     return ShardedValue(x.local[tuple(entries)], x.part_layout.moved_to(place), x.group)
+
+
+@implements("copy_")
+def _copy_into(func: Callable[..., Any], x: ShardedValue, source: Any, *args: Any) -> ShardedValue:
+    """A value into memory that is cut as it is."""
+    return _write_into(Tensor.copy_, x, source)
+
+
+@implements("new_empty", "new_zeros", "new_ones")
+def _new(func: Callable[..., Any], x: ShardedValue, *shape: Any, **kwargs: Any) -> ShardedValue:
+    """Of a shape that has the cut dim, at the same place."""
+    sizes = list(_sizes(shape)) if shape else list(kwargs.pop("size"))
+    part = x.part_layout
+    if len(sizes) != x.dim() or sizes[part.dim] != part.size:
+        raise unsupported_on_part_error(func.__name__, x)
+    sizes[part.dim] = count_indices(part.ranges)
+    return ShardedValue(getattr(x.local, func.__name__)(sizes, **kwargs), part, x.group)
+
+
+def _as_slice(entry: Any) -> Any:
+    """A list of one number as the slice that it is."""
+    if isinstance(entry, list) and len(entry) == 1 and type(entry[0]) is int:
+        return slice(entry[0], entry[0] + 1 or None)
+    return entry
 
 
 @implements("cat", "concat", "stack", any_place=True)
@@ -328,6 +358,14 @@ def _along(func: Callable[..., Any], x: ShardedValue, dim: int, *args: Any, **kw
     if dim % x.dim() == x.part_layout.dim:
         raise unsupported_on_part_error(func.__name__, x)
     return x.like(func(x.local, dim, *args, **kwargs))
+
+
+@implements("view_as_complex", "view_as_real")
+def _pairs(func: Callable[..., Any], x: ShardedValue) -> ShardedValue:
+    """Pairs in the last dim as complex numbers, or back; the cut dim is another."""
+    if func.__name__ == "view_as_complex" and x.part_layout.dim == x.dim() - 1:
+        raise unsupported_on_part_error(func.__name__, x)
+    return x.like(func(x.local))
 
 
 @implements("pad")

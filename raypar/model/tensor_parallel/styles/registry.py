@@ -8,6 +8,7 @@ import re
 from raypar.errors import PlanError
 from raypar.model.tensor_parallel.styles.attention import AttentionStyle
 from raypar.model.tensor_parallel.styles.column import ColumnStyle
+from raypar.model.tensor_parallel.styles.experts import ExpertsStyle
 from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
 from raypar.model.tensor_parallel.styles.heads import HeadsStyle
 from raypar.model.tensor_parallel.styles.heads_row import HeadsRowStyle
@@ -32,6 +33,7 @@ STYLES: dict[str, type[ShardingStyle]] = {
         QkvInterleavedStyle,
         HeadsRowStyle,
         AttentionStyle,
+        ExpertsStyle,
         VocabularyStyle,
         GatheredStyle,
         WholeStyle,

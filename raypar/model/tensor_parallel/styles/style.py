@@ -105,6 +105,8 @@ class LinearStyle(ShardingStyle):
             raise style_misfit_error(self, name, module)
 
 
+_FALCON_LINEAR = ("transformers.models.falcon.modeling_falcon", "FalconLinear")
+
 COLUMN_COLLECTIVES = LayerCollectives(
     plain=(LayerCollective("all_reduce", "backward", "input"),),
     sequence=(LayerCollective("all_gather", "forward", "input"), LayerCollective("reduce_scatter", "backward", "input")),
@@ -120,7 +122,18 @@ ROW_COLLECTIVES = LayerCollectives(
 
 def is_plain_linear(module: object) -> bool:
     """Whether it is a linear layer, transposed or not, that a sharded layer can stand in for."""
-    return isinstance(module, nn.Module) and is_linear(module) and _has_weight(module) and is_replaceable(module)
+    return (
+        isinstance(module, nn.Module)
+        and (is_linear(module) or _is_linear_in_other_words(module))
+        and _has_weight(module)
+        and is_replaceable(module)
+    )
+
+
+def _is_linear_in_other_words(module: nn.Module) -> bool:
+    """Whether it is Falcon's linear layer, which computes x W^T + b in two steps; known by its name, to import nothing."""
+    kind = type(module)
+    return isinstance(module, nn.Linear) and (kind.__module__, kind.__qualname__) == _FALCON_LINEAR
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
