@@ -7,6 +7,10 @@ hold; the processor time of capturing, and of forward and backward beside the pl
 two, `--read` takes what earlier calls with `--json` have measured. `--large`: also the cost of capture in a step of the
 quickstart, beside its list of layers, and `raypar plan` of a Llama of 7 G parameters without its weights. Exit code 1 when a
 limit is missed.
+
+`python jobs/bench/capture.py --package NAME ... [--limit-s S] [--total-s S] [--python FILE] [--json] [--page FILE]`
+Tries all models of a package that raypar does not know (timm, transformers, diffusers, ...: `capture_package.py`), small ones,
+in an environment that it makes: exact, refused and why, wrong or crashed. Exit code 1 if one is wrong or crashed.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import capture_package
 from harness import ROOT, environment, page, ratio, table
 
 LIMIT_S = 90.0
@@ -241,6 +246,22 @@ def large_text(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def try_packages(given: argparse.Namespace) -> NoReturn:
+    """Carry out `--package`."""
+    found = capture_package.read_results(given.read)
+    for package in given.package:
+        limits = {"limit_s": given.limit_s, "total_s": given.total_s, "at_once": 2}
+        each = capture_package.try_package(package, given.python, given.models or (), **limits)
+        capture_package.merge(found, package, each)
+    text = capture_package.as_text(found)
+    print(json.dumps({"environment": environment(), "packages": found}) if given.json else text)
+    if given.page:
+        question = "Which models of packages that raypar does not know are captured, and exactly?"
+        command = f"python jobs/bench/capture.py --package {' '.join(found)}"
+        given.page.write_text(page(question, command, text))
+    sys.exit(any(row["verdict"] in ("wrong", "crashed") for each in found.values() for row in each["rows"]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
@@ -249,7 +270,13 @@ def main() -> None:
     parser.add_argument("--only", choices=SIDES, help="one side alone")
     parser.add_argument("--read", nargs="*", type=Path, default=[], help="results of earlier calls with --json")
     parser.add_argument("--large", action="store_true")
+    parser.add_argument("--package", nargs="*", choices=sorted(capture_package.REQUIREMENTS), help="try its models")
+    parser.add_argument("--limit-s", type=float, default=180.0, help="of one model of a package")
+    parser.add_argument("--total-s", type=float, default=3600.0, help="of all models of a package")
+    parser.add_argument("--python", type=Path, help="of an environment that has the package already")
     given = parser.parse_args()
+    if given.package is not None:
+        try_packages(given)
     sys.path.insert(0, str(ROOT / "tests"))
     from helpers.model_zoo import ZOO
 

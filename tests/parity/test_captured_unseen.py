@@ -552,3 +552,67 @@ def test_advice_names_only_settings_that_would_help():
     assert "use_cache" not in cure_of(model)
     assert "layers at random (layerdrop) must be set to 0" in cure_of(DecidesAtRandom(layerdrop=0.1))
     assert "layerdrop" not in cure_of(DecidesAtRandom(layerdrop=0.0))
+
+
+class DeepBias(Bias):
+    """Has a list of modules, which would be units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, rows: int) -> Tensor:
+        found = super().forward(rows)
+        for layer in self.mlp:
+            found = layer(found)
+        return found
+
+
+class GivesDeepModule(GivesModules):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = DeepBias()
+
+
+def test_a_module_with_modules_in_a_list_is_an_argument_too():
+    names = check(GivesDeepModule, numbers(3, 5))
+    assert names == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm"]
+
+
+class Encoder(nn.Module):
+    """Nearly all of a model, without a list inside; the half of it that is never called is unused."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 8)
+        self.unused = nn.Linear(64, 100)
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        return self.third(x * 2 if self.reads and x.sum() > 0 else x)
+
+
+class EncoderAndHead(nn.Module):
+    def __init__(self, *, reads: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.heads = Encoder(reads=reads), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        for head in self.heads:
+            x = head(x)
+        return x
+
+
+def test_a_unit_that_holds_nearly_all_of_a_model_is_opened():
+    check(EncoderAndHead, numbers(2, 3))
+    captured = capture(EncoderAndHead(), numbers(2)[0])
+    sizes = [sum(p.numel() for p in layer.build().parameters()) for layer in captured.layers]
+    assert [layer.name for layer in captured.layers][:2] == ["encoder.first", "encoder.second"]
+    assert max(sizes) < 0.6 * sum(sizes)
+
+
+def test_it_stays_whole_where_its_code_cannot_be_captured():
+    captured = capture(EncoderAndHead(reads=True), numbers(2)[0])
+    assert [layer.name for layer in captured.layers] == ["encoder", "heads.0", "heads.1"]

@@ -48,10 +48,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "g_mlp_pytorch.gMLPVision": (
         _of("g_mlp_pytorch", "gMLPVision", image_size=32, patch_size=8, num_classes=5, dim=32, depth=3), {"x": _IMAGE},
     ),
-    "mlp_mixer_pytorch.MLPMixer": (
-        _of("mlp_mixer_pytorch", "MLPMixer", image_size=32, channels=3, patch_size=8, dim=32, depth=3, num_classes=5),
-        {"input": _IMAGE},
-    ),
     "linformer.LinformerLM": (
         _of("linformer", "LinformerLM", num_tokens=99, dim=32, seq_len=16, depth=3, heads=2, k=8), _TOKENS,
     ),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from functools import partial
 from typing import Any
 
 import timm
 import torch
 from torch import nn
 
-from unseen_models.case import Case, noise
+from unseen_models.case import Batch, Case, noise
 
 _SMALL = ("test", "atto", "femto", "zepto", "pico", "nano", "xxt", "xt", "xxs", "xs", "micro", "mini", "tiny", "_s0", "_t0",
           "small", "_t", "_s", "_m0", "b0", "18", "_0", "lite", "10", "26", "_b", "base")  # fmt: skip
@@ -41,8 +42,12 @@ def case(name: str) -> Case:
             count = sum(parameter.numel() for parameter in model.parameters())
             if count > MOST_PARAMETERS:
                 raise ValueError(f"it has {count / 1e6:.0f} M parameters")
-            return Case(lambda: timm.create_model(name, **given), lambda: {field: noise(2, channels, size, size)})
+            return Case(partial(timm.create_model, name, **given), partial(_batch, field, channels, size))
     raise ValueError("takes none of the sizes of images that were tried")
+
+
+def _batch(field: str, channels: int, size: int) -> Batch:
+    return {field: noise(2, channels, size, size)}
 
 
 def _rank(name: str) -> tuple[int, int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from raypar.model.capture.forward_inputs import ForwardInputs, choose_forward_in
 from raypar.model.capture.layer_programs import USES, CutTrace, LayerProgram, used_parameter
 from raypar.model.capture.trace import TensorKey
 from raypar.model.capture.trace_cache import TraceCache
-from raypar.model.capture.units import find_units, units_by_pattern
+from raypar.model.capture.units import LARGE_PART, find_units, open_units, units_by_pattern
 from raypar.model.graph import Graph, Layer, join_names
 from raypar.model.initial_values_protocol import InitialValues
 from raypar.model.layer_skeletons import (
@@ -323,11 +324,20 @@ def trace_module(
     ((_, model),) = make_skeletons([("", skeleton)])
     _put_absent_parameters(model, dtype)
     _put_real_buffers(model, buffers)
-    _refuse_hooks_of_glue(model, found := units_by_pattern(model, units) if units else find_units(model))
-    cache = TraceCache(model, found, inputs, autocast_dtype, units_are_named=bool(units))
-    cache.trace_of(batch, training=True)
-    _refuse_hooks_of_glue(model, cache.units)  # tracing may have divided some of those found
-    return cache
+    found = units_by_pattern(model, units) if units else find_units(model)
+    opened = found if units else open_units(model, found)
+
+    def trace(chosen: Mapping[str, nn.Module]) -> TraceCache:
+        _refuse_hooks_of_glue(model, chosen)
+        cache = TraceCache(model, chosen, inputs, autocast_dtype, units_are_named=bool(units))
+        cache.trace_of(batch, training=True)
+        _refuse_hooks_of_glue(model, cache.units)  # tracing may have divided some of those found
+        return cache
+
+    if opened.keys() != found.keys():
+        with contextlib.suppress(ModelError):  # the code of a unit that was opened cannot be captured: it runs whole
+            return trace(opened)
+    return trace(found)
 
 
 def make_layers(cache: TraceCache, skeleton: nn.Module) -> tuple[list[Layer], list[tuple[str, ...]]]:
@@ -473,17 +483,26 @@ def _refuse_distant_statistics(first_trace: CutTrace, shells: Sequence[nn.Module
 
 
 def _add_unused(shells: Sequence[nn.Module], first_trace: CutTrace, skeleton: nn.Module) -> None:
-    """Put what no layer uses into one: it is part of the model's state. It goes where what is registered before it is."""
+    """Put what no layer uses into one: it is part of the model's state.
+
+    It goes where what is registered before it is, unless much of the model is unused: what would give a layer more than
+    `LARGE_PART` of all goes to the layer that holds least.
+    """
     homes: dict[int, int] = {}
     for index, shell in enumerate(shells):
         for tensor in (*shell.parameters(), *shell.buffers()):
             homes.setdefault(id(tensor), index)
     last = 0
+    sizes = [sum(p.numel() for p in shell.parameters()) for shell in shells]
+    limit = LARGE_PART * sum(p.numel() for p in skeleton.parameters())
     for named in (skeleton.named_parameters(), skeleton.named_buffers()):
         for name, tensor in named:
             if id(tensor) in homes:
                 last = homes[id(tensor)]
             else:
+                if sizes[last] + tensor.numel() > limit:
+                    last = sizes.index(min(sizes))
+                sizes[last] += tensor.numel()
                 homes[id(tensor)] = last
                 _put(shells[last], name, skeleton)
 

@@ -137,6 +137,6 @@ def record_forward(
         try:
             out = call(given)
         except Refused as error:
-            error.module = recorder.running_module
+            error.module = error.module or recorder.running_module
             raise
     return recorder.finish(out)

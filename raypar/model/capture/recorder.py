@@ -187,7 +187,10 @@ class Recorder(TorchFunctionMode):
             if unit is not None and isinstance(value, nn.Module) and self._may_be_given(value, unit):
                 return ModuleArgument(self.paths[id(value)])
             if may_hide_tensors(value):
-                raise self._hidden_tensors(value)
+                refused = self._hidden_tensors(value)
+                if unit is not None and not unit.startswith(f"{self.paths.get(id(value))}."):
+                    refused.module = self.paths.get(id(value), "")  # it may be given if it runs whole
+                raise refused
             return value
         key = self._keys.get(id(value))
         if key is None:

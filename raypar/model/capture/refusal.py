@@ -30,7 +30,8 @@ class Refused(BaseException):
         self.error = ModelError(what, cure)
         """The error to raise to the user."""
         self.module = ""
-        """Qualified name of the module whose own code does it, between units; empty for the model, or if it is not known."""
+        """Qualified name of the module whose own code does it, between units, or that has units inside and is an argument of
+        another; empty for the model, or if it is not known."""
 
 
 class InnerModuleUsed(BaseException):

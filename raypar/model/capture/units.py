@@ -14,6 +14,9 @@ from raypar.errors import ModelError
 LARGE_PART = 0.3
 """An element of a container that holds more than this share of the model's parameters is split further, if it can be."""
 
+NEARLY_ALL = 0.8
+"""A unit beside containers that holds more than this share of the model's parameters is opened, if its code can be captured."""
+
 MOST_WHOLE = 0.5
 """A module whose own code cannot be captured runs whole, if it holds at most this share of the model's parameters."""
 
@@ -51,6 +54,32 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
                 found[where] = child
 
     walk(model, "")
+    return found
+
+
+def open_units(model: nn.Module, units: Units) -> dict[str, nn.Module]:
+    """Units such that none holds nearly all of the model: in the place of such a unit stand the modules inside it.
+
+    Elements of containers stay whole, as do PyTorch's own modules.
+    """
+    total = sum(p.numel() for p in model.parameters()) or 1
+    found: dict[str, nn.Module] = {}
+
+    def add(path: str, module: nn.Module) -> None:
+        holds = sum(p.numel() for p in module.parameters())
+        parent = model.get_submodule(path.rpartition(".")[0])
+        whole = isinstance(parent, _CONTAINERS) or type(module).__module__.startswith("torch.") or not list(module.children())
+        if whole or holds <= NEARLY_ALL * total:
+            if not any(module is each for each in (*units.values(), *found.values())) or units.get(path) is module:
+                found[path] = module
+            return
+        for name, child in module.named_children():
+            inner = child.named_children() if _is_never_called(child) else [("", child)]
+            for key, each in inner:
+                add(f"{path}.{name}.{key}" if key else f"{path}.{name}", each)
+
+    for path, module in units.items():
+        add(path, module)
     return found
 
 
