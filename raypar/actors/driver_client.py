@@ -337,7 +337,7 @@ class RunFollower:
         if what is not None:
             if isinstance(error, OutOfMemoryError):
                 raise killed_for_memory_error(f"the driver was lost: {what}; it", error) from error
-            cure = "look at what your callbacks do, which run in it, and at the memory of its machine"
+            cure = "look at what your callbacks do, which run in it, and at the memory and the temporary folder of its machine"
             raise WorkerLost(f"the driver was lost: {what}", cure=f"{cure}; {self._how_to_resume()}") from error
         if self.started is not None:  # it died before it had begun
             self.started = call_ray(lambda: self.driver.start.remote(self.request))
