@@ -58,9 +58,9 @@ PATIENT = {
 """Longer deadlines for the local Ray cluster: its processes may start on a busy machine, and one of them may be stopped for a
 while before Ray calls it lost (Ray's own limit of 7 minutes is meant for machines that are gone)."""
 
-NO_TASK_EVENTS = {"RAY_task_events_report_interval_ms": "0"}
+NOT_RECORDED = {"RAY_task_events_report_interval_ms": "0", "RAY_enable_metrics_collection": "false"}
 """Keeps Ray from sending the control store a record of every call of an actor. It would hold them in memory (15 KB for a step
-of four workers) for Ray's dashboard, and a local Ray cluster has none."""
+of four workers) for Ray's dashboard, and a local Ray cluster has none; nor a page of metrics, which asks for no token."""
 
 ATTEMPTS = 3
 """How often the start of Ray is attempted: Ray gives its raylet 30 s, which no setting changes."""
@@ -149,7 +149,7 @@ def connect_ray(
         )
     given, address = address, address or os.environ.get("RAY_ADDRESS")
     # The local cluster is for workers only: unlike Ray's default, other processes of the machine do not come before them.
-    ours = {"PYTHONPATH": worker_python_path(working_dir), "RAY_worker_niceness": "0", **PATIENT, **NO_TASK_EVENTS}
+    ours = {"PYTHONPATH": worker_python_path(working_dir), "RAY_worker_niceness": "0", **PATIENT, **NOT_RECORDED}
     with temporary_environment_variables(QUIET if address else {**QUIET, **ours}), without_ray_leftovers():
         import ray
 

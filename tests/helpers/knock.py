@@ -18,7 +18,7 @@ METHODS = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
     "/ray.rpc.InternalKVGcsService/InternalKVKeys",
     "/ray.rpc.NodeManagerService/GetNodeStats",
-    "/ray.rpc.ObjectManagerService/FreeObjects",
+    "/ray.rpc.ObjectManagerService/Pull",
     "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
 )
 """One of each service that Ray's processes offer."""

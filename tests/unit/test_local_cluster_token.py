@@ -93,3 +93,19 @@ def test_a_ray_that_would_listen_elsewhere_or_ask_for_no_token_is_not_used(monke
         ray_connection.start_local_ray(1),
     ):
         pass
+
+
+def test_a_local_cluster_keeps_no_records_and_shows_no_page_that_asks_for_no_token(monkeypatch, tmp_path):
+    seen = {}
+
+    def start(workers, nodes, gpus):
+        seen.update(os.environ)
+        raise ClusterError("enough", cure="none")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_connection, "start_local_ray", start)
+    with pytest.raises(ClusterError, match="enough"), ray_connection.connect_ray(None, 1, tmp_path):
+        pass
+    assert seen["RAY_task_events_report_interval_ms"] == "0" and seen["RAY_enable_metrics_collection"] == "false"
+    assert "RAY_task_events_report_interval_ms" not in os.environ
