@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured_shards import share_of_largest_shard
+from helpers.model_zoo import import_transformers
 from helpers.on_shards import on_shards
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -364,8 +365,7 @@ def test_layers_with_adapters_around_some_projections_are_cut_with_them(rank: in
 
 def library_model(name: str) -> nn.Module:
     """A small causal model of `transformers`."""
-    import transformers
-
+    transformers = import_transformers()
     common = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "use_cache": False}
     if name.startswith("falcon"):
         grouped = name == "falcon, grouped keys"
