@@ -105,6 +105,8 @@ class DriverStartup:
         parts = self.parts
         await parts.side_effects.awaited(parts.recorder.record_resumption)
         parts.feed.pass_on(parts.recorder.new_events())
+        for line in parts.request.warnings:
+            parts.side_effects.note("warning", text=line)
         swept = await asyncio.to_thread(remove_leftover_placement_groups, parts.request.run)
         if swept:
             what = count_of(swept, "placement group")

@@ -41,7 +41,7 @@ class RunRequest:
     callbacks: bytes
     """The `Callbacks`, pickled; they are called in the driver."""
     contract: Mapping[str, Any]
-    """The part of the job that a checkpoint stores, to check that it is resumed by the same job."""
+    """The part of the job that a checkpoint stores, to check that it is resumed by the same job; digests of its code too."""
     predicted: Timeline
     """The step as the simulator predicts it, for the picture."""
     outline: ModelOutline
@@ -54,6 +54,8 @@ class RunRequest:
     """The checkpoint folder that workers load; None for a new run."""
     resumption: Mapping[str, Any] | None = None
     """The event of the resumption, which the driver records; None for a new run."""
+    warnings: tuple[str, ...] = ()
+    """What is told and recorded as warnings when the run begins."""
     keep_checkpoints: int = 2
     """How many checkpoints are kept."""
     listen_host: str | None = None

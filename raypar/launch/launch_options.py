@@ -31,6 +31,8 @@ class LaunchOptions:
     """The event of a resumption (`describe_resumption`), which `make_folder` fills in; None for a new run."""
     steps_done: int = 0
     """Steps that are done in the checkpoint to resume from."""
+    former_code: Any = None
+    """The job's code as that checkpoint has it (`code_of_job`); None if it has none, and for a new run."""
     save_every: int = 0
     """Steps from one checkpoint to the next; 0: at the end only."""
     save_at_end: bool = True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError
 from raypar.launch.chosen_plan import ChosenPlan
+from raypar.launch.code_of_job import code_of_job, describe_code_change
 from raypar.launch.launch_options import LaunchOptions
 from raypar.run_folder import RunFolder
 from raypar.storage.filesystems import pickle_registered_filesystems
@@ -56,6 +57,8 @@ def make_run_request(
     backend.check_plan(spec, checked.graph, chosen.plan, lowered, elastic=options.elastic is not None)
     pickled_spec = pickle_for_workers(spec, given_parts(spec))
     pickled_callbacks = pickle_for_workers(Callbacks(options.callbacks), {"callbacks": options.callbacks})
+    code = code_of_job(spec)
+    changed = describe_code_change(options.former_code, code)
 
     def request(folder: RunFolder, host: str | None) -> RunRequest:
         return RunRequest(
@@ -70,7 +73,8 @@ def make_run_request(
             spec=pickled_spec,
             assignments=tuple(cloudpickle.dumps(a) for a in lowered),
             callbacks=pickled_callbacks,
-            contract=contract_of_job(spec),
+            contract={**contract_of_job(spec), "code": code},
+            warnings=() if changed is None else (changed,),
             outline=outline,
             profile=chosen.profile.with_outline(outline),
             validation_batching=lowered[0].validation_microbatches,

@@ -148,7 +148,8 @@ def prepare_resumed_run(
     if line := describe_edition_change(manifest):
         tell({"kind": "warning", "text": line})
     tell({"kind": "resuming", "text": text, "step": manifest.steps_done})
-    return replace(options, resume=checkpoint, steps_done=manifest.steps_done), check_and_choose
+    code = manifest.contract.get("code")
+    return replace(options, resume=checkpoint, steps_done=manifest.steps_done, former_code=code), check_and_choose
 
 
 def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> CheckpointRef:

@@ -1,0 +1,248 @@
+"""Digests of the user's code that decides a run's results, and what of it has changed since a checkpoint was written.
+
+Followed are the files of the job's functions and of what they import, as far as they are the user's (neither of an installed
+package nor of Python), and of what a script or notebook defines the functions and classes that are used. Comments, docstrings
+and layout are no code. Nothing is imported here. Not seen: data, compiled extensions, and modules that are loaded by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.machinery
+import importlib.metadata
+import inspect
+import linecache
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from raypar.worker.job_spec import JobSpec, Ref
+
+PACKAGE = "package "
+"""What the names of packages begin with; other names are paths below the folder of import, or `script: function`."""
+
+
+def code_of_job(spec: JobSpec) -> dict[str, str]:
+    """Name of a file, a script's function or a package -> digest or version, of the code on which the job's results depend."""
+    found = _Code()
+    optimizer = spec.optimizer.optimizer
+    for ref in (spec.model, spec.loss, spec.data.dataset, optimizer, *filter(None, [spec.lr_schedule])):
+        found.follow_ref(ref)
+    return dict(sorted(found.digests.items()))
+
+
+def describe_code_change(then: Any, now: Mapping[str, str]) -> str | None:
+    """One line that says what of a job's code has changed; None if nothing has. `then`: as the checkpoint has it; None in those
+    of a raypar that kept no digests, about which nothing is said."""
+    if not isinstance(then, Mapping):
+        return None
+    parts = []
+    for name in sorted({*then, *now}):
+        before, after = then.get(name), now.get(name)
+        if before == after:
+            continue
+        if name.startswith(PACKAGE):
+            parts.append(f"{name} {before or '(not used)'} -> {after or '(not used)'}")
+        else:
+            parts.append(name + (" (new)" if before is None else " (no longer used)" if after is None else ""))
+    if not parts:
+        return None
+    more = f" and {len(parts) - 10} more" if len(parts) > 10 else ""
+    return (
+        f"the job's code has changed since the checkpoint: {', '.join(parts[:10])}{more}; the run goes on with the code of "
+        "now, so that its results are those of an undisturbed run neither of the former code nor of this one"
+    )
+
+
+class _Code:
+    """Follows code from the job's functions to what they use, each file and function once."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+        """What `code_of_job` returns."""
+        self._modules = set[str]()
+        """Names of modules that were followed."""
+        self._objects = list[Any]()
+        """Functions, classes and objects that were followed."""
+
+    def follow_ref(self, ref: Ref) -> None:
+        """Follow a function of the job and what it is called with."""
+        if isinstance(ref.target, str):
+            self._follow_module(ref.target.partition(":")[0])
+        else:
+            self._follow_object(ref.target)
+        self._follow_object(dict(ref.args))
+
+    def _follow_object(self, value: Any) -> None:
+        """Follow a function or class, or an object by its class; values that are no code are left alone."""
+        if value is None or isinstance(value, (str, bytes, int, float)) or any(value is one for one in self._objects):
+            return
+        if isinstance(value, ModuleType):
+            self._follow_module(value.__name__)
+            return
+        self._objects.append(value)
+        if isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._follow_object(part)
+        elif isinstance(value, Mapping):
+            for part in value.values():
+                self._follow_object(part)
+        elif type(value) in (list, tuple):
+            if len(value) <= 100:  # longer ones are data
+                for part in value:
+                    self._follow_object(part)
+        elif inspect.ismethod(value):
+            self._follow_object(value.__func__)
+            self._follow_object(value.__self__)
+        elif inspect.isfunction(value) or inspect.isclass(value):
+            if value.__module__ == "__main__":
+                self._follow_source(value)
+            elif value.__module__:
+                self._follow_module(value.__module__)
+        elif not inspect.isbuiltin(value):
+            self._follow_instance(value)
+
+    def _follow_instance(self, value: Any) -> None:
+        """Follow an object by its class and what it calls: the transforms of a data set, say, or the modules of a model."""
+        kind, parts = type(value), getattr(value, "__dict__", {}).values()
+        self._follow_object(kind)
+        for part in parts:
+            if callable(part) or kind.__module__.startswith("raypar."):  # raypar's own hold what users gave, `Given` for one
+                self._follow_object(part)
+        if hasattr(kind, "named_parameters") and hasattr(kind, "modules"):
+            for kind in {type(part) for part in value.modules()}:
+                self._follow_object(kind)
+
+    def _follow_source(self, value: Any) -> None:
+        """Follow a function or class of a script or notebook by its own source: other lines there are no part of the job."""
+        trees = _source_trees(value)
+        if not trees:
+            return
+        digest = hashlib.sha256(repr([tree_shape(tree) for tree in trees]).encode())
+        there = vars(sys.modules["__main__"]) | dict(getattr(value, "__globals__", {}))
+        with_closure = inspect.isfunction(value)
+        there |= inspect.getclosurevars(value).nonlocals if with_closure else {}
+        for name in sorted({node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)} & {*there}):
+            if isinstance(there[name], (bool, int, float, str, type(None))):
+                digest.update(f"{name}={there[name]!r}".encode())
+            else:
+                self._follow_object(there[name])
+        for tree in trees:
+            self._follow_imports(tree, "__main__", False)
+        self.digests[f"script: {value.__qualname__}"] = digest.hexdigest()
+
+    def _follow_module(self, name: str) -> None:
+        """Follow a module's file and its imports; of an installed package take the version."""
+        top = name.partition(".")[0]
+        if name in self._modules or name == "__main__" or top == "raypar" or top in sys.stdlib_module_names:
+            return
+        self._modules.add(name)
+        found = _find(name)
+        if found is None:
+            return
+        path, is_package = found
+        if {"site-packages", "dist-packages"} & set(path.parts):
+            version = _version(top)
+            if version is not None:
+                self.digests[PACKAGE + top] = version
+            return
+        if "." in name:
+            self._follow_module(name.rpartition(".")[0])  # the `__init__` runs first
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):  # what cannot be read cannot have been imported either
+            return
+        label = name.replace(".", "/") + ("/__init__.py" if is_package else ".py")
+        self.digests[label] = hashlib.sha256(repr(tree_shape(tree)).encode()).hexdigest()
+        self._follow_imports(tree, name, is_package)
+
+    def _follow_imports(self, tree: ast.AST, module: str, is_package: bool) -> None:
+        for name in _imported_names(tree, module, is_package):
+            self._follow_module(name)
+
+
+def tree_shape(node: Any) -> Any:
+    """A syntax tree as nested tuples without places, comments and docstrings, the same under several versions of Python."""
+    if isinstance(node, list):
+        return tuple(map(tree_shape, node))
+    if isinstance(node, ast.Constant):
+        return type(node.value).__name__, repr(node.value)
+    if not isinstance(node, ast.AST):
+        return node
+    fields = dict(ast.iter_fields(node))
+    body = fields.get("body")
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and body:
+        first = body[0].value if isinstance(body[0], ast.Expr) else None
+        if isinstance(first, ast.Constant) and isinstance(first.value, str):
+            fields["body"] = body[1:]
+    left_out = (None, [], ())
+    return type(node).__name__, *(
+        (name, tree_shape(value)) for name, value in fields.items() if value not in left_out and name != "type_comment"
+    )
+
+
+def _imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """Names of modules that a module's tree may import; some of them are names in modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: len(module.split(".")) - node.level + is_package]
+                base = ".".join([*parents, *filter(None, [base])])
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _find(name: str) -> tuple[Path, bool] | None:
+    """(source of a module, whether it is a package), found as an import would find it; None if there is no such source."""
+    folders: Iterable[str] | None = None
+    spec = None
+    for depth in range(name.count(".") + 1):
+        try:
+            spec = importlib.machinery.PathFinder.find_spec(".".join(name.split(".")[: depth + 1]), folders)
+        except (ImportError, ValueError, AttributeError):
+            return None
+        if spec is None:
+            return None
+        folders = spec.submodule_search_locations
+        if folders is None and depth < name.count("."):
+            return None
+    if spec is None or not spec.origin:
+        return None
+    path = Path(spec.origin)
+    if path.suffix != ".py" and not {"site-packages", "dist-packages"} & set(path.parts):
+        return None
+    return path, spec.submodule_search_locations is not None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a distribution of another name
+        version = getattr(sys.modules.get(package), "__version__", None)
+        return version if isinstance(version, str) else None
+
+
+def _source_trees(value: Any) -> list[ast.AST]:
+    """The syntax trees of a function or class of a script or notebook; of a lambda all those of its line. None: no source."""
+    code: CodeType | None = getattr(value, "__code__", None)
+    try:
+        if code is not None and code.co_name == "<lambda>":
+            file = ast.parse("".join(linecache.getlines(code.co_filename)))
+            return [node for node in ast.walk(file) if isinstance(node, ast.Lambda) and node.lineno == code.co_firstlineno]
+        return [ast.parse(textwrap.dedent(inspect.getsource(value)))]
+    except (OSError, TypeError, SyntaxError, ValueError):
+        if not inspect.isclass(value):
+            return []
+        methods = [
+            part for part in vars(value).values() if inspect.isfunction(part)
+        ]  # of notebooks: Python finds no class there
+        return [tree for method in methods if method.__module__ == "__main__" for tree in _source_trees(method)]
