@@ -86,8 +86,8 @@ _DEVICE_ERRORS = ("Torch not compiled with CUDA", "Found no NVIDIA driver", "No 
 """What PyTorch says where code asks for a GPU itself."""
 
 
-def cure_for_known_error(error: BaseException) -> str | None:
-    """What to do about an error that PyTorch raises in many users' code; None for others."""
+def cure_for_known_error(error: BaseException, model: object = None) -> str | None:
+    """What to do about an error that PyTorch raises in many users' code; None for others. `model`: whose forward raised it."""
     text = error_message(error)
     if any(part in text for part in _DEVICE_ERRORS):
         return (
@@ -95,10 +95,9 @@ def cure_for_known_error(error: BaseException) -> str | None:
             "GPU); a tensor that forward makes itself gets device=x.device"
         )
     if isinstance(error, NotImplementedError) and 'the required "forward"' in text:
-        return (
-            "give a module that has a forward: of a class with training_step (Lightning) the network in it, and as loss a "
-            "function of its output and the target"
-        )
+        if hasattr(model, "training_step"):  # Lightning's, which raypar does not call
+            return "give the network inside of it as the model, and as loss a function of the network's output and the target"
+        return "define forward in that class, or call what it holds (an nn.ModuleList has no forward of its own)"
     if isinstance(error, ValueError) and text.startswith("Expected more than 1 value per channel"):
         return (
             "a norm's statistics are those of one microbatch: give every microbatch two samples at least (batch_size >= 2 x "

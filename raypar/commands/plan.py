@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MOST_WHOLE_GROUPS = 8
 """Groups of layers that the line on what shards hold whole names; it says how many more there are."""
 MOST_REASONS = 3
-"""Lines on why layers stay whole."""
+"""Most lines on why layers stay whole."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,15 +58,11 @@ def show_plan(args: argparse.Namespace, out: TextIO) -> int:
     """See `run`; prints to `out`."""
     from raypar.config import load_job
     from raypar.model.layer_skeletons import layer_sizes
-    from raypar.model.tensor_parallel.infer_by_structure import reasons_for_whole
     from raypar.planner.plan_search import predict_step
     from raypar.user_code_errors import make_importable
     from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_without_values
 
-    if args.workers is not None and args.workers < 1:
-        raise ConfigError(f"--workers {args.workers}", cure="give 1 worker or more")
-    if args.memory is not None and not 0 < args.memory < math.inf:
-        raise ConfigError(f"--memory {args.memory:g}", cure="give what a worker has, in MiB")
+    check_numbers_of_arguments(args)
     job = load_job(args.job, args.overrides)
     make_importable(job.source_dir)
     spec = job.to_spec()
@@ -86,10 +82,7 @@ def show_plan(args: argparse.Namespace, out: TextIO) -> int:
     found = plan_as_dict(
         plan, name, spec.batching, sizes, profile, shown.schedule, layer_sizes_by_shard(graph, spec, plan, sizes)
     )
-    found["cut"] = shard_style_by_layer(graph, spec, plan)
-    found["whole_on_every_shard"] = whole_bytes_on_shards(graph, spec, plan)
-    found["why_whole"] = reasons_for_whole(graph)
-    found["parameter_bytes"] = sum(size.nbytes for size in sizes)
+    found |= shards_as_dict(graph, spec, plan, sizes)
     parts = [plan_as_text(found), spec.precision.describe() or ""]
     if profile is not None:
         timeline, _ = predict_step(profile, plan, shown.schedule or name, spec.batching)
@@ -117,6 +110,14 @@ def show_plan(args: argparse.Namespace, out: TextIO) -> int:
     if args.svg is not None:
         print(f"wrote {args.svg}")
     return 0
+
+
+def check_numbers_of_arguments(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for a number of workers or MiB that none can have."""
+    if args.workers is not None and args.workers < 1:
+        raise ConfigError(f"--workers {args.workers}", cure="give 1 worker or more")
+    if args.memory is not None and not 0 < args.memory < math.inf:
+        raise ConfigError(f"--memory {args.memory:g}", cure="give what a worker has, in MiB")
 
 
 @dataclass(frozen=True)
@@ -398,6 +399,18 @@ def whole_bytes_on_shards(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> di
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
+def shards_as_dict(graph: Graph, spec: JobSpec, plan: ParallelPlan, sizes: Sequence[LayerSize]) -> dict[str, Any]:
+    """What is cut over shards, what is whole on each of them, why, and the bytes of all parameters."""
+    from raypar.model.tensor_parallel.infer_by_structure import reasons_for_whole
+
+    return {
+        "cut": shard_style_by_layer(graph, spec, plan),
+        "whole_on_every_shard": whole_bytes_on_shards(graph, spec, plan),
+        "why_whole": reasons_for_whole(graph),
+        "parameter_bytes": sum(size.nbytes for size in sizes),
+    }
+
+
 def whole_on_shards_line(whole: Mapping[str, int], parameter_bytes: int) -> str:
     """The largest layers of `whole_bytes_on_shards`, the MiB of all, and their share of the model's parameters."""
     groups = group_similar_layers(dict.fromkeys(whole, ""))
@@ -410,7 +423,7 @@ def whole_on_shards_line(whole: Mapping[str, int], parameter_bytes: int) -> str:
 
 
 def why_whole_lines(whole: Mapping[str, int], reasons: Mapping[str, str]) -> list[str]:
-    """Of the largest layers of `whole_bytes_on_shards` those about which something is known; layers alike are one line."""
+    """A line for each reason why layers of `whole_bytes_on_shards` stay whole, with these layers; at most `MOST_REASONS`."""
     known = {name: reasons[name] for name in whole if name in reasons}
     alike: dict[str, list[str]] = {}
     for name, why in known.items():

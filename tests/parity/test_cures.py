@@ -41,10 +41,30 @@ def test_names_have_the_article_that_they_are_spoken_with():
     assert [with_article(name)[:2].strip() for name in names] == ["a", "an", "an", "an", "an", "a", "a", "a", "an"]
 
 
+class LitViT(ViT):
+    def training_step(self, batch: Any) -> None:
+        pass
+
+
+class TooWide(ViT):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([x, x], dim=1))
+
+
 @pytest.mark.parametrize("model", [ViT(), ViT])
-def test_what_the_forward_of_a_module_raises_is_said(model):
+def test_a_module_without_forward_is_told_to_define_it(model):
     said = refused(model=model)
     assert said.startswith("the forward of ViT, given x [2, 2] torch.float32, raised NotImplementedError:")
+    assert "| define forward in that class" in said and "training_step" not in said
+
+
+def test_of_a_module_with_a_training_step_the_network_is_asked_for():
+    assert "| give the network inside of it as the model" in refused(model=LitViT())
+
+
+def test_what_the_forward_of_a_module_raises_is_said():
+    said = refused(model=TooWide())
+    assert said.startswith("the forward of TooWide, given x [2, 2] torch.float32, raised RuntimeError:")
     assert "| call the model on one batch by itself" in said
 
 

@@ -345,7 +345,7 @@ class TraceCache:
         return ModelError(
             f"the forward of {type(self.model).__name__}, given {given}, raised {error_text(error)}\n"
             f"{''.join(traceback.format_exception(error, chain=is_chain_of_users(error)))}",
-            cure=cure_for_known_error(error)
+            cure=cure_for_known_error(error, self.model)
             or "call the model on one batch by itself; compare the shapes of samples (data) with what it expects",
         )
 

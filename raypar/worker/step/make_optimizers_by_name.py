@@ -6,7 +6,7 @@ import fnmatch
 import inspect
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -79,21 +79,46 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
             f"{spec.optimizer.label} evaluates the loss several times a step (a closure)",
             cure="use an optimizer without closure",
         )
-    patterns = (*(pattern for pattern, _ in spec.groups), ALL_PARAMETERS)
+    for kind in _optimizer_classes(made):
+        without_dynamo(kind)
+    groups = _parameter_groups(spec, parameters)
+    optimizer = _make_optimizer(spec, made, groups)
+    for pattern, overrides in spec.groups:
+        unknown = sorted(set(overrides) - set(optimizer.defaults))
+        if unknown:  # torch would keep it in the group and never read it
+            raise ConfigError(
+                f"optimizer group {pattern!r} sets {unknown[0]!r}, which {spec.optimizer.label} does not know",
+                cure=f"it knows {', '.join(sorted(optimizer.defaults))}",
+            )
+    for group, made_group in zip(groups, optimizer.param_groups, strict=True):
+        made_group["raypar_names"], made_group["raypar_pattern"] = group["names"], group["pattern"]
+        lr = made_group.get("lr")
+        made_group["raypar_base_lr"] = None if lr is None else float(lr)
+        if isinstance(lr, Tensor):
+            made_group["lr"] = lr.clone()  # `set_learning_rate` writes into it, and the same tensor may be in `defaults`
+    setattr(optimizer, GIVEN, GivenValues.of(optimizer))
+    return optimizer
+
+
+def _parameter_groups(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    """The groups of the job that have trained parameters: the job's options, `params`, their `names`, the group's `pattern`."""
     groups: list[dict[str, Any]] = [
         {**overrides, "params": [], "names": [], "pattern": pattern}
-        for pattern, overrides in zip(patterns, (*(given for _, given in spec.groups), {}), strict=True)
+        for pattern, overrides in (*spec.groups, (ALL_PARAMETERS, {}))
     ]
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             group = groups[optimizer_group_of(spec, name)]
             group["params"].append(parameter)
             group["names"].append(name)
-    for kind in _optimizer_classes(made):
-        without_dynamo(kind)
+    return [group for group in groups if group["params"]]
+
+
+def _make_optimizer(spec: OptimizerSpec, make: Callable[..., Any], groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer that `make` returns for the groups, in training mode. Raises what `build_optimizer` does."""
     try:
-        optimizer = made(
-            [{k: v for k, v in g.items() if k not in ("names", "pattern")} for g in groups if g["params"]],
+        optimizer = make(
+            [{key: value for key, value in group.items() if key not in ("names", "pattern")} for group in groups],
             **spec.optimizer.args,
         )
         if callable(train := getattr(optimizer, "train", None)):  # those that average weights have two modes
@@ -118,20 +143,6 @@ def build_optimizer(spec: OptimizerSpec, parameters: Mapping[str, nn.Parameter])
             f"{spec.optimizer.label} made a {type(optimizer).__name__}, not a torch.optim.Optimizer",
             cure="name a class such as torch.optim:AdamW",
         )
-    for pattern, overrides in spec.groups:
-        unknown = sorted(set(overrides) - set(optimizer.defaults))
-        if unknown:  # torch would keep it in the group and never read it
-            raise ConfigError(
-                f"optimizer group {pattern!r} sets {unknown[0]!r}, which {spec.optimizer.label} does not know",
-                cure=f"it knows {', '.join(sorted(optimizer.defaults))}",
-            )
-    for group, made_group in zip([g for g in groups if g["params"]], optimizer.param_groups, strict=True):
-        made_group["raypar_names"], made_group["raypar_pattern"] = group["names"], group["pattern"]
-        lr = made_group.get("lr")
-        made_group["raypar_base_lr"] = None if lr is None else float(lr)
-        if isinstance(lr, Tensor):
-            made_group["lr"] = lr.clone()  # `set_learning_rate` writes into it, and the same tensor may be in `defaults`
-    setattr(optimizer, GIVEN, GivenValues.of(optimizer))
     return optimizer
 
 
