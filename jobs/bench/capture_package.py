@@ -146,9 +146,9 @@ def as_text(found: dict[str, dict[str, Any]]) -> str:
         "module, in 3 stages that hand each other copies; random numbers are seeded for each unit in both. Refused: one error "
         "before the run. Crashed: anything else that was raised. Small random configurations; use_cache, layerdrop and the "
         "masks of speech models are switched off, as the guide says. timm: one architecture of each of its model files. "
-        "Wrong, where it is one gradient of VB-LoRA: a layer uses "
-        "the bank several times, and its uses are added layer by layer (rule 6), in another order than autograd's; measured: "
-        "1.2e-07 of the largest number, the same in one stage and in three."
+        "Wrong: not equal to the last bit; what differs, and by how much, is in the row. A parameter that several layers use, "
+        "one of them several times, is added layer by layer (rule 6 of the contract) and differs in its last bits, in one "
+        "stage as in three."
     )
     return "\n\n".join(
         [
@@ -189,8 +189,8 @@ def _large_text(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _list_of(title: str, rows: Iterable[dict[str, Any]]) -> list[str]:
-    cells = [[row["package"], row["model"], row["verdict"], re.sub(r"[|\s]+", " ", row["why"])[:220]] for row in rows]
-    return [f"## {title}", table(["package", "model", "verdict", "first line"], cells)] if cells else []
+    cells = [[row["package"], row["model"], row["verdict"], re.sub(r"[|\s]+", " ", row["why"])[:260]] for row in rows]
+    return [f"## {title}", table(["package", "model", "verdict", "what was said or found"], cells)] if cells else []
 
 
 def _versions_text(versions: dict[str, str]) -> str:

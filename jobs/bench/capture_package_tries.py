@@ -13,7 +13,7 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -75,21 +75,33 @@ def tried(given: Case) -> dict[str, Any]:
         return facts | {"verdict": "crashed", "why": said(error), "all": traceback.format_exc()[-3000:]}
     facts |= {"capture_s": time.process_time() - start, "layers": len(captured.layers), "largest": largest_share(captured)}
     try:
-        differ = compared(captured, plain, batch, draws=draws)
+        differ = compared(captured, plain, batch, STAGES, draws=draws)
+        in_one = compared(captured, plain, batch, 1, draws=draws) if differ else []
     except Exception as error:
         return facts | {"verdict": "crashed", "why": f"run in stages: {said(error)}", "all": traceback.format_exc()[-3000:]}
     if differ:
-        return facts | {"verdict": "wrong", "why": f"{len(differ)} differ: {', '.join(differ[:4])}"}
+        one_stage = "the same" if in_one == differ else ", ".join(in_one[:4]) or "nothing"
+        return facts | {"verdict": "wrong", "why": f"{len(differ)} differ: {', '.join(differ[:4])}; in one stage {one_stage}"}
     return facts | {"verdict": "exact"}
 
 
-def compared(captured: Captured, plain: nn.Module, batch: Batch, *, draws: bool) -> list[str]:
-    """What differs between the stages and the plain module."""
-    count = len(captured.layers)
-    cuts = sorted({count * stage // STAGES for stage in range(1, STAGES)} - {0})
+def compared(captured: Captured, plain: nn.Module, batch: Batch, count: int, *, draws: bool) -> list[str]:
+    """What differs between `count` stages and the plain module; of a gradient also by how much."""
+    layers = len(captured.layers)
+    cuts = sorted({layers * stage // count for stage in range(1, count)} - {0})
     stages = make_stages(captured, plain, cuts)
     found = run_stages(captured, stages, batch, loss_of, seeded=draws)
-    return differences(found, run_plain(captured, plain, batch, loss_of, seeded=draws))
+    wanted = run_plain(captured, plain, batch, loss_of, seeded=draws)
+    return [f"{what}{_by_how_much(what, found[2], wanted[2])}" for what in differences(found, wanted)]
+
+
+def _by_how_much(what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+    """The largest difference of a gradient, as a share of its largest number; nothing for what is not in both."""
+    name = what.removeprefix("gradient of ")
+    if name == what or name not in found or name not in wanted:
+        return ""
+    one, other = found[name].detach().double(), wanted[name].detach().double()
+    return f" by {float((one - other).abs().max() / other.abs().max().clamp_min(1e-300)):.1e} of its largest number"
 
 
 def largest_share(captured: Captured) -> float:
