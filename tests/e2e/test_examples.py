@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from raypar.actors.ray_connection import connect_ray
+from raypar.actors.local_ray_cleanup import remove_local_ray_on_exit
+from raypar.actors.ray_connection import make_short_temp_dir
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -47,10 +48,12 @@ def test_a_sweep_of_ray_tune_trains_each_trial_and_its_runs_take_turns_on_a_smal
 
 @pytest.mark.chaos
 def test_a_ray_program_trains_on_its_own_cluster_with_stages_replicas_and_shards(tmp_path):
-    with connect_ray(None, 8, EXAMPLES.parent):
+    with remove_local_ray_on_exit(folder := make_short_temp_dir()):
+        ray.init("local", num_cpus=9, include_dashboard=False, logging_level="ERROR", _temp_dir=str(folder))
         address = ray.get_runtime_context().gcs_address
         command = [sys.executable, str(EXAMPLES / "drive_a_cluster.py"), "--address", address, "--run-dir", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+        ray.shutdown()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 stages x 2 replicas x 2 shards" in done.stdout
     assert "80 steps, the last 20 with one worker" in done.stdout
