@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raypar.errors import ConfigError
-from raypar.no_file_descriptor import cure_of_os_error
+from raypar.os_error_cure import cure_of_os_error
 from raypar.untrusted_files import read_limited_bytes
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -18,7 +18,7 @@ from typing import NoReturn
 from raypar import __version__
 from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.errors import ConfigError, Interrupted, RayparError
-from raypar.no_file_descriptor import NO_DESCRIPTOR_ERRNOS, cure_of_os_error
+from raypar.os_error_cure import NO_DESCRIPTOR_ERRNOS, cure_of_os_error
 from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.traceback_filter import remove_raypar_frames, shows_raypar_frames
 from raypar.untrusted_files import READABLE, printable

@@ -22,7 +22,7 @@ from typing import Any
 
 from raypar.atomic_write import DISK_FULL_ERRNOS, explain_write_errors, regular_file_opener
 from raypar.errors import ConfigError
-from raypar.no_file_descriptor import cure_of_os_error
+from raypar.os_error_cure import cure_of_os_error
 from raypar.read_run_lines import FILE_BYTES, Line, merge_jsonl_lines, read_valid_lines
 from raypar.run_folder_schema import check_run_folder_json
 from raypar.storage.run_files import CHECKPOINTS, TEMPORARY_FOLDER_PREFIX

@@ -29,7 +29,7 @@ import raypar
 from raypar.errors import RayparError
 from raypar.model.layer_skeletons import canonical_names, parameter_shapes
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
-from raypar.model.tensor_parallel.infer_by_structure import structure_of
+from raypar.model.tensor_parallel.infer_styles_by_structure import structure_of
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of

@@ -31,7 +31,7 @@ from raypar.actors.driver_storage_session import DriverStorageSession
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.hello_and_failure_messages import StepCall, pickle_error_for_client
-from raypar.actors.kernel_memory_kills import KernelMemoryKills
+from raypar.actors.kernel_oom_kills import KernelOomKills
 from raypar.actors.members_file import MembersFileText
 from raypar.actors.metrics_publisher import MetricsPublisher
 from raypar.actors.metrics_publishing_loop import MetricsPublishingLoop
@@ -155,7 +155,7 @@ class DriverActor:
             feed=feed,
             storage_session=storage_session,
         )
-        self.memory_kills = KernelMemoryKills()
+        self.memory_kills = KernelOomKills()
         self.members_text = MembersFileText(request)
         self.startup = DriverStartup(parts)
         self.generations = GenerationChange(parts)

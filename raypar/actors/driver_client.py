@@ -26,7 +26,7 @@ from raypar import __version__
 from raypar.actors.control_store_watch import ControlStoreLost, call_ray, current_watch, run_with_timeout
 from raypar.actors.driver_actor import ABANDONED_S, DriverActor
 from raypar.actors.driver_shutdown import CLIENT_GONE_S
-from raypar.actors.killed_for_memory import KILL_CURE, killed_for_memory_error, memory_shortage_here
+from raypar.actors.ray_memory_monitor import KILL_CURE, memory_monitor_kill_error, memory_shortage_here
 from raypar.actors.run_request import GRACE_S, RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import remove_leftover_placement_groups, run_namespace
@@ -336,7 +336,7 @@ class RunFollower:
             what = f"its process has died {self.deaths} times, one after the other, without any of them reporting step {step}"
         if what is not None:
             if isinstance(error, OutOfMemoryError):
-                raise killed_for_memory_error(f"the driver was lost: {what}; it", error) from error
+                raise memory_monitor_kill_error(f"the driver was lost: {what}; it", error) from error
             cure = "look at what your callbacks do, which run in it, and at the memory and the temporary folder of its machine"
             raise WorkerLost(f"the driver was lost: {what}", cure=f"{cure}; {self._how_to_resume()}") from error
         if self.started is not None:  # it died before it had begun

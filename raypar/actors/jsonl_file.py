@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from raypar.atomic_write import regular_file_opener, replace_file_atomically
-from raypar.no_file_descriptor import cure_of_os_error
+from raypar.os_error_cure import cure_of_os_error
 from raypar.read_run_lines import Line, jsonl_line_sort_key, merge_jsonl_lines, parse_jsonl_lines, read_lines_file
 
 KEPT_BYTES = 8 << 20

@@ -33,7 +33,7 @@ from raypar.atomic_write import replace_file_atomically
 from raypar.elastic.actions import Teardown
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CheckpointError, RayparError, error_first_line
-from raypar.no_file_descriptor import cure_of_os_error
+from raypar.os_error_cure import cure_of_os_error
 from raypar.plan import ParallelPlan
 from raypar.plan.global_loss_and_norm import mean_loss
 from raypar.planner.memory_sheet import memory_sheets

@@ -14,8 +14,8 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_for_answers
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.hello_and_failure_messages import CallFailure
-from raypar.actors.killed_for_memory import killed_for_memory_error
 from raypar.actors.plan_cache import PlanCache
+from raypar.actors.ray_memory_monitor import memory_monitor_kill_error
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import gather_answers_within
 from raypar.elastic import events as on
@@ -166,7 +166,7 @@ class WorkerCalls:
                 cure = f"with `elastic: true` lost workers are replaced; {cure}"
             return CallFailure("lost", WorkerLost(what, cure=cure))
         if isinstance(error, OutOfMemoryError):
-            return CallFailure("lost", killed_for_memory_error(who, error))
+            return CallFailure("lost", memory_monitor_kill_error(who, error))
         if isinstance(error, RayError):
             return CallFailure("error", ClusterError(f"{who}: {error}", cure="look at Ray's logs"))
         return CallFailure("error", error)

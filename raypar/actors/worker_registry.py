@@ -18,9 +18,9 @@ from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_fo
 from raypar.actors.autoscaler_state import list_live_node_resources, zones_of_nodes
 from raypar.actors.cluster_info import list_dead_nodes, list_draining_nodes
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
-from raypar.actors.killed_for_memory import killed_for_memory_error
 from raypar.actors.liveness_connection import LivenessConnections
 from raypar.actors.node_loss import NodeLossTracker
+from raypar.actors.ray_memory_monitor import memory_monitor_kill_error
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic import events as on
@@ -330,7 +330,7 @@ class WorkerRegistry:
         worker may live.
         """
         if isinstance(error, OutOfMemoryError):
-            self.post(on.CallFailed("lost", killed_for_memory_error(f"worker {number}", error), number))
+            self.post(on.CallFailed("lost", memory_monitor_kill_error(f"worker {number}", error), number))
         elif isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
             self.post(on.CallFailed("lost", WorkerLost(f"worker {number} was lost: {error_first_line(error)}"), number))
 

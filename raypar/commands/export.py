@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from raypar.console.run_folder_arguments import add_run_dir_argument
 from raypar.errors import CheckpointError, ConfigError
-from raypar.no_file_descriptor import cure_of_os_error
+from raypar.os_error_cure import cure_of_os_error
 from raypar.run_folder import RunFolder, check_local_path, parse_storage_location
 
 if TYPE_CHECKING:

@@ -401,7 +401,7 @@ def whole_bytes_on_shards(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> di
 
 def shards_as_dict(graph: Graph, spec: JobSpec, plan: ParallelPlan, sizes: Sequence[LayerSize]) -> dict[str, Any]:
     """What is cut over shards, what is whole on each of them, why, and the bytes of all parameters."""
-    from raypar.model.tensor_parallel.infer_by_structure import reasons_for_whole
+    from raypar.model.tensor_parallel.infer_styles_by_structure import reasons_for_whole
 
     return {
         "cut": shard_style_by_layer(graph, spec, plan),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
-from raypar.no_file_descriptor import cure_of_os_error
+from raypar.os_error_cure import cure_of_os_error
 from raypar.run_folder import check_local_path
 from raypar.user_code_errors import make_importable
 

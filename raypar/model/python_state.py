@@ -1,4 +1,4 @@
-"""Reads what a model's Python code keeps outside of parameters and buffers, compares two readings, and puts one back.
+"""Reads the state that a model's Python code keeps outside of parameters and buffers, compares two readings, and restores one.
 
 Such state is in attributes of modules and of objects in them, in their classes, in variables of functions (closures, default
 arguments, attributes), in global variables that their code names, and in generators and iterators held by any of these. Caches
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from raypar.model.graph import join_names
 
 MOST_BYTES = 64 << 20
-"""Bytes of tensors and arrays whose content is read; of others identity and number of writes are."""
+"""Most bytes of tensors and arrays whose content is read; beyond that only identity and number of writes are compared."""
 _MOST_FUNCTIONS = 10_000
 """How many functions are looked into for the global variables that they name."""
 _MOST_ELEMENTS = 100
@@ -41,9 +41,9 @@ _DEPTH = 12
 """How many values inside each other are looked into."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _OTHERS = frozenset(("torch", "numpy", "raypar", "builtins")) | frozenset(sys.stdlib_module_names)
-"""Packages whose functions and classes are not looked into."""
+"""Names of packages whose functions and classes are not looked into."""
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
-"""Attributes of every module that are no state of the user's."""
+"""Attributes that every `nn.Module` has: not state of users' code. Those for hooks are not among them."""
 _ITERATORS = (itertools.count, itertools.cycle, itertools.repeat, itertools.chain, map, zip, enumerate, filter) + tuple(
     type(iter(each)) for each in ([], (), {}, range(0), "", set())
 )
@@ -108,7 +108,7 @@ class PythonState:
         return reading
 
     def put_back(self, reading: StateReading, only: str | None = None) -> None:
-        """Let all places, or one of them, hold again what they held; iterators stay as they are."""
+        """Restore what all places, or one of them, held at the reading; iterators are not restored."""
         with torch.no_grad():
             for label, holder, key in list(self._places()):
                 if only in (None, label) and label not in reading.restores:
@@ -234,7 +234,7 @@ class _Reader:
 
     def __init__(self, modules: Mapping[int, tuple[str, nn.Module]]) -> None:
         self.restores: list[Callable[[], None]] = []
-        """What puts back the content of the objects read so far."""
+        """Functions that restore the content of the objects read so far."""
         self._known: dict[int, Any] = {key: ("module", name) for key, (name, _) in modules.items()}
         """`id` of an object -> what has been read. Parameters, buffers and registered modules are not read."""
         for _, module in modules.values():

@@ -1,7 +1,7 @@
 """Compares a captured model with the user's own module on numbers, before a run.
 
-A record cannot know all that Python code between units, and inside of them, may depend on: global variables, shared objects,
-state of a call before. So a few microbatches of the first step are computed twice: by the module as it is, under plain
+A record does not show all that the Python code of a model may depend on: global variables, shared objects, state of an earlier
+call. So a few microbatches of the first step are computed twice: by the module as it is, under plain
 autograd, and by its layers, each stage by itself, on two replicas. Loss and gradients must be the same.
 """
 
@@ -11,7 +11,6 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -30,31 +29,27 @@ from raypar.plan import ParallelPlan
 from raypar.plan.seeds import seed_of
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch, compute_with_and_without_state
-from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref, loss_target_name
+from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.measure_profile import read_microbatches_of_steps
+from raypar.worker.numeric_check_settings import MOST_BYTES, comparison_tolerance, with_few_microbatches
 from raypar.worker.process.gpu_setup import make_seeder
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.loss_function import make_loss_function
 
-MOST_BYTES = 64 << 20
-"""Models with more bytes of parameters and buffers are not compared: it takes six times as much memory."""
 MOST_SECONDS = 3.0
 """A model of which one microbatch takes longer than this is not compared."""
 MICROBATCHES = 3
 """Number of microbatches that are computed; those of one step are compared: with two replicas one worker computes two."""
 MOST_STAGES = 8
 """Number of stages into which the model is cut."""
-TOLERANCES = {"float32": 1e-4, "float64": 1e-9}
-"""Largest difference, as a share of the largest number in a tensor. Far more than sums in another order make, which is the
-least that a wrong record does. Each mixed precision has its own (`AutocastPrecision.comparison_tolerance`)."""
 
 
 def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> str | None:
     """Raises `ModelError` if the layers of a captured model do not compute what the user's module computes, or if a microbatch
     depends on what another has left (`compute_with_and_without_state`).
 
-    Returns why nothing was compared, if so: large and slow models (`MOST_BYTES`, `MOST_SECONDS`) are not, and a module that
-    raises is left to the first step.
+    Returns None after a comparison, and for models that are not captured; else why there was none: the model is too large
+    (`MOST_BYTES`) or too slow (`MOST_SECONDS`), or its own code raises, which the first step reports.
     """
     cache = traces_of(graph)
     if cache is None or cache.skeleton is None or graph.initial_values is None:
@@ -78,22 +73,6 @@ def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> str | None:
             loss = run.step(0)[0].loss
             gradients = {name: copies[0] for name, copies in run.gradients().items()}
     return plain.compare(loss, gradients)
-
-
-def with_few_microbatches(spec: JobSpec, few: int) -> JobSpec:
-    """The job with steps of `few` of its microbatches, which change no parameter."""
-    return replace(
-        spec,
-        batch_size=few * spec.batch_size // spec.microbatches,
-        microbatches=few,
-        virtual_replicas=0,
-        clip_norm=None,
-        lr_schedule=None,
-        validation=None,
-        non_finite="skip",
-        device="cpu",
-        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.0}), ()),
-    )
 
 
 class _NotCompared(Exception):
@@ -292,8 +271,7 @@ class _PlainModule:
 
         Returns why nothing was compared, if so.
         """
-        autocast = self._spec.precision.autocast
-        tolerance = TOLERANCES[self._spec.dtype] if autocast is None else autocast.comparison_tolerance
+        tolerance = comparison_tolerance(self._spec)
         wanted = self.total / self.count if self.count else math.nan
         if not math.isfinite(wanted):
             return f"its loss on the first microbatches is {wanted}"

@@ -1,4 +1,4 @@
-"""Checks, before a run, layers whose parameters the job casts: code that has made them in another dtype may count on that."""
+"""Refuses, before a run, layers that fail once their parameters are cast to the job's dtype."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from raypar.errors import ModelError, UserCodeError
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import layer_sizes, shared_skeleton
 from raypar.plan import ParallelPlan
-from raypar.worker.check_capture_with_numbers import MOST_BYTES, with_few_microbatches
 from raypar.worker.job_spec import JobSpec
+from raypar.worker.numeric_check_settings import MOST_BYTES, with_few_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 
 
 def check_cast_parameters(spec: JobSpec, graph: Graph) -> None:
     """Raise `ModelError` for a layer that fails with its parameters or buffers in the job's dtype (rule 2 of the contract).
 
-    A microbatch is computed for that if the model function has made any in another floating point dtype, and the model is not
-    large (`MOST_BYTES`). Other errors are left to the first step.
+    Computes one microbatch, if the model function has made parameters or buffers in another floating point dtype and the model
+    has at most `MOST_BYTES`. Other errors are left to the first step.
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
     cast = {

@@ -1,7 +1,7 @@
-"""Compares layers on shards with the same layers whole on numbers, before a run whose styles were inferred by structure.
+"""Compares the loss and gradients of layers on shards with those of the whole layers, before a run with inferred styles.
 
-What an inferred style makes of a layer is proved on parts of values without numbers (`model.tensor_parallel.prove_styles`),
-which trusts that users' code asks values for what they are in no way that PyTorch does not show. This check trusts nothing.
+`model.tensor_parallel.prove_styles` has tried these styles already, on tensors without numbers. It sees only what goes through
+PyTorch's functions; users' code that inspects a tensor in another way is found here.
 """
 
 from __future__ import annotations
@@ -19,40 +19,28 @@ from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan import ParallelPlan
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.worker.check_capture_with_numbers import MOST_BYTES, TOLERANCES
-from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
+from raypar.worker.job_spec import JobSpec
+from raypar.worker.numeric_check_settings import MOST_BYTES, comparison_tolerance, with_few_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 
 SMALLEST_SHARE = 1e-2
-"""A gradient counts as at least this share of the largest one of the model: what cancels to zero is rounding."""
+"""Each gradient's difference is compared with its own largest number, or with this share of the model's largest
+if that is more: a gradient whose terms cancel is rounding only."""
 
 
 def check_shards_with_numbers(spec: JobSpec, graph: Graph, layout: TensorParallelLayout) -> None:
-    """Raises `ModelError` if one microbatch has another loss or other gradients on shards, in one process.
+    """Raises `ModelError` if the first microbatch has another loss or other gradients on shards than on whole layers.
 
     Models of more than `MOST_BYTES` are not compared.
     """
     item = getattr(torch, spec.dtype).itemsize
     if sum(shape.numel() for shape in state_shapes(graph, 0, len(graph.layers)).values()) * item > MOST_BYTES:
         return
-    small = replace(
-        spec,
-        batch_size=spec.batch_size // spec.microbatches,
-        microbatches=1,
-        virtual_replicas=0,
-        clip_norm=None,
-        lr_schedule=None,
-        validation=None,
-        non_finite="skip",
-        sequence_parallel=False,
-        device="cpu",
-        optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.0}), ()),
-    )
+    small = replace(with_few_microbatches(spec, 1), sequence_parallel=False)
     with preserve_random_state():
         wanted_loss, whole = _run(small, graph, 1)
         loss, found = _run(small, graph, layout.shards)
-    autocast = spec.precision.autocast
-    tolerance = TOLERANCES[spec.dtype] if autocast is None else autocast.comparison_tolerance
+    tolerance = comparison_tolerance(spec)
     if not math.isfinite(wanted_loss):
         return  # gradients say nothing then
     if not math.isclose(loss, wanted_loss, rel_tol=tolerance, abs_tol=1e-12):

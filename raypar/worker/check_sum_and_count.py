@@ -34,7 +34,7 @@ def check_sum_and_count(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor
     places = tuple(slice(_CHECKED_PLACES if dim else _CHECKED_SAMPLES) for dim in range(dims))
     target = target[places]
     with preserve_random_state(), torch.no_grad():
-        wrong = [_random(x[places].shape, x.dtype) for x in outputs]
+        wrong = [random_output(x[places].shape, x.dtype) for x in outputs]
         half_right = [_moved_to_target(x, target) for x in wrong]
         loss = graph.loss_of_values(make_loss_function(spec.loss))
         try:
@@ -66,13 +66,13 @@ def check_sum_and_count(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor
         )
 
 
-def _random(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Numbers in (0, 1), which may be probabilities; zeros where the output is no floating point number."""
+def random_output(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A random output for a loss: numbers in (0, 1), which may be probabilities; zeros for an integer dtype."""
     return torch.rand(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
 
 
 def _moved_to_target(output: Tensor, target: Tensor) -> Tensor:
-    """The output, with that of half the samples what the target wants, where the two have shapes that say how."""
+    """The output with half of its samples moved to their targets, where the two shapes show how; else unchanged."""
     moved, half = output.clone(), slice((len(output) + 1) // 2)
     if target.shape == output.shape:
         moved[half] = target[half].to(output.dtype)

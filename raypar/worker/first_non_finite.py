@@ -1,4 +1,4 @@
-"""Notices the first value or gradient in a run that is not finite, and in which layer, microbatch and step it was."""
+"""Finds the first layer whose output, or whose output's gradient, has a NaN or an infinite number; with microbatch and step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from raypar.worker.stage.stage_tensors import LayerTensors
 
 
 class FirstNonFinite:
-    """Watches the layers of stages: what each returns, and the gradient of that."""
+    """Watches the outputs of layers and the gradients of these outputs."""
 
     found: str | None = None
-    """Which layer had the first number that is not finite, and where it was; None so far."""
+    """The first NaN or infinite number: layer, microbatch, step and output, as text; None while there is none."""
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         for stage in stages:
@@ -23,7 +23,7 @@ class FirstNonFinite:
                 layer.call = self._watched(layer.layer.name, layer.layer.outputs, layer.call)
 
     def _watched(self, name: str, outputs: Sequence[str], call: LayerFunction) -> LayerFunction:
-        """The layer's call, whose results are looked at."""
+        """The layer's call, with hooks that check its outputs and their gradients."""
 
         def watched(forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             place = f"microbatch {forward_pass.microbatch} of step {forward_pass.step + 1}"
@@ -48,7 +48,7 @@ class FirstNonFinite:
             self.found = text.format(f"{kind} ({int((~value.isfinite()).sum())} of {value.numel()} numbers)")
 
     def describe(self) -> str:
-        """Where the first number was that is not finite."""
+        """Text on where the first NaN or infinite number was."""
         return (
             self.found or "the loss, a parameter's gradient, or their norm; what the layers return is finite, and its gradients"
         )

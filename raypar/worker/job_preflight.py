@@ -37,7 +37,7 @@ from raypar.model.layer_skeletons import (
     shared_skeleton,
 )
 from raypar.model.random_state import preserve_random_state
-from raypar.model.tensor_parallel.infer_by_structure import has_inferred_structure
+from raypar.model.tensor_parallel.infer_styles_by_structure import has_inferred_structure
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.tensor_parallel.styles.experts import ExpertsStyle
@@ -46,7 +46,7 @@ from raypar.plan import ParallelPlan
 from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_cast_parameters import check_cast_parameters
-from raypar.worker.check_loss_of_samples import line_about_mixed_samples
+from raypar.worker.check_loss_mixes_samples import line_about_mixed_samples
 from raypar.worker.check_shards_with_numbers import check_shards_with_numbers
 from raypar.worker.check_sum_and_count import check_sum_and_count
 from raypar.worker.job_spec import JobSpec, Ref, loss_target_name

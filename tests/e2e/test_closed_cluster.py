@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import knock
+from helpers import unauthorised_access
 from helpers.tiny_job import write_job
 
 from raypar.actors.local_cluster_token import TOKEN_FILE, find_local_token
@@ -64,16 +64,20 @@ def test_a_user_without_the_token_gets_nothing_from_a_run_and_its_user_drains_a_
         shared = {region.path for one in family for region in one.memory_maps() if region.path.startswith("/dev/shm/")}
         files = [str(path) for path in (folder, file, folder / "r")] + sorted(path for path in shared if os.path.exists(path))
         asked = {"ports": sorted({at.port for at in addresses}), "sockets": sockets, "files": files, "token": token}
-        tried = subprocess.run([sys.executable, knock.__file__, json.dumps(asked)], check=True, capture_output=True, text=True)
+        tried = subprocess.run(
+            [sys.executable, unauthorised_access.__file__, json.dumps(asked)], check=True, capture_output=True, text=True
+        )
         got = json.loads(tried.stdout)
         if os.getuid() == 0:
             assert not got["read"] and len(sockets) > 4
         told_by_grpc, told_by_http = 0, 0
         for port, (without, right, http) in got["ports"].items():
             # 12: the process does not offer that service. With the token some answer of the service itself comes.
-            assert {*without} <= {knock.UNAUTHENTICATED, 12}, (port, without)
+            assert {*without} <= {unauthorised_access.UNAUTHENTICATED, 12}, (port, without)
             told_by_grpc += (
-                bool(without) and knock.UNAUTHENTICATED in without and {*right} - {12, knock.UNAUTHENTICATED, None} != set()
+                bool(without)
+                and unauthorised_access.UNAUTHENTICATED in without
+                and {*right} - {12, unauthorised_access.UNAUTHENTICATED, None} != set()
             )
             assert http == [] or (http[0] == 401 and http[1] != 401), (port, http)
             told_by_http += bool(http)

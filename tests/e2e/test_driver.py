@@ -15,7 +15,7 @@ from raypar.actors import driver_shutdown
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.event_feed import STEP_POLLS_BURST, EventFeed
-from raypar.actors.kernel_memory_kills import KernelMemoryKills
+from raypar.actors.kernel_oom_kills import KernelOomKills
 from raypar.actors.run_state_in_ray_kv import DriverReplaced
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.elastic.actions import Teardown
@@ -222,9 +222,9 @@ def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, sto
 
 def test_processes_that_the_kernel_ends_for_lack_of_memory_are_counted_since_the_last_look(tmp_path):
     vmstat = tmp_path / "vmstat"
-    assert KernelMemoryKills(vmstat).new() == 0, "a kernel that does not say"
+    assert KernelOomKills(vmstat).new() == 0, "a kernel that does not say"
     vmstat.write_text("nr_free_pages 5\noom_kill 11\n")
-    kills = KernelMemoryKills(vmstat)
+    kills = KernelOomKills(vmstat)
     vmstat.write_text("nr_free_pages 5\noom_kill 13\n")
     assert [kills.new(), kills.new()] == [2, 0]
 

@@ -20,12 +20,12 @@ from raypar.errors import ModelError
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.infer_by_structure import structure_of
+from raypar.model.tensor_parallel.infer_styles_by_structure import structure_of
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.multihead_attention import ShardedMultiheadAttention
 from raypar.plan import ParallelPlan
-from raypar.worker import check_shards_with_numbers as numbers
 from raypar.worker import job_preflight
+from raypar.worker import numeric_check_settings as numbers
 from raypar.worker.job_preflight import check_model_can_shard, preflight
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.run_in_one_process import OneProcessRun

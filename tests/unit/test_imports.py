@@ -12,11 +12,11 @@ PACKAGE = Path(__file__).parents[2] / "raypar"
 PURE = ("errors", "plan", "schedule", "planner", "elastic", "telemetry")
 MAY_IMPORT = {
     "errors": "",
-    "no_file_descriptor": "",
-    "untrusted_files": "errors no_file_descriptor",
+    "os_error_cure": "",
+    "untrusted_files": "errors os_error_cure",
     "safe_yaml": "untrusted_files errors yaml",
     "run_folder_schema": "untrusted_files",
-    "atomic_write": "untrusted_files errors no_file_descriptor",
+    "atomic_write": "untrusted_files errors os_error_cure",
     "storage": "untrusted_files atomic_write read_run_lines errors",
     "read_run_lines": "untrusted_files run_folder_schema errors",
     "ray_auth_token": "errors",
@@ -33,9 +33,9 @@ MAY_IMPORT = {
     "comm": "plan errors torch numpy cupy",
     "model": "plan comm errors user_code_errors torch numpy",
     "worker": "schedule model comm plan planner.model_profile planner.kept_storages errors user_code_errors torch numpy "
-    "safetensors untrusted_files token_files storage no_file_descriptor",
+    "safetensors untrusted_files token_files storage os_error_cure",
     "actors": "worker model elastic planner comm schedule plan telemetry redact_secrets run_folder read_run_lines atomic_write "
-    "callbacks storage errors ray_auth_token untrusted_files no_file_descriptor "
+    "callbacks storage errors ray_auth_token untrusted_files os_error_cure "
     "user_code_errors torch numpy ray",
     "config": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.init_from_setting "
     "worker.autocast_precisions untrusted_files run_folder_schema safe_yaml traceback_filter pydantic yaml",

@@ -1,4 +1,4 @@
-"""What a dict, list or set of a user's holds: read and put back by its base class, for its own class may forbid that."""
+"""Reads and restores the contents of users' dicts, lists and sets, by methods of the base class: a subclass may forbid that."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def content_of(container: Container) -> Container:
 
 
 def put_back(container: Container, content: Container) -> None:
-    """Let a container hold what it did, if that has changed: the same objects in the same order.
+    """Restore a container's content, if it has changed: the same objects in the same order.
 
     A dict may refuse `update` (diffusers' FrozenDict), and a list of its own class do more in `extend` than to keep elements.
     """

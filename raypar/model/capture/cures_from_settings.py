@@ -1,4 +1,4 @@
-"""Cures that name a setting of the model at hand: only those that would change something."""
+"""Cures of capture errors that name a setting of this model, such as `use_cache`, if changing it would help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DRAWS_MASKS = ("mask_time_prob", "mask_feature_prob")
 
 
 def cure_for_cache(model: nn.Module) -> str:
-    """How to have no cache objects: the config that asks for them; if none does, what passes them all the same."""
+    """The cure for a cache object (of keys and values) that is passed between modules."""
     asking = [(path, config) for path, config in _configs(model) if getattr(config, "use_cache", False)]
     if any(path == "" for path, _ in asking):
         return "set use_cache=False in the model's config"
@@ -27,9 +27,9 @@ def cure_for_cache(model: nn.Module) -> str:
 
 
 def settings_to_be_zero(model: nn.Module, names: tuple[str, ...]) -> str:
-    """Those of these settings that are not 0, for a message; nothing, if all are 0 already.
+    """Names of those settings that are not 0, for a message; empty if all are 0.
 
-    The first one, if the model has none of them: it may have such a setting under another name.
+    If the model has none of them, the first name: its own setting may have another name.
     """
     found = [(name, value) for name in names for value in _values(model, name)]
     return ", ".join(dict.fromkeys(name for name, value in found if value)) if found else names[0]
@@ -46,7 +46,7 @@ def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _values(model: nn.Module, name: str) -> Iterator[Any]:
-    """The values of a setting: attributes of modules, and where they have none of configs."""
+    """The values of a setting: attributes of modules; where no module has it, of configs."""
     own = [vars(module)[name] for module in model.modules() if name in vars(module)]
     for value in own or [getattr(config, name, None) for _, config in _configs(model)]:
         if isinstance(value, (int, float)):

@@ -15,7 +15,7 @@ from raypar.model.layer_skeletons import canonical_names, state_shapes
 from raypar.model.materialise import materialise
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
-from raypar.model.tensor_parallel.einops_parts import let_einops_take_parts
+from raypar.model.tensor_parallel.einops_backend import let_einops_take_parts
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.local_part_layout import FEATURES, sequence_part_layout
 from raypar.model.tensor_parallel.sharded_value import ShardedValue

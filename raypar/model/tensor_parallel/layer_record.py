@@ -1,4 +1,4 @@
-"""Records what layers compute, on tensors without values: which call read whose result. Styles are inferred from it."""
+"""Records the calls of layers on tensors without values, and which call reads whose result; styles are inferred from that."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def record_layers(graph: Graph, first: int, last: int, values: Mapping[str, Tens
 
 
 def is_recorded_whole(module: nn.Module) -> bool:
-    """Whether a call of the module is one call of the record: that of a linear layer, an embedding, or attention."""
+    """Whether the record has the module's call as one: a linear layer, an embedding, or `nn.MultiheadAttention`."""
     return is_plain_linear(module) or is_plain_embedding(module) or is_plain_attention(module)
 
 
 class _Recorder(TorchFunctionMode):
-    """While it is entered, sees every function of PyTorch that is called."""
+    """Records every function of PyTorch that is called while this mode is entered."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,8 +14,8 @@ from torch import nn
 from raypar.errors import PlanError
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import make_model_outline, parameter_shapes
-from raypar.model.tensor_parallel.infer_by_structure import with_structure
 from raypar.model.tensor_parallel.infer_styles import infer_styles
+from raypar.model.tensor_parallel.infer_styles_by_structure import add_styles_by_structure
 from raypar.model.tensor_parallel.layout_of_styles import layout_of_styles, modules_with_parameters
 from raypar.model.tensor_parallel.library_plan import library_styles
 from raypar.model.tensor_parallel.styles.registry import parse_style
@@ -50,7 +50,7 @@ def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, inf
     if infer:
         planned = library_styles(graph, {name: module for name, (module, _) in modules.items()}, given) if shards > 1 else {}
         named = _without_unequal_ties(graph, _styles_of_model(graph, planned, given), given)
-        chosen |= with_structure(graph, named, given)
+        chosen |= add_styles_by_structure(graph, named, given)
     layout = layout_of_styles(graph.layers, modules, chosen, shards)
     _check_ties(graph, layout)
     return layout

@@ -1,4 +1,4 @@
-"""The layout of layers whose styles are known: what the styles answer, as plain data."""
+"""Builds the tensor parallel layout of layers from their styles, as plain data."""
 
 from __future__ import annotations
 

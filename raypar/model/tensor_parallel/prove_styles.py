@@ -1,6 +1,7 @@
-"""Whether layers can be computed with some styles: tried on tensors without values, where a shard has parts of values.
+"""Tries whether layers run on shards with given styles, on tensors without values.
 
-A part refuses every operation that needs what other shards have (`ShardedValue`), so what runs is right.
+A shard's part of a value (`ShardedValue`) refuses every operation that needs the other shards' parts. So layers that run
+without an error compute what the whole layers do.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def find_why_styles_fail(
 ) -> RayparError | None:
     """Why layers [first, last) cannot be computed with these styles (qualified module name -> style); None if they can.
 
-    `values`: tensors without values, like those that the layers read. Other numbers of shards than the first of `shard_counts`
-    are left out where some of so many would hold nothing. Raises what users' code raises where it cannot run so.
+    `values`: tensors without values, like those that the layers read. The first of `shard_counts` must leave no shard empty;
+    others that would are skipped. Raises what users' code raises on tensors without values.
     """
     layers = graph.layers[first:last]
     owners = {name: owner for name, owner in modules_with_parameters(layers).items() if name in styles}
@@ -59,7 +60,7 @@ def find_why_styles_fail(
 def _run(
     graph: Graph, stages: Sequence[tuple[int, int]], layout: TensorParallelLayout, shard: int, values: Mapping[str, Tensor]
 ) -> None:
-    """Raises `ModelError` for what cannot be computed on a part, or would be wrong."""
+    """Run the layers as one shard does. Raises `ModelError` for an operation that is impossible or wrong on a part."""
     found = dict(values)
     with torch.enable_grad(), meta_operations_without_dynamo(), preserve_random_state():
         for first, last in stages:

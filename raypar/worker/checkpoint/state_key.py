@@ -1,4 +1,4 @@
-"""Keys of what is kept of a parameter or buffer: raypar's own kinds, and names that the optimizer has chosen, apart."""
+"""Keys of state in checkpoints: what a tensor or number is of its parameter or buffer, with the optimizer's own names apart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARED_KINDS = (GROUP, ATTRIBUTE)
 
 @dataclass(frozen=True, slots=True, order=True)
 class StateKey:
-    """What a tensor or number is of a parameter or buffer: a kind and, for optimizer state, its name there."""
+    """The kind of a piece of state of a parameter or buffer and, for optimizer state, the optimizer's name for it."""
 
     kind: str
     """`parameter`, `buffer`, `non-persistent buffer`, `tie`, or one of `NAMED_KINDS`."""

@@ -1,7 +1,7 @@
-"""What an optimizer keeps from step to step: of each parameter, of each group of parameters, and of all parameters.
+"""Reads and writes an optimizer's state: of each parameter, of each group of parameters, and of the optimizer itself.
 
-The last two are found by comparison: an entry of `param_groups`, or an attribute of the optimizer, is state where it is no
-longer what the job has given. The learning rate is the job's, which sets it before every step.
+State of groups and of the optimizer is found by comparison: entries of `param_groups` and attributes that have changed since
+the optimizer was made. The learning rate is not state: the job sets it before every step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Value = Tensor | float | int | bool | None
 SHARED_BYTES = 64 << 10
 """The largest tensor that many parameters may share: it is saved as text, and moves with each of them."""
 GIVEN = "raypar_given"
-"""Attribute of an optimizer that has its `GivenValues`."""
+"""Name of the attribute of an optimizer that holds its `GivenValues`."""
 _NOT_ATTRIBUTES = ("state", "param_groups", GIVEN)
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps; the tensors are its own."""
+    """An optimizer's state; its tensors are the optimizer's own, not copies."""
 
     parameters: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     """Qualified parameter name -> name in `optimizer.state[p]` -> value."""
@@ -184,7 +184,7 @@ def write_optimizer_state(optimizer: torch.optim.Optimizer, state: OptimizerStat
 
 
 def why_not_kept(value: Any) -> str | None:
-    """What makes a value impossible to keep in a file, as a noun; None for tensors and numbers that a file can hold."""
+    """Why a value cannot be saved, as a noun (`a sparse tensor`); None for tensors and numbers that a file can hold."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         if type(value) not in (Tensor, nn.Parameter):
@@ -200,9 +200,9 @@ def why_not_kept(value: Any) -> str | None:
 
 
 def fingerprint(value: Any, parameters: frozenset[int] = frozenset()) -> object:
-    """A value that is equal for two tensors, numbers, texts, generators or containers of them only if all bits are.
+    """A value that is equal for two tensors, numbers, texts, generators or containers of them only if they are bit-identical.
 
-    Of other objects it tells the class only, and of `parameters` (ids of tensors) that they are some.
+    Other objects have the fingerprint of their class. `parameters`: ids of tensors whose content does not count.
     """
     if isinstance(value, Tensor):
         if id(value) in parameters or value.layout != torch.strided or value.is_meta:

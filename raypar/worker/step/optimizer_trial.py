@@ -1,6 +1,6 @@
 """Tries a job's optimizer on small tensors before a run: what it keeps, and which parameters and elements depend on others.
 
-The trial has parameters of the job's names, groups and dimensions. It finds how the optimizer behaves, and reads no code.
+Its parameters have the job's names, groups and numbers of dims. It observes how the optimizer behaves, and reads no code.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from raypar.worker.step.optimizer_state import (
 SAVED_AFTER, STEPS = 6, 12
 """Steps of a trial, and after how many of them the state is saved and given to a new optimizer."""
 LARGEST_DIM, LARGEST_FIRST_DIM, SMALL_DIM = 64, 256, 6
-"""Largest dim of the first parameter of a group with so many dims; but of its first dim; and of the second such parameter."""
+"""Largest dims: of the largest parameter of each group and number of dims; of its first dim; of one more such parameter."""
 ELEMENTS = 8192
-"""About the most elements of a parameter. 8-bit optimizers leave those below 4,096 in 32 bits."""
+"""About the most elements of a parameter: enough for 8-bit optimizers, which keep smaller ones than 4,096 in 32 bits."""
 
 
 class OptimizerKind(Enum):
@@ -56,7 +56,7 @@ class OptimizerTrial:
     label: str
     """The optimizer's name, in messages."""
     kind: OptimizerKind
-    """Which elements are stepped together."""
+    """What a step of one element depends on."""
     shared: tuple[str, ...] = ()
     """State that parameters share, in words: `'k' of the group '*'`."""
     difference: str = ""
@@ -174,7 +174,7 @@ Gradients = Sequence[Mapping[str, Tensor | None]]
 def _values_and_gradients(
     shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor | None]]]:
-    """First values, and gradients that mostly point one way, as those of training do."""
+    """Initial values, and gradients that mostly point in one direction, as those of training do."""
     dice = torch.Generator().manual_seed(0)
     values = {name: torch.randn(*shape, generator=dice, dtype=dtype) for name, shape in shapes.items()}
     ways = {name: torch.randn(*shape, generator=dice, dtype=dtype) for name, shape in shapes.items()}
@@ -232,7 +232,7 @@ class _Trainee:
 
 
 def _tensors(state: OptimizerState) -> Iterator[tuple[str, Tensor]]:
-    """(what it is, tensor) of all tensors that an optimizer keeps."""
+    """(description, tensor) of all tensors in an optimizer's state."""
     for name, entries in state.parameters.items():
         yield from ((f"{key!r} of {name}", value) for key, value in entries.items() if isinstance(value, Tensor))
     for pattern, entries in state.groups.items():

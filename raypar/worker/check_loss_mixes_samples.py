@@ -10,6 +10,7 @@ from torch import Tensor
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state, seed_all
 from raypar.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
+from raypar.worker.check_sum_and_count import random_output
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.stage.loss_function import make_loss_function
 
@@ -22,9 +23,9 @@ _TOLERANCE = 1e-3
 def line_about_mixed_samples(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], target: Tensor | None) -> str | None:
     """A line for the user if the loss mixes the samples of a microbatch; None if not, or if it cannot be tried.
 
-    The batch is taken in two halves. The outputs of the second half become others, its targets stay; then the gradients of the
-    first half stay as well, unless samples meet in the loss. (The loss itself would also tell a mean over masked tokens: the
-    targets of one sample weigh those of others.) `values`: outputs, on the meta device, of which random ones are made.
+    The loss is computed twice, with other outputs for the second half of the batch and the same targets. The gradients of the
+    first half are the same both times unless the loss mixes samples. (Gradients are compared because the loss of one sample
+    also changes where it is a mean over tokens that are not masked.) `values`: outputs on the meta device, for their shapes.
     """
     if spec.loss.is_loss_of_model or spec.microbatches == 1 or target is None or not target.dim():
         return None
@@ -36,7 +37,7 @@ def line_about_mixed_samples(spec: JobSpec, graph: Graph, values: Mapping[str, T
     half = samples // 2
     with preserve_random_state(), torch.enable_grad():
         seed_all(0)
-        first, other = ([_random(x) for x in outputs] for _ in range(2))
+        first, other = ([random_output(x.shape, x.dtype) for x in outputs] for _ in range(2))
         mixed = [torch.cat([a[:half], b[half:]]) for a, b in zip(first, other, strict=True)]
         try:
             loss = graph.loss_of_values(make_loss_function(spec.loss))
@@ -53,13 +54,6 @@ def line_about_mixed_samples(spec: JobSpec, graph: Graph, values: Mapping[str, T
         f"outputs of others): it sees the {samples} samples of a microbatch, not the batch of {spec.batch_size}\n"
         "  cure: set microbatches to fewer, if it needs more samples at once"
     )
-
-
-def _random(like: Tensor) -> Tensor:
-    """Numbers in (0, 1), which may be probabilities; zeros where the output is no floating point number."""
-    if like.is_floating_point():
-        return torch.rand(like.shape, dtype=like.dtype)
-    return torch.zeros(like.shape, dtype=like.dtype)
 
 
 def _gradients(loss: object, outputs: Sequence[Tensor], target: Tensor) -> list[Tensor]:

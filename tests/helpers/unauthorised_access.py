@@ -1,6 +1,7 @@
 """Tries ports, Unix sockets and files without a token, as another user where this process may become one; prints what it got.
 
-`python knock.py JSON`: {"ports": [...], "sockets": [...], "files": [...], "token": ...}; the token is for the counter-check.
+`python unauthorised_access.py JSON`: {"ports": [...], "sockets": [...], "files": [...], "token": ...}.
+The token is for the counter-check.
 """
 
 import contextlib
@@ -72,7 +73,7 @@ def http_status(port: int, path: str, token: str | None = None) -> int | None:
     return None
 
 
-def knock(given: dict) -> dict:
+def try_access(given: dict) -> dict:
     """By port [gRPC statuses without the token, with it, HTTP statuses without it and with it]; what was read."""
     found: dict = {"ports": {}, "read": []}
     for port in given["ports"]:
@@ -100,4 +101,4 @@ if __name__ == "__main__":
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    print(json.dumps(knock(json.loads(sys.argv[1]))))
+    print(json.dumps(try_access(json.loads(sys.argv[1]))))

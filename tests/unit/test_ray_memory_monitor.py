@@ -6,9 +6,9 @@ import pytest
 from ray.exceptions import OutOfMemoryError
 from test_run_follower import END, Driver, follow, step  # noqa: F401 - a fixture
 
-from raypar.actors import killed_for_memory
+from raypar.actors import ray_memory_monitor
 from raypar.actors.driver_client import MOST_DRIVER_DEATHS, unanswering_driver_error
-from raypar.actors.killed_for_memory import killed_for_memory_error
+from raypar.actors.ray_memory_monitor import memory_monitor_kill_error
 from raypar.actors.worker_calls import WorkerCalls
 from raypar.errors import OutOfMemory, WorkerLost
 
@@ -21,13 +21,13 @@ Top 10 memory users: PID	MEM(GB)	COMMAND
 
 
 def test_a_killed_process_is_one_line_with_the_numbers():
-    error = killed_for_memory_error("worker 3", OutOfMemoryError(RAYS))
+    error = memory_monitor_kill_error("worker 3", OutOfMemoryError(RAYS))
     assert error.what == (
         "worker 3 was killed by Ray because its node ran out of memory: 4.76 of 23.54 GB were in use, and Ray kills from 5 % on"
     )
     assert "fewer workers on a node" in error.cure and "RAY_memory_usage_threshold" in error.cure
     assert str(error).count("\n") == 1 and "hunter2" not in str(error)
-    assert killed_for_memory_error("w", "other words").what == "w was killed by Ray because its node ran out of memory"
+    assert memory_monitor_kill_error("w", "other words").what == "w was killed by Ray because its node ran out of memory"
 
 
 @pytest.mark.parametrize("elastic", [True, False])
@@ -60,5 +60,5 @@ def test_a_driver_that_does_not_answer_on_a_full_node_is_out_of_memory(monkeypat
     error = unanswering_driver_error("it does not answer", "look")
     assert isinstance(error, OutOfMemory) and "23.0 of 24.0 GB are in use, and Ray kills from 95 % on" in error.what
     monkeypatch.setattr("ray._private.utils.get_used_memory", lambda: 22 * 2**30)
-    assert killed_for_memory.memory_shortage_here() == ""
+    assert ray_memory_monitor.memory_shortage_here() == ""
     assert isinstance(unanswering_driver_error("it does not answer", "look"), WorkerLost)

@@ -1,4 +1,4 @@
-"""Lets `einops`, where a model uses it, take values of which a shard holds a part: it goes by the class of what it is given."""
+"""A backend of `einops` for `ShardedValue`: `einops` chooses its backend by the class of the tensor."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from raypar.cli import main
 from raypar.commands.export import unwritable_out_error
-from raypar.no_file_descriptor import cure_of_os_error
+from raypar.os_error_cure import cure_of_os_error
 from raypar.run_folder import unwritable_run_dir_error
 from raypar.untrusted_files import cure_of_read_error
 

@@ -1,15 +1,15 @@
-"""How many processes the kernel of this machine has ended because memory, of the machine or of a container, was short."""
+"""Counts the processes that the kernel's OOM killer has ended on this machine, in containers too."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 VMSTAT = Path("/proc/vmstat")
-"""Its line `oom_kill` counts them, since the machine was started and in all containers."""
+"""The file whose line `oom_kill` has the count since the machine was started."""
 
 
-class KernelMemoryKills:
-    """Counts those since the last look."""
+class KernelOomKills:
+    """Counts OOM kills since the last call of `new`."""
 
     def __init__(self, path: Path = VMSTAT) -> None:
         self._path = path

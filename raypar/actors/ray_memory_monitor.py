@@ -1,4 +1,4 @@
-"""The error for a process that Ray's memory monitor has killed, in one line and with a cure."""
+"""Kills by Ray's memory monitor: the error for a killed process, and whether this node is short of memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from raypar.errors import OutOfMemory
 USED = re.compile(r"was (?P<used>[\d.]+) ?GB used / (?P<all>[\d.]+) ?GB limit")
 """How much of the node's memory was in use, in Ray's message of some hundred lines."""
 THRESHOLD = re.compile(r"exceeded threshold of \d+B \((?P<percent>[\d.]+)%")
-"""From which share of it on Ray kills, in the same message."""
+"""The share of that memory above which Ray kills, in the same message."""
 THRESHOLD_VARIABLE = "RAY_memory_usage_threshold"
 RAY_THRESHOLD = 0.95
-"""From which share of a node's memory on Ray's monitor kills, where nothing else is set."""
+"""The default share of a node's memory above which Ray's monitor kills."""
 KILL_CURE = (
     "use fewer workers on a node or nodes with more memory, smaller microbatches, or end what else uses that node's "
     "memory; RAY_memory_usage_threshold, set before Ray starts, says from which share of it on Ray kills"
 )
 
 
-def killed_for_memory_error(who: str, error: Any) -> OutOfMemory:
+def memory_monitor_kill_error(who: str, error: Any) -> OutOfMemory:
     """The error of a process that Ray's memory monitor has killed because its node had nearly no memory left.
 
     `who`: the process in words. `error`: Ray's `OutOfMemoryError`, whose text lists all that it knows of the node.
@@ -36,10 +36,9 @@ def killed_for_memory_error(who: str, error: Any) -> OutOfMemory:
 
 
 def memory_shortage_here() -> str:
-    """`23.1 of 23.5 GB are in use, and Ray kills from 95 % on`, where this node has less memory left than Ray's monitor leaves
-    it; else empty.
+    """Text such as `23.1 of 23.5 GB are in use, and Ray kills from 95 % on` if this node's use is above that; else empty.
 
-    Ray does not tell of an actor that it restarts why it has died.
+    Asked because Ray does not say why an actor that it restarts has died.
     """
     with contextlib.suppress(Exception):  # private to Ray
         from ray._common.utils import get_system_memory

@@ -1,4 +1,4 @@
-"""The cure for an error of the system that says that no file descriptor is left."""
+"""The cure for an `OSError`: the limit and what raises it where no file descriptor is left, else the caller's own cure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ NO_DESCRIPTOR_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 def cure_of_os_error(error: BaseException, otherwise: str) -> str:
-    """The cure for an error of the system: `otherwise`, unless it says that no file descriptor is left.
-
-    To that disks and folders matter nothing; the limit, and what raises it, do.
-    """
+    """The limit on open files, and what raises it, if that is what the error is about; else `otherwise`."""
     number = getattr(error, "errno", None)
     if number == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,8 +1,8 @@
-"""Finds, in the record of layers, linear layers that can be cut together: columns, and the rows that alone read what they make.
+"""Finds MLPs and attention in the record of layers, as groups: column-parallel linear layers and the rows after them.
 
-Nothing here goes by names. Two linear layers with functions of PyTorch in between are an MLP; where what the columns make is
-split into heads on the way, it is attention. How a fused layer orders queries, keys and values shows in the same split. What is
-found is a proposal in several readings: `prove_styles` says which of them holds.
+Module names play no part. Linear layers with functions of PyTorch between them are an MLP, and attention if the columns'
+outputs are split into heads on the way. That split also shows how a fused layer orders queries, keys and values. Where a group
+may have several styles, all are proposed, and `prove_styles` decides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_li
 from raypar.model.transposed_linear import linear_features
 
 _ELSEWHERE = ""
-"""Stands for the layer's outputs, and for modules that need all of what they read, among the linear layers that read it."""
+"""In place of a linear layer's name: a reader that needs the whole value (the layer's outputs, other modules)."""
 _RESHAPES = {"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"}
 _PIECES = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes"}
 
@@ -34,9 +34,10 @@ Styles = Mapping[str, ShardingStyle]
 """Qualified name of a module -> style."""
 
 
-def recognise_groups(record: LayerRecord, modules: Mapping[str, nn.Module]) -> list[list[Styles]]:
-    """Groups of layers to be cut together: each `nn.MultiheadAttention`, then linear layers, those with most parameters first;
-    of each group the readings, likely ones first.
+def find_mlps_and_attention(record: LayerRecord, modules: Mapping[str, nn.Module]) -> list[list[Styles]]:
+    """Groups of modules to be cut together, each as its possible styles, likely ones first.
+
+    Every `nn.MultiheadAttention` comes first, then groups of linear layers, those with most parameters first.
 
     `modules`: by qualified name.
     """
@@ -53,7 +54,7 @@ def recognise_groups(record: LayerRecord, modules: Mapping[str, nn.Module]) -> l
 
 
 def rows_of_samples(record: LayerRecord, modules: Mapping[str, nn.Module], samples: int) -> list[str]:
-    """Linear layers that are given one row for each sample, or for all."""
+    """Names of linear layers whose input has at most one row for each sample."""
     found: dict[str, bool] = {}
     for call in record.calls:
         if call.module is not None and is_plain_linear(modules[call.module]):
@@ -63,7 +64,7 @@ def rows_of_samples(record: LayerRecord, modules: Mapping[str, nn.Module], sampl
 
 
 class _Flow:
-    """Which linear layers read what other ones make, with functions alone in between."""
+    """Which linear layers read the outputs of which others, with only functions of PyTorch between them."""
 
     def __init__(self, record: LayerRecord, linears: set[str]) -> None:
         self.record = record
@@ -71,9 +72,9 @@ class _Flow:
         """Names of the linear layers that were called, in order."""
         self._linears = linears
         self._makers: dict[int, set[str]] = {}
-        """Number of a tensor -> the linear layers of which it is made."""
+        """Number of a tensor -> the linear layers from whose outputs it is computed."""
         self._readers: dict[int, set[str]] = {}
-        """Number of a tensor -> the linear layers that read what is made of it, or `_ELSEWHERE`."""
+        """Number of a tensor -> the linear layers that read what is computed from it, or `_ELSEWHERE`."""
         self.calls_reading: dict[int, list[RecordedCall]] = {}
         """Number of a tensor -> the calls that were given it."""
         for call in record.calls:
@@ -97,11 +98,11 @@ class _Flow:
         return set().union(*(self._readers.get(number, set()) for number in numbers))
 
     def outputs_of(self, linear: str) -> Iterator[int]:
-        """What the calls of a linear layer made."""
+        """Numbers of the tensors that a linear layer has returned."""
         return (number for call in self.record.calls if call.module == linear for number in call.outputs)
 
     def group_of_row(self, row: str) -> tuple[frozenset[str], frozenset[str]] | None:
-        """(columns, rows) of the smallest group with this row; None if something else reads what its columns make."""
+        """(columns, rows) of the smallest group with this row; None if anything but its rows reads the columns' outputs."""
         rows, columns = {row}, set[str]()
         while True:
             more = {
@@ -118,16 +119,16 @@ class _Flow:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How the features that a column makes are split on the way: into pieces, and these into dims."""
+    """How a column's output features are split before a row reads them: into pieces, and these into dims."""
 
     pieces: tuple[int, ...]
-    """Sizes of the pieces that were taken apart first, in order; one where it was none."""
+    """Sizes of the pieces (`chunk`, `split`), in order; one piece where there is no such split."""
     dims: tuple[int, ...]
-    """The dims into which the largest piece was reshaped; one where it was not."""
+    """The dims into which the largest piece is reshaped; one dim where it is not."""
 
 
 def _split_of(flow: _Flow, column: str) -> _Split:
-    """What happens first to the features that a linear layer makes."""
+    """The first split of a linear layer's output features."""
     shapes = flow.record.shapes
     first = next(flow.outputs_of(column))
     pieces: tuple[int, ...] = (shapes[first][-1],)
@@ -186,11 +187,12 @@ def _readings(flow: _Flow, modules: Mapping[str, nn.Module], columns: frozenset[
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """How a column's features are ordered: `parts` after each other, of which each has all heads, and each head `unit` of
-    them."""
+    """How a column's output features are ordered: part after part, and in each part head after head."""
 
     parts: int
+    """Usually 1 for queries, keys or values alone, 2 for keys and values, 3 for all."""
     heads: int
+    """Heads of each part."""
     key_heads: int
     """Heads of keys and values, where the parts are unequal."""
 
@@ -222,14 +224,14 @@ def _head_counts(splits: Mapping[str, _Split], features: Mapping[str, int], plac
 
 
 def _is_likely(reading: Mapping[str, _Heads], splits: Mapping[str, _Split]) -> bool:
-    """Whether the parts are what fused layers commonly have: each alone, keys and values, or queries too."""
+    """Whether each column has the parts of a common layer: one alone, keys and values, or queries, keys and values."""
     return all(each.parts in (1, 2, 3) for each in reading.values()) and (
         any(each.parts > 1 for each in reading.values()) or all(len(split.dims) < 3 for split in splits.values())
     )
 
 
 def _styles_by_heads(reading: Mapping[str, _Heads], rows: frozenset[str]) -> Styles:
-    """The styles of a group of attention."""
+    """The styles of an attention group whose columns are ordered so."""
     heads = max(each.heads for each in reading.values())
     key_heads = min(each.key_heads for each in reading.values())
     styles: dict[str, ShardingStyle] = {}

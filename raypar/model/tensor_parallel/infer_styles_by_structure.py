@@ -1,8 +1,8 @@
-"""Styles of models whose names say nothing: by what their layers compute.
+"""Infers sharding styles from what the layers of a captured model compute, where module names do not tell.
 
-Each layer of a captured model runs once on tensors without values (`record_layers`); modules that can be cut together are found
-in the record (`recognise_groups`), and only what then runs on parts of values is used (`find_why_styles_fail`). The same styles
-are found under every number of shards.
+Each layer runs once on tensors without values (`record_layers`). Modules that can be cut together are found in that record
+(`find_mlps_and_attention`). A group's styles are used only if its layers then run on shards (`find_why_styles_fail`). The
+styles do not depend on the number of shards.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from raypar.errors import ModelError, RayparError, error_message
 from raypar.model.capture.module_graph import recorded_values, runs_of_leaf_units, samples_of
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import parameter_shapes, shared_skeleton
+from raypar.model.tensor_parallel.find_mlps_and_attention import Styles, find_mlps_and_attention, rows_of_samples
 from raypar.model.tensor_parallel.layer_record import LayerRecord, record_layers
 from raypar.model.tensor_parallel.prove_styles import find_why_styles_fail
-from raypar.model.tensor_parallel.recognise_groups import Styles, recognise_groups, rows_of_samples
 from raypar.model.tensor_parallel.styles.attention import is_plain_attention
 from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
 from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_linear
@@ -30,13 +30,13 @@ from raypar.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 SHARD_COUNTS = (2, 3)
 """Numbers of shards with which inferred styles are tried: one that divides most numbers of heads, and one that does not."""
 WORTH_GATHERING = 0.01
-"""A linear layer with one row for each sample (what modulates a whole block by a time step, say) is cut where it has more than
-this share of the model's parameters, though it belongs to no group: its output, which is gathered, is small."""
+"""A linear layer with one row for each sample, such as one that modulates a block by a time step, gets the style `gathered` if
+it has more than this share of the model's parameters: its output is small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What the layers of a model are, by what they compute."""
+    """What was inferred from what the layers of a model compute."""
 
     groups: tuple[Styles, ...] = ()
     """Qualified module name -> style, of modules that are cut together."""
@@ -44,14 +44,14 @@ class Structure:
     """Qualified module name -> why the group that it is in stays whole."""
 
 
-def with_structure(
+def add_styles_by_structure(
     graph: Graph, named: Mapping[str, ShardingStyle], given: Mapping[str, ShardingStyle]
 ) -> dict[str, ShardingStyle]:
-    """The styles `named`, which names and the model's own plan say, and those of layers that they say nothing about.
+    """The styles `named`, found by module names and the model's own plan, with inferred ones where names do not suffice.
 
-    A model of which names find any layer is cut as they say: its bits stay those of earlier versions. Where a layer does not
-    run so (an adapter around some of its modules), and in models that no name knows, the structure decides. `given`: the job's
-    styles; no group has some of its modules cut otherwise.
+    If names find any layer, all layers that run with these styles keep them, so results stay bit-identical to earlier versions.
+    The structure decides about layers that do not run so (an adapter around some modules), and about models without known
+    names. `given`: the job's styles; a group with a module in it is left to them.
     """
     layers = {layer.qualify(path): layer.name for layer in graph.layers for path, _ in shared_skeleton(layer).named_modules()}
     unproved = _layers_not_as_named(graph, {**named, **given}, layers)
@@ -64,7 +64,7 @@ def with_structure(
             found |= group
     decided = {layers[name] for name in found.keys() - kept.keys()}
     undecided = {name: style for name, style in named.items() if layers.get(name) not in decided}
-    return undecided | found  # of what the structure says nothing, names are kept: the check before a run judges them
+    return undecided | found  # styles by name of layers that fail with them, without inferred ones: refused before the run
 
 
 def structure_of(graph: Graph, *, only: frozenset[str] | None = None) -> Structure:
@@ -117,7 +117,7 @@ def _find_structure(graph: Graph, only: frozenset[str] | None) -> Structure:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What was found in layers: of modules by their number in the record, so that equal layers have equal answers."""
+    """Groups and refusals of some layers, by each module's place in the record: equal layers have equal answers."""
 
     groups: tuple[Mapping[int, ShardingStyle], ...]
     refused: Mapping[int, str]
@@ -125,13 +125,13 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What was found in layers: of modules by their names."""
+    """Groups and refusals of some layers, by qualified module name."""
 
     groups: list[Styles]
     refused: Mapping[str, str]
 
     def at(self, names: list[str]) -> _Answer:
-        """The same by the modules' numbers."""
+        """The same by each module's place in `names`."""
         places = {name: place for place, name in enumerate(names)}
         return _Answer(
             tuple({places[name]: style for name, style in group.items()} for group in self.groups),
@@ -150,7 +150,7 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 
 def _key_of(record: LayerRecord, kinds: Mapping[str, object]) -> object:
-    """What layers have in common that compute the same."""
+    """A key that is equal for layers that compute the same."""
     places = {name: place for place, name in enumerate(kinds)}
     calls = tuple(
         (None if c.module is None else places[c.module], c.function, c.inputs, c.outputs, c.arguments) for c in record.calls
@@ -167,10 +167,10 @@ def _groups_of_layers(
     values: Mapping[str, Tensor],
     worth: float,
 ) -> _Found:
-    """The groups of layers [first, last) of which a reading was proved; why others were not."""
+    """The groups of layers [first, last) whose styles run on shards, and why the other groups do not."""
     few_rows = rows_of_samples(record, modules, samples_of(graph))
     large = [name for name in few_rows if modules[name].weight.numel() > worth]  # type: ignore[union-attr, operator]
-    proposed = recognise_groups(record, modules) + [[{name: GatheredStyle()}] for name in large]
+    proposed = find_mlps_and_attention(record, modules) + [[{name: GatheredStyle()}] for name in large]
 
     def why_not(styles: Styles) -> RayparError | None:
         try:
@@ -222,7 +222,7 @@ def _are_read_by_encoder(styles: Styles, modules: Mapping[str, nn.Module], taken
 
 
 def _layers_not_as_named(graph: Graph, styles: Mapping[str, ShardingStyle], layers: Mapping[str, str]) -> frozenset[str]:
-    """Layers of a captured model that do not run with these styles. `layers`: module -> the layer that it is in."""
+    """Names of layers that do not run with these styles. `layers`: module -> its layer."""
     by_layer: dict[str, dict[str, ShardingStyle]] = {}
     for name, style in styles.items():
         if name in layers:
@@ -252,7 +252,7 @@ def _layers_not_as_named(graph: Graph, styles: Mapping[str, ShardingStyle], laye
 
 
 def _groups_with_equal_ties(graph: Graph, groups: tuple[Styles, ...]) -> list[Styles]:
-    """The groups without those that have one name of a parameter, and not the others in the same style."""
+    """The groups, without those that would give the modules of a tied parameter unequal styles."""
     left = list(groups)
     while True:
         styles = {name: style for group in left for name, style in group.items()}
