@@ -49,8 +49,8 @@ DRIVER_BACK_S = 60.0
 """How long Ray may take to restart the driver of an elastic run."""
 
 MOST_DRIVER_DEATHS = 4
-"""How often in a row the driver may die without reporting another step, validation or checkpoint. What ends it each time (code
-of a callback) would end it for ever."""
+"""How often in a row the driver may die without reporting another step, validation or checkpoint: the same cause, such as a
+callback, would end every new one too."""
 
 LEAVE_S = 5.0
 """How long the call that tells the driver to end may take, once the control store is given up."""
@@ -321,8 +321,8 @@ class RunFollower:
         return list(events)
 
     def _wait_for_restart(self, error: RayActorError | OutOfMemoryError) -> None:
-        """Note that the driver is dead. Raises `WorkerLost` if Ray restarts it not, not in time or again and again; then
-        `OutOfMemory` where Ray's memory monitor has killed it."""
+        """Note that the driver is dead. Raises `WorkerLost` if Ray does not restart it in time, or it has died
+        `MOST_DRIVER_DEATHS` times in a row; `OutOfMemory` if Ray's memory monitor has killed it."""
         now = time.monotonic()
         if self.lost_s is None:
             self.lost_s, self.deaths = now, self.deaths + 1
@@ -333,7 +333,7 @@ class RunFollower:
         elif now - self.lost_s > DRIVER_BACK_S:
             what = f"its process died before it had reported step {step}, and no other has begun within {DRIVER_BACK_S:.0f} s"
         elif self.deaths >= MOST_DRIVER_DEATHS:
-            what = f"its process has died {self.deaths} times, one after the other, without any of them reporting step {step}"
+            what = f"its process has died {self.deaths} times in a row without reporting step {step}"
         if what is not None:
             if isinstance(error, OutOfMemoryError):
                 raise memory_monitor_kill_error(f"the driver was lost: {what}; it", error) from error

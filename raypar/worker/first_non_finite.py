@@ -50,5 +50,6 @@ class FirstNonFinite:
     def describe(self) -> str:
         """Text on where the first NaN or infinite number was."""
         return (
-            self.found or "the loss, a parameter's gradient, or their norm; what the layers return is finite, and its gradients"
+            self.found
+            or "the loss, a parameter's gradient or the gradient norm (layers' outputs and their gradients are finite)"
         )
