@@ -37,8 +37,8 @@ class MembersFileText:
         """The facts in the last text."""
         self._again = False
         """Whether the last text said that steps were being replayed."""
-        self._at = 0.0
-        """When the last text was made (Unix time)."""
+        self._at_s = 0.0
+        """When the last text was made, by the monotonic clock: the wall clock may be set back meanwhile."""
 
     def text_if_changed(
         self,
@@ -54,8 +54,8 @@ class MembersFileText:
         plan = machine.membership.plan or self.request.plan
         phase, why = _phase_and_reason(machine)
         again = machine.progress.committed < machine.progress.journalled and machine.phase not in _PHASES
-        now, who = time.time(), machine.membership
-        due = again and now - self._at > AGAIN_S
+        now_s, who = time.monotonic(), machine.membership
+        due = again and now_s - self._at_s > AGAIN_S
         sets = tuple(frozenset(one) for one in (who.gone, who.spares, machine.hiring.starting))
         seen = (phase, why, who.generation, plan, who.members, *sets, machine.policy.wanted, started, again)
         if seen == self._seen and not due:
@@ -76,9 +76,9 @@ class MembersFileText:
         }
         if facts == self._last and again == self._again and not due:
             return None
-        self._last, self._at, self._again = facts, now, again
+        self._last, self._at_s, self._again = facts, now_s, again
         more = {
-            "time": now,
+            "time": time.time(),
             "step": machine.progress.emitted,
             "steps": self.request.policy.job_steps,
             "driver_pid": os.getpid(),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from raypar.actors import members_file
 from raypar.actors.members_file import MembersFileText
 from raypar.cli import main
 from raypar.commands.status import find_dead_local_nodes
@@ -80,6 +81,22 @@ def test_members_json_is_written_again_when_the_last_step_has_been_executed_agai
     assert replaying() == (None,)
     progress.committed = progress.journalled = 11
     assert replaying() is None
+
+
+def test_steps_that_are_executed_again_are_counted_in_members_json_also_after_the_clock_was_set_back(monkeypatch):
+    """They were not until the clock had caught up with its former time."""
+    status = MembersFileText(SimpleNamespace(plan=ParallelPlan.mesh(layers=1), policy=SimpleNamespace(job_steps=20)))
+    machine = RunMachine(RunPolicy(workers=1, job_steps=20))
+    machine.phase, machine.progress.committed, machine.progress.journalled = Phase.RUNNING, 3, 10
+    clocks = {"time": 1e9, "monotonic": 50.0}
+    for name in clocks:
+        monkeypatch.setattr(members_file.time, name, lambda name=name: clocks[name])
+    assert status.text_if_changed(machine, lambda n: {}, lambda plan: "1f1b") is not None
+    machine.progress.committed = 4
+    clocks["time"] -= 3600.0
+    clocks["monotonic"] += members_file.AGAIN_S + 0.1
+    text = status.text_if_changed(machine, lambda n: {}, lambda plan: "1f1b")
+    assert text is not None and json.loads(text)["replaying"]["step"] == 4 and json.loads(text)["time"] == 1e9 - 3600.0
 
 
 def test_the_facts_of_workers_are_made_when_something_has_changed_and_not_after_every_report():
