@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -413,6 +415,36 @@ def a_callback_hangs(place: Place) -> str:
 def a_callback_hangs_at_the_end(place: Place) -> str:
     place.start(ELASTIC, FOUR, misbehaving("on_end", how="sleep"))
     return place.finish()
+
+
+def shift_clock(place: Place, *hours: float) -> str:
+    """A run whose wall clock jumps to so many hours from the right time, one after the other; at the second a worker dies."""
+    library, shift = place.folder / "clock.so", place.folder / "shift"
+    source = ROOT / "jobs/bench/shifted_clock.c"
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    shift.write_bytes(struct.pack("d", 0.0))
+    run = place.start(ELASTIC, FOUR, "steps=600", env={"LD_PRELOAD": str(library), "SHIFT_FILE": str(shift)})
+    for number, hour in enumerate(hours):
+        run.wait_for_steps(20 + 100 * number)
+        with shift.open("r+b") as file:
+            file.write(struct.pack("d", hour * 3600.0))
+        print(f"--- the clock is {hour:+g} h", flush=True)
+        if number == 1:
+            kill("a worker", run.pids()[1][3])
+        run.wait_for_steps(20 + 100 * number + 40)
+        last = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-2])
+        print(f"--- the time of step {last['step']} is {(last['time'] - time.time()) / 3600:+.2f} h from ours", flush=True)
+    return place.finish()
+
+
+@scenario
+def the_clock_jumps_forwards_and_back(place: Place) -> str:
+    return shift_clock(place, 1.0, 0.0, 1.0)
+
+
+@scenario
+def the_clock_jumps_back_and_forwards(place: Place) -> str:
+    return shift_clock(place, -1.0, 0.0, -1.0)
 
 
 def main() -> int:
