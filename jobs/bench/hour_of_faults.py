@@ -417,6 +417,15 @@ def a_callback_hangs_at_the_end(place: Place) -> str:
     return place.finish()
 
 
+@scenario
+def the_run_dir_is_read_only_from_the_start(place: Place) -> str:
+    disk = place.folder / "disk"
+    disk.mkdir()
+    only = ["unshare", "-m", "sh", "-c", f'mount --bind -o ro {disk} {disk} && exec "$@"', "sh"]
+    place.start(ELASTIC, FOUR, f"run_dir={disk}", prefix=only)
+    return place.finish()
+
+
 def shift_clock(place: Place, *hours: float) -> str:
     """A run whose wall clock jumps to so many hours from the right time, one after the other; at the second a worker dies."""
     library, shift = place.folder / "clock.so", place.folder / "shift"
