@@ -20,7 +20,7 @@ from raypar.errors import ModelError
 from raypar.model.graph import Graph
 from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.infer_styles_by_structure import structure_of
+from raypar.model.tensor_parallel.infer_styles_by_structure import reasons_for_whole, structure_of
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.multihead_attention import ShardedMultiheadAttention
 from raypar.plan import ParallelPlan
@@ -346,6 +346,44 @@ class Adapted(nn.Module):
         return self.blocks[1](self.blocks[0](x)).mean(1)
 
 
+class WeightNorm(nn.Module):
+    """A linear layer scaled by the norms of its weight's rows, which are read beside the layer, as in PEFT's DoRA."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.magnitude = base, nn.Parameter(torch.rand(base.out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.base_layer.weight
+        scale = self.magnitude / torch.linalg.norm(weight + torch.eye(WIDTH, dtype=x.dtype).T, dim=1).detach()
+        return self.base_layer(x) * scale
+
+
+class Reading(NamedAttention):
+    """Attention of which one layer is so."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.q_proj = WeightNorm(nn.Linear(WIDTH, WIDTH))
+
+
+class TwoReading(Adapted):
+    """Two such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.blocks = nn.ModuleList(Reading() for _ in range(2))
+
+
+def test_attention_whose_code_reads_a_weight_stays_whole_and_the_reason_names_it():
+    graph = make_layer_graph(job(TwoReading))
+    styles = compute_shard_layout(graph, 2).styles
+    assert styles["blocks.1.up_proj"] == "column" and styles["blocks.1.down_proj"] == "row"
+    assert "blocks.1.q_proj.base_layer" not in styles and "blocks.1.k_proj" not in styles
+    why = reasons_for_whole(graph)["blocks.1.k_proj"]
+    assert "with blocks.1.q_proj.base_layer.weight itself, of which every shard has a slice" in why
+
+
 @pytest.mark.parametrize("rank", [4, 0], ids=["low rank", "factors"])
 def test_layers_with_adapters_around_some_projections_are_cut_with_them(rank: int, monkeypatch: pytest.MonkeyPatch):
     spec = job((Adapted, {"rank": rank}))
@@ -363,24 +401,60 @@ def test_layers_with_adapters_around_some_projections_are_cut_with_them(rank: in
     check_model_can_shard(spec, checked, ParallelPlan.mesh(layers=len(checked.graph.layers), tp=2))
 
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "dots1": {"num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+} | {
+    name: {}
+    for name in (
+        *("mixtral", "deepseek_v3", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "flex_olmo", "granitemoe", "phimoe"),
+        *("granitemoeshared", "granitemoehybrid", "glm4_moe", "glm4_moe_lite", "ernie4_5_moe", "afmoe", "exaone_moe"),
+        *("minimax_m2", "solar_open"),
+    )
+}  # fmt: skip
+"""Models of transformers with experts of which their own plan says `moe_tp_experts` -> what their small form needs."""
+SMALL = {
+    "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 64, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "moe_topk": 2, "moe_k": 2, "n_shared_experts": 1, "num_shared_experts": 1, "shared_intermediate_size": 32,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_dense_layers": 1, "moe_layer_start_index": 1,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "mamba_d_state": 4, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4, "mamba_n_heads": 4, "mamba_d_head": 16,
+    "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "qk_head_dim": 12,
+    "v_head_dim": 8,
+}
+
+
 def library_model(name: str) -> nn.Module:
     """A small causal model of `transformers`."""
     transformers = import_transformers()
-    common = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "use_cache": False}
     if name.startswith("falcon"):
         grouped = name == "falcon, grouped keys"
         given = {"num_kv_heads": 2 if grouped else 1, "new_decoder_architecture": grouped, "multi_query": True, "alibi": False}
-        return transformers.FalconForCausalLM(transformers.FalconConfig(**common, **given))
-    if name == "mixtral":
-        config = transformers.MixtralConfig(**common, num_key_value_heads=2, intermediate_size=64, num_local_experts=4)
-    else:
-        latent = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-        latent |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-        latent |= {"num_key_value_heads": 4, "intermediate_size": 64, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
-        config = transformers.DeepseekV2Config(**common, **latent)
+        given |= {name: SMALL[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+        return transformers.FalconForCausalLM(transformers.FalconConfig(**given, use_cache=False))
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[name]
+    usual = kind()
+    given = {key: value for key, value in SMALL.items() if getattr(usual, key, None) is not None or key.endswith("token_id")}
+    if hasattr(usual, "kv_lora_rank"):
+        given |= LATENT | {"num_key_value_heads": 4}
+        given.pop("head_dim", None)
+    config = kind(**given | MIXTURES.get(name, {}))
     config._experts_implementation = "eager"
-    kind = transformers.MixtralForCausalLM if name == "mixtral" else transformers.DeepseekV2ForCausalLM
-    return kind(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 class Tokens:
@@ -399,15 +473,45 @@ def token_loss(output: Any, unused: Tensor) -> Tensor:
     return F.cross_entropy(flat, torch.arange(len(flat)) % flat.shape[-1])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["falcon, grouped keys", "falcon, one key head", "mixtral", "deepseek"])
-def test_fused_attention_experts_and_latent_attention_of_transformers_are_cut(name: str, monkeypatch: pytest.MonkeyPatch):
-    dtype = "float64" if name.startswith("falcon") else "float32"
+@pytest.fixture
+def only_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that ask for float32 (norms, routers) compute in float64 too: so only what the cut makes differs."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    monkeypatch.setitem(numeric_check_settings.TOLERANCES, "float64", 1e-12)
+
+
+def library_job(name: str, **given: Any) -> JobSpec:
     data = {"function": Tokens, "target": "unused"}
-    spec = job((library_model, {"name": name}), loss=token_loss, data=data, dtype=dtype)
+    return job((library_model, {"name": name}), loss=token_loss, data=data, **given)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["falcon, grouped keys", "falcon, one key head", *MIXTURES])
+def test_fused_attention_experts_and_latent_attention_of_transformers_are_cut(name: str, only_float64: None):
+    spec = library_job(name)
     checked = preflight(spec)
     layout = compute_shard_layout(checked.graph, 2)
-    assert share_of_largest_shard(checked.graph, layout) <= 0.6
-    monkeypatch.setitem(numeric_check_settings.TOLERANCES, "float64", 1e-12)
+    assert ("experts" in layout.styles.values()) == (name in MIXTURES)
+    # DeepSeek-V3's plan names no attention; convolutions and state spaces stay whole.
+    assert share_of_largest_shard(checked.graph, layout) <= 0.65
     check_model_can_shard(spec, checked, ParallelPlan.mesh(layers=len(checked.graph.layers), tp=2))
+    check_shards_with_numbers(spec, checked.graph, layout)
+
+
+@pytest.mark.full
+def test_fused_attention_that_names_say_wrongly_is_refused_with_the_cure_that_helps(only_float64: None):
+    """MiniMax's linear attention has q, k and v of each head side by side, and a norm over all heads."""
+    spec = library_job("minimax")
+    checked = preflight(spec)
+    plan = ParallelPlan.mesh(layers=len(checked.graph.layers), tp=2)
+    with pytest.raises(
+        ModelError, match=r"(?s)view\(2, 10, 4, 24\) of a value .* or both layers the style whole \(plan.styles\)"
+    ):
+        check_model_can_shard(spec, checked, plan)
+    spec = library_job("minimax", plan={"shards": 2, "styles": {"*.qkv_proj": "whole", "*.self_attn.out_proj": "whole"}})
+    check_model_can_shard(spec, checked, plan)
+    layout = compute_shard_layout(checked.graph, 2, dict(spec.styles))
+    assert "experts" in layout.styles.values()
     check_shards_with_numbers(spec, checked.graph, layout)

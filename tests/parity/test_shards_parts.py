@@ -651,6 +651,7 @@ VIEWS = [
     lambda h: h.view_as(torch.empty(2, 3, 6, 2)).swapaxes(2, 3),
     lambda h: torch.ones(5, 4, 3, dtype=h.dtype) @ h[0],
     lambda h: h[0].transpose(0, 1) @ torch.ones(5, 3, 4, dtype=h.dtype),
+    lambda h: h[0].T + h.mT[1],
     lambda h: h.unflatten(2, (4, 3)).permute(2, 0, 1, 3) @ torch.ones(3, 2, dtype=h.dtype),
     lambda h: h.var(1, False) + h.std(dim=1, correction=0, keepdim=True)[:, 0],
     lambda h: h.sum([0, 1]) + h.amax(1, True).mean(dim=(0, 1)),

@@ -125,6 +125,18 @@ class ShardedValue:
         return torch.Size(shape)
 
     @property
+    def mT(self) -> Any:
+        """As `Tensor.mT`: the last two dims exchanged."""
+        return IMPLEMENTATIONS["transpose"](torch.transpose, self, -2, -1)
+
+    @property
+    def T(self) -> Any:
+        """As `Tensor.T`, of a matrix."""
+        if self.dim() != 2:
+            raise unsupported_on_part_error("T", self, "is not defined for other than two dims")
+        return self.mT
+
+    @property
     def by_sequence(self) -> bool:
         """Whether it is the part of [batch, sequence, ...] that sequence parallelism gives this shard between layers.
 
