@@ -259,10 +259,10 @@ class TraceCache:
         for what in filter(None, others):
             raise ModelError(
                 f"the forward of {type(self.model).__name__} does not do the same when it is called again on the same "
-                f"batch: it {what}; so it depends on what a call leaves in attributes or global variables, which workers do "
-                "not",
+                f"batch: it {what}; so it depends on what a call leaves in attributes or global variables, or (sizes) on "
+                "random numbers, which workers do not",
                 cure="keep what a forward leaves for the next one in a buffer (model.buffers), or in a module that is a unit "
-                "(model.units)",
+                "(model.units); make a module around all whose sizes random numbers decide a unit",
             )
 
     def _other_calls(self, given: Mapping[str, Tensor], wanted: Trace | None, *, training: bool) -> str | None:
