@@ -43,6 +43,8 @@ class ChosenPlan:
     """Which split points were chosen, and why; None for a plan that gives them itself."""
     memory: tuple[MemorySheet, ...] = ()
     """By rank: the memory that the worker is predicted to hold; empty if it cannot be predicted."""
+    warnings: tuple[str, ...] = ()
+    """Lines for the user: checks of the plan that could compare nothing."""
 
 
 PlanChooser = Callable[["PreflightResult"], ChosenPlan]
@@ -73,9 +75,10 @@ def choose_plan(
     from raypar.worker.measure_profile import profile_job
 
     fixed = plan(len(checked.graph.layers)) if plan is not None else None
+    warnings: tuple[str, ...] = ()
     if fixed is not None:
         fixed = apply_recompute_policy(fixed, recompute, [layer.name for layer in checked.graph.layers])
-        check_model_can_shard(spec, checked, fixed)
+        warnings = check_model_can_shard(spec, checked, fixed)
     profile = profile_job(
         spec,
         workers=fixed.world if fixed is not None else workers,
@@ -99,7 +102,7 @@ def choose_plan(
     made = registry.build_schedule(schedule, routing) if make_schedule is None else make_schedule(routing)
     timeline, _ = predict_step(profile, fixed, made, spec.batching)
     memory = predict_memory(profile, fixed, made, spec.batching)
-    return ChosenPlan(fixed, schedule, made, timeline, profile, why, balance, memory)
+    return ChosenPlan(fixed, schedule, made, timeline, profile, why, balance, memory, warnings)
 
 
 def predict_memory(

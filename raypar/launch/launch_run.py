@@ -89,6 +89,8 @@ def _check_and_plan(
             for line in checked.notes:
                 tell({"kind": "warning", "text": line})
             chosen = choose(checked)
+            for line in chosen.warnings:
+                tell({"kind": "warning", "text": line})
             return spec, chosen, make_run_request(spec, checked, chosen, options)
         except UserCodeError as error:
             raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run

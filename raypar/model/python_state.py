@@ -357,8 +357,10 @@ class _Reader:
         return value.shape, value.dtype, hashlib.blake2b(value.tobytes()).digest()
 
     def _may_read(self, nbytes: int) -> bool:
+        if nbytes > self._left:  # small ones after a large one are read all the same
+            return False
         self._left -= nbytes
-        return self._left >= 0
+        return True
 
 
 def _is_users(value: Any) -> bool:

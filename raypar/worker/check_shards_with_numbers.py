@@ -28,21 +28,22 @@ SMALLEST_SHARE = 1e-2
 if that is more: a gradient whose terms cancel is rounding only."""
 
 
-def check_shards_with_numbers(spec: JobSpec, graph: Graph, layout: TensorParallelLayout) -> None:
+def check_shards_with_numbers(spec: JobSpec, graph: Graph, layout: TensorParallelLayout) -> str | None:
     """Raises `ModelError` if the first microbatch has another loss or other gradients on shards than on whole layers.
 
-    Models of more than `MOST_BYTES` are not compared.
+    Returns why nothing was compared, if so: models of more than `MOST_BYTES`, and losses that are not finite, are not.
     """
     item = getattr(torch, spec.dtype).itemsize
-    if sum(shape.numel() for shape in state_shapes(graph, 0, len(graph.layers)).values()) * item > MOST_BYTES:
-        return
+    size = sum(shape.numel() for shape in state_shapes(graph, 0, len(graph.layers)).values()) * item
+    if size > MOST_BYTES:
+        return f"its parameters and buffers have {size / 2**20:.0f} MiB, and up to {MOST_BYTES >> 20} MiB are tried"
     small = replace(with_few_microbatches(spec, 1), sequence_parallel=False)
     with preserve_random_state():
         wanted_loss, whole = _run(small, graph, 1)
         loss, found = _run(small, graph, layout.shards)
     tolerance = comparison_tolerance(spec)
     if not math.isfinite(wanted_loss):
-        return  # gradients say nothing then
+        return f"the loss of the first microbatch is {wanted_loss}"
     if not math.isclose(loss, wanted_loss, rel_tol=tolerance, abs_tol=1e-12):
         raise _error(layout, f"the loss is {loss:.8g}, without shards {wanted_loss:.8g}")
     top = max((_largest(copies[0]) for copies in whole.values()), default=0.0)
@@ -55,6 +56,7 @@ def check_shards_with_numbers(spec: JobSpec, graph: Graph, layout: TensorParalle
                 difference = float((one - other).abs().max())
                 if difference > tolerance * max(_largest(other), SMALLEST_SHARE * top) + 1e-12:
                     raise _error(layout, f"the gradient of {name} differs by {difference:.3g} on shard {shard}")
+    return None
 
 
 def _run(spec: JobSpec, graph: Graph, shards: int) -> tuple[float, dict[str, list[Tensor | None]]]:

@@ -192,13 +192,14 @@ def _check_written_buffers(spec: JobSpec, graph: Graph) -> None:
         )
 
 
-def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan) -> None:
+def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan) -> tuple[str, ...]:
     """Check that the model can be cut over the plan's shards by `spec.styles` and run so; that the optimizer allows the plan.
 
+    Returns lines for the user: what could not be compared on numbers.
     Raises `PlanError` for styles and numbers that do not fit, `ModelError` for layers that need other shards' parts,
     `ConfigError` for an optimizer that would train otherwise than in one process (`OptimizerTrial.check_plan`).
     """
-    counts = {stage.shards for stage in plan.stages}
+    counts, lines = {stage.shards for stage in plan.stages}, []
     if checked.optimizer is not None:
         checked.optimizer.check_plan(plan)
     for shards in sorted(counts):
@@ -214,7 +215,13 @@ def check_model_can_shard(spec: JobSpec, checked: PreflightResult, plan: Paralle
             loss = make_loss_function(spec.loss)
             check_shards_on_meta(checked.graph, layout, loss, checked.batch, target, sequence=sequence, dtype=_dtype(spec))
             if has_inferred_structure(checked.graph, layout) or ExpertsStyle.name in layout.styles.values():
-                check_shards_with_numbers(spec, checked.graph, layout)
+                not_compared = check_shards_with_numbers(spec, checked.graph, layout)
+                if not_compared is not None:
+                    lines.append(
+                        f"the layers on {shards} shards were not compared with the whole ones on numbers: {not_compared}; code "
+                        "that reads the size or the numbers of its own weights is not seen then: try a smaller model once"
+                    )
+    return tuple(lines)
 
 
 def check_other_shard_counts(spec: JobSpec, checked: PreflightResult, plan: ParallelPlan, possible: Iterable[int]) -> None:

@@ -85,6 +85,21 @@ class NormalisesParameter(Written):
         return gradient * (parameter.norm() / (gradient.norm() + 1e-6))
 
 
+class NormalisesVectors(Written):
+    """By the norm of each gradient that is a vector; matrices are trained element by element."""
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient / (gradient.norm() + 1e-6) if gradient.ndim == 1 else gradient
+
+
+class NormalisesLater(Written):
+    """By the norm of each gradient, from the fifth step on."""
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        state["step"] = state.get("step", 0) + 1
+        return gradient / (gradient.norm() + 1e-6) if state["step"] >= 5 else gradient
+
+
 class NormalisesAll(Written):
     """By the norm of all gradients together."""
 

@@ -38,6 +38,8 @@ KINDS = {
     optimizers.CountsInAttribute: (OptimizerKind.ELEMENTWISE, ()),
     optimizers.HostileNames: (OptimizerKind.ELEMENTWISE, ()),
     optimizers.NormalisesParameter: (OptimizerKind.PER_PARAMETER, (SHARDS,)),
+    optimizers.NormalisesVectors: (OptimizerKind.PER_PARAMETER, (SHARDS,)),
+    optimizers.NormalisesLater: (OptimizerKind.PER_PARAMETER, (SHARDS,)),
     optimizers.NormalisesAll: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
     optimizers.EstimatesDistance: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
     optimizers.Draws: (OptimizerKind.COUPLED, (STAGES, SHARDS)),

@@ -256,6 +256,18 @@ def test_a_style_that_would_compute_something_else_is_an_error_before_the_run(mo
     assert len(compared) == 1
 
 
+def test_shards_that_were_not_compared_on_numbers_are_said(monkeypatch: pytest.MonkeyPatch):
+    spec = job((Blocks, {"kinds": ["glu"]}))
+    checked = preflight(spec)
+    plan = ParallelPlan.mesh(layers=len(checked.graph.layers), tp=2)
+    assert check_model_can_shard(spec, checked, plan) == ()
+    monkeypatch.setattr("raypar.worker.check_shards_with_numbers.MOST_BYTES", 1000)
+    (line,) = check_model_can_shard(spec, checked, plan)
+    assert line.startswith(
+        "the layers on 2 shards were not compared with the whole ones on numbers: its parameters and buffers"
+    )
+
+
 def test_evaluation_does_not_read_the_weights_of_an_encoder_layer_by_itself():
     """`nn.TransformerEncoderLayer` has a fast path of its own in evaluation, which would compute with a shard's slices."""
     layer, held = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True).double().eval(), ((0, HEADS),)

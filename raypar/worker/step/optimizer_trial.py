@@ -328,28 +328,29 @@ def _coupling(spec: OptimizerSpec, values: Mapping[str, Tensor], gradients: Grad
 def _is_elementwise(spec: OptimizerSpec) -> bool:
     """Whether the optimizer takes each element by itself, as slices of parameters need: with the options of every group.
 
-    A matrix and its halves are trained; a large one too, because optimizers that factor or quantise their state leave small
-    parameters alone (as Adafactors with `min_dim_size_to_factor`).
+    Vectors and matrices are trained beside their halves, some steps long because some optimizers begin with plain ones; a large
+    matrix too, because optimizers that factor or quantise their state leave small parameters alone (as Adafactors with
+    `min_dim_size_to_factor`).
     """
     try:
         return all(
             _halves_train_as_the_whole(OptimizerSpec(spec.optimizer, (("weight", overrides),)), shape)
-            for shape in ((4, 6), (256, 256))
+            for shape in ((24,), (4, 6), (256, 256))
             for overrides in ({}, *(given for _, given in spec.groups))
         )
     except (UserCodeError, ConfigError):
         return False  # it does not take such a parameter
 
 
-def _halves_train_as_the_whole(spec: OptimizerSpec, shape: tuple[int, int]) -> bool:
+def _halves_train_as_the_whole(spec: OptimizerSpec, shape: tuple[int, ...]) -> bool:
     generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3))
+    start, *gradients = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(1 + SAVED_AFTER))
 
     def trained(*place: slice) -> Tensor:
         trainee = _Trainee(spec, {"weight": start[place]})
         trainee.run([{"weight": gradient[place]} for gradient in gradients])
         return trainee.parameters["weight"].detach()
 
-    whole, every = trained(), slice(None)
-    halves = (slice(0, shape[0] // 2), every), (every, slice(0, shape[1] // 2))
+    whole = trained()
+    halves = [(slice(None),) * dim + (slice(0, size // 2),) for dim, size in enumerate(shape)]
     return all(torch.allclose(trained(*place), whole[place], rtol=1e-9, atol=1e-9) for place in halves)
