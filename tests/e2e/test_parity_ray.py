@@ -13,6 +13,7 @@ from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, read_checkpoint_buffers, read_checkpoint_state
+from raypar.worker.checkpoint.state_key import optimizer_key
 
 LAYOUTS = [
     Layout("tangled", "1f1b", (2, 2), 4),
@@ -53,7 +54,11 @@ def check(layout, tmp_path, recompute="none"):
     buffers = read_checkpoint_buffers(Path(result.checkpoint_path), want.buffers)
     bad += [name for name, value in want.buffers.items() if not torch.equal(buffers[name], value)]
     for name, kinds in want.state.items():
-        bad += [f"{name}.{k}" for k, v in kinds.items() if not torch.equal(torch.as_tensor(found[name][k]), torch.as_tensor(v))]
+        bad += [
+            f"{name}.{k}"
+            for k, v in kinds.items()
+            if not torch.equal(torch.as_tensor(found[name][optimizer_key(k)]), torch.as_tensor(v))
+        ]
     assert not bad
     started = next(event for event in RunFolder(Path(result.path)).read_lines(Path(result.path) / "events.jsonl"))
     assert (started["kind"], started.get("precision")) == ("started", layout.compute)

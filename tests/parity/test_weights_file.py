@@ -26,6 +26,7 @@ from raypar.worker.checkpoint import checkpoint_files as checkpoint_store_files
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TensorSlices
 from raypar.worker.checkpoint.checkpoint_store import open_checkpoint
 from raypar.worker.checkpoint.manifest import manifest_checksum
+from raypar.worker.checkpoint.state_key import StateKey, optimizer_key
 from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.pretrained.initial_values import WeightsFromFile
 from raypar.worker.pretrained.weights_file import StoredTensor, open_weights, resolve_weights_source
@@ -56,7 +57,9 @@ def saved(root: Path, done: int, tensors: Mapping[str, Tensor]) -> Path:
     aside = checkpoint_files.create_checkpoint(root, done)
     records = []
     for shard in range(2):
-        held: dict[tuple[str, str], Tensor] = {("up.weight", "exp_avg"): torch.full((shard + 1,), 9.0)} if shard else {}
+        held: dict[tuple[str, StateKey], Tensor] = (
+            {("up.weight", optimizer_key("exp_avg")): torch.full((shard + 1,), 9.0)} if shard else {}
+        )
         slices = {}
         for name, tensor in tensors.items():
             kind = BUFFER if name == "up.bias" else PARAMETER

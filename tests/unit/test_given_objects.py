@@ -243,12 +243,14 @@ class OnGpu(torch.nn.Linear):
 class OnlySteps(torch.nn.Linear):
     forward = torch.nn.Module.forward
 
+    def training_step(self, batch: object, number: int) -> None: ...
+
 
 @pytest.mark.parametrize(
     "model, cure",
     [
         (lambda: OnGpu(2, 1), "leave .cuda() and .to(device) out"),
-        (lambda: OnlySteps(2, 1), "the network in it"),
+        (lambda: OnlySteps(2, 1), "the network inside of it"),
         (lambda: torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(2, 1)), ""),
         (MisfittingPair, "compare the shapes of samples"),
     ],

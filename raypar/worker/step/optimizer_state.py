@@ -187,7 +187,8 @@ def why_not_kept(value: Any) -> str | None:
     """Why a value cannot be saved, as a noun (`a sparse tensor`); None for tensors and numbers that a file can hold."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        if type(value) not in (Tensor, nn.Parameter):
+        # A device's own class of tensors is none that the copy in host memory keeps.
+        if type(value) not in (Tensor, nn.Parameter) and type(value.detach().to("cpu")) is not Tensor:
             return f"a tensor of the class {type(value).__name__}"
         if value.layout != torch.strided or value.is_meta:
             return f"a {'meta' if value.is_meta else 'sparse'} tensor"
