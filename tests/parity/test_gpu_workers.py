@@ -344,12 +344,7 @@ def test_a_process_that_nccl_does_not_let_go_of_while_it_moves_to_another_plan_e
 
     worker.generation_guard = SimpleNamespace(enter_generation=lambda generation, reason: None, adopt=adopt)
 
-    class Ended(BaseException):
-        pass
-
-    def end(code):
-        raise Ended(code)
-
-    monkeypatch.setattr(os, "_exit", end)
-    with pytest.raises(Ended, match="1"):
-        worker.adopt(2, order, "rank 0", ["here"], LIMIT_S)
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    worker.adopt(2, order, "rank 0", ["here"], LIMIT_S)
+    assert ended == [1]
