@@ -83,3 +83,28 @@ def test_a_killed_worker_changes_nothing_but_the_plan(tmp_path: Path, model: str
     job = job_of(model) | {"steps": 12, "elastic": True}
     result = check_run(raypar.Trainer(**job, run_dir=tmp_path, name="killed", callbacks=[KillsOneWorker(tmp_path / "killed")]))
     assert "lost" in (Path(result.path) / "events.jsonl").read_text()
+
+
+def encoder_on_shards(folder: Path, **given: Any) -> raypar.Trainer:
+    """A job of `nn.TransformerEncoder`, whose layers are cut by what they compute: no style is given."""
+    return raypar.Trainer(
+        model=("helpers.structure_models:Encoder", {}),
+        loss="torch.nn.functional:mse_loss",
+        data={"function": "helpers.structure_models:Vectors"},
+        optimizer=("torch.optim:AdamW", {"lr": 1e-2}),
+        steps=6,
+        batch_size=8,
+        microbatches=4,
+        plan={"stages": 2, "shards": 2},
+        elastic={"min_workers": 2},
+        run_dir=folder,
+        **given,
+    )
+
+
+def test_a_killed_worker_with_layers_that_were_cut_by_what_they_compute_changes_nothing_but_the_plan(tmp_path: Path):
+    undisturbed = encoder_on_shards(tmp_path).fit()
+    assert undisturbed.error is None
+    killed = encoder_on_shards(tmp_path, name="killed", callbacks=[KillsOneWorker(tmp_path / "killed")]).fit()
+    assert killed.error is None and killed.weights_sha256 == undisturbed.weights_sha256
+    assert "generation 2" in (tmp_path / "killed" / "events.jsonl").read_text()
