@@ -24,7 +24,7 @@ MODE_VARIABLE = "RAY_AUTH_MODE"
 
 
 def choose_token(environ: Mapping[str, str]) -> str:
-    """The user's token if there is one, so that his other programs get in, else a random one. Raises `ConfigError`."""
+    """The user's token if there is one, so that the user's other programs get in, else a random one. Raises `ConfigError`."""
     return find_token(environ) or secrets.token_hex(32)
 
 

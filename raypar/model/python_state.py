@@ -8,6 +8,7 @@ of `functools`, files and what is in extensions are not seen.
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import contextvars
 import functools
@@ -33,6 +34,8 @@ from raypar.model.graph import join_names
 
 MOST_BYTES = 64 << 20
 """Most bytes of tensors and arrays whose content is read; beyond that only identity and number of writes are compared."""
+_MOST_OBJECTS = 50_000
+"""How many objects are looked into in one reading, which takes a few seconds at most."""
 _MOST_FUNCTIONS = 10_000
 """How many functions are looked into for the global variables that they name."""
 _MOST_ELEMENTS = 100
@@ -53,7 +56,8 @@ _CACHED_FUNCTION = functools._lru_cache_wrapper
 _NO_STATE = (staticmethod, classmethod, property, type, types.FunctionType, types.ModuleType, _CACHED_FUNCTION)
 """Types of class attributes and global variables that are looked at elsewhere, or hold no state."""
 _LOOKED_INTO = (
-    types.SimpleNamespace, argparse.Namespace, threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary,
+    collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace, threading.local,
+    weakref.WeakKeyDictionary, weakref.WeakValueDictionary,
 )  # fmt: skip
 """Classes of Python's library whose objects are looked into."""
 
@@ -70,6 +74,8 @@ class StateReading:
     """Place -> what it held, in a form that can be compared."""
     restores: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
     """Place -> what puts the content of each object back that was first reached by it."""
+    unread: str | None = None
+    """The first place that holds too much to be read whole; None: all were."""
 
     def changed(self, other: StateReading) -> list[str]:
         """The places that hold something else in `other`."""
@@ -105,6 +111,8 @@ class PythonState:
             reading.values[label] = reader.read(_get(holder, key))
             reader.restores.append(functools.partial(_set, holder, key, _get(holder, key)))
             reading.restores[label] = reader.restores
+            if reader.objects_left < 0 and reading.unread is None:
+                reading.unread = label
         return reading
 
     def put_back(self, reading: StateReading, only: str | None = None) -> None:
@@ -123,9 +131,10 @@ class PythonState:
             for key in vars(module):
                 if key not in _OF_MODULES:
                     yield f"attribute {key!r} of {name or 'the model'} ({type(module).__name__})", vars(module), key
-            for path, parameter in module._parameters.items():
-                for key in vars(parameter) if parameter is not None else ():
-                    yield f"attribute {key!r} of the parameter {join_names(name, path)}", vars(parameter), key
+            for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for path, tensor in tensors.items():
+                    for key in vars(tensor) if tensor is not None else ():
+                        yield f"attribute {key!r} of the {kind} {join_names(name, path)}", vars(tensor), key
         yield from self._code.places()
         yield "an environment variable", vars(os.environ), "_data"
 
@@ -245,6 +254,8 @@ class _Reader:
         """Objects that have been read, so that no `id` is used twice."""
         self._left = MOST_BYTES
         """How many more bytes are read."""
+        self.objects_left = _MOST_OBJECTS
+        """How many more objects are looked into; negative once there were more."""
 
     def read(self, value: Any, depth: int = 0) -> Any:
         """What a value holds."""
@@ -252,7 +263,8 @@ class _Reader:
             return value if value == value else "not a number"
         if id(value) in self._known:
             return self._known[id(value)]
-        if depth > _DEPTH:
+        self.objects_left -= 1
+        if depth > _DEPTH or self.objects_left < 0:
             return type(value)
         self._kept.append(value)
         self._known[id(value)] = ("a cycle", type(value))
@@ -265,7 +277,7 @@ class _Reader:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, numpy.ndarray):
-            return self._array(value)
+            return self._array(value, depth)
         if isinstance(value, dict):
             base = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
             self.restores.append(functools.partial(_restore_dict, base, value, dict(dict.items(value))))
@@ -273,6 +285,9 @@ class _Reader:
         if isinstance(value, (list, collections.deque)):
             self.restores.append(functools.partial(_restore_list, value, list(value)))
             return [self.read(each, depth) for each in list(value)]
+        if isinstance(value, (bytearray, array.array)):
+            self.restores.append(functools.partial(_restore_bytes, value, value[:]))
+            return kind, bytes(value)
         if isinstance(value, (tuple, frozenset)):
             return (kind, *([self.read(each, depth) for each in value] if kind is not frozenset else map(_key, value)))
         if isinstance(value, set):
@@ -349,8 +364,11 @@ class _Reader:
             flat = content.reshape(-1).contiguous()
             return (*what, hashlib.blake2b(flat.view(torch.uint8).numpy() if flat.numel() else b"").digest())
 
-    def _array(self, value: numpy.ndarray[Any, Any]) -> Any:
-        if value.dtype == object or not self._may_read(value.nbytes):
+    def _array(self, value: numpy.ndarray[Any, Any], depth: int) -> Any:
+        if value.dtype == object:
+            self.restores.append(functools.partial(numpy.copyto, value, value.copy()))
+            return value.shape, [self.read(each, depth) for each in value.flat]
+        if not self._may_read(value.nbytes):
             return value.shape, value.dtype
         if value.flags.writeable:
             self.restores.append(functools.partial(numpy.copyto, value, value.copy()))
@@ -423,8 +441,13 @@ def _restore_dict(base: Any, value: dict[Any, Any], content: dict[Any, Any]) -> 
 
 def _restore_list(value: list[Any] | collections.deque[Any], content: list[Any]) -> None:
     if len(value) != len(content) or any(a is not b for a, b in zip(value, content, strict=True)):
-        value.clear()
-        value.extend(content)
+        base = list if isinstance(value, list) else collections.deque
+        base.clear(value)  # type: ignore[arg-type]
+        base.extend(value, content)  # type: ignore[arg-type]
+
+
+def _restore_bytes(value: Any, content: Any) -> None:
+    value[:] = content
 
 
 def _restore_set(value: set[Any], content: set[Any]) -> None:

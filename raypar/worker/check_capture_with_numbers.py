@@ -48,14 +48,16 @@ def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> str | None:
     """Raises `ModelError` if the layers of a captured model do not compute what the user's module computes, or if a microbatch
     depends on what another has left (`compute_with_and_without_state`).
 
-    Returns None after a comparison, and for models that are not captured; else why there was none: the model is too large
-    (`MOST_BYTES`) or too slow (`MOST_SECONDS`), or its own code raises, which the first step reports.
+    Returns None after a comparison, and for models that are not captured; else a line for the user about what was not looked
+    at: the model is too large (`MOST_BYTES`) or too slow (`MOST_SECONDS`), its own code raises, which the first step reports,
+    or its code holds too much outside of parameters and buffers.
     """
     cache = traces_of(graph)
     if cache is None or cache.skeleton is None or graph.initial_values is None:
         return None
     if (size := _size(cache.skeleton, spec)) > MOST_BYTES:
-        return f"its parameters and buffers have {size / 2**20:.0f} MiB, and up to {MOST_BYTES >> 20} MiB are tried"
+        what = f"its parameters and buffers have {size / 2**20:.0f} MiB, and up to {MOST_BYTES >> 20} MiB are tried"
+        return _not_compared(what)
     few = min(MICROBATCHES, spec.microbatches)
     small = with_few_microbatches(spec, few)
     places = [divmod(number, few) for number in range(MICROBATCHES)]
@@ -66,13 +68,28 @@ def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> str | None:
             try:
                 plain.run(few)
             except _NotCompared as found:
-                return str(found)
+                return _not_compared(str(found))
         stages = min(len(graph.layers), MOST_STAGES)
         plan = ParallelPlan.mesh(pp=stages, dp=min(2, few), layers=len(graph.layers))
         with OneProcessRun(small, plan, "1f1b", graph=graph) as run:
             loss = run.step(0)[0].loss
             gradients = {name: copies[0] for name, copies in run.gradients().items()}
-    return plain.compare(loss, gradients)
+    if (why := plain.compare(loss, gradients)) is not None:
+        return _not_compared(why)
+    if plain.unread is None:
+        return None
+    return f"{plain.unread} holds more than is looked through for state that changes between microbatches; {_UNSEEN}"
+
+
+_UNSEEN = (
+    "state that its code keeps between microbatches (counters, averages) is not seen then: try a smaller configuration once "
+    "(examples/guides/your_own_model.md)"
+)
+"""What a user should do about a model that was not compared."""
+
+
+def _not_compared(why: str) -> str:
+    return f"the layers were not compared with the model on numbers: {why}; {_UNSEEN}"
 
 
 class _NotCompared(Exception):
@@ -147,6 +164,8 @@ class _PlainModule:
         """Sums of the losses and counts."""
         self.gradients: dict[str, Tensor] = {}
         """Sums of the gradients."""
+        self.unread: str | None = None
+        """A place that holds too much to be looked through for state."""
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -160,6 +179,7 @@ class _PlainModule:
         """
         forms = [{name: (value.shape, value.dtype) for name, value in batch.items()} for _, batch in self._batches]
         state = PythonState({"": self.model})
+        self.unread = state.read().unread
         for found in compute_with_and_without_state(state, self._compute, forms, few)[:few]:
             self.total += found.total
             self.count += found.count

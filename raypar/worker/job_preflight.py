@@ -122,15 +122,8 @@ def preflight(spec: JobSpec) -> PreflightResult:
     if mixed is not None:
         notes = (*notes, mixed)
     if not_compared is not None:
-        notes = (*notes, f"the layers were not compared with the model on numbers: {not_compared}; {_UNSEEN}")
+        notes = (*notes, not_compared)
     return PreflightResult(graph, samples, validation, batch, trial, notes)
-
-
-_UNSEEN = (
-    "state that its code keeps between microbatches (counters, averages) is not seen then: try a smaller configuration once "
-    "(examples/guides/your_own_model.md)"
-)
-"""What a user should do about a model that was not compared."""
 
 
 def try_optimizer_of_job(spec: JobSpec, graph: Graph) -> OptimizerTrial | None:

@@ -110,6 +110,30 @@ class NormalisesAll(Written):
         return gradient / (self.norm + 1e-6)
 
 
+class NormalisesEqualShapes(Written):
+    """By the norm of all gradients of one shape, as optimizers that stack parameters may."""
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        norm = sum(float(p.grad.norm()) for p in self.trained() if p.shape == parameter.shape)  # type: ignore[union-attr]
+        return gradient / (norm + 1e-6)
+
+
+class NormalisesSmall(Written):
+    """By the norm of all gradients together, once that is below 1."""
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        norm = float(torch.stack([p.grad.norm() for p in self.trained()]).norm())  # type: ignore[union-attr]
+        return gradient / (norm + 1e-6) if norm < 1 else gradient
+
+
+class NormalisesInWarmup(Written):
+    """By the norm of all gradients together, while the learning rate is below half of its first one."""
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        norm = float(torch.stack([p.grad.norm() for p in self.trained()]).norm())  # type: ignore[union-attr]
+        return gradient / (norm + 1e-6) if group["lr"] < 0.5 * self.defaults["lr"] else gradient
+
+
 class EstimatesDistance(Written):
     """As Prodigy and D-Adaptation: a step size, estimated over all parameters, that is the first group's."""
 

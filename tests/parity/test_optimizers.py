@@ -21,7 +21,13 @@ from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.state.mirror import StateCopy
-from raypar.worker.step.optimizer_state import OptimizerState, fingerprint, names_with_patterns, read_optimizer_state
+from raypar.worker.step.optimizer_state import (
+    OptimizerState,
+    fingerprint,
+    names_with_patterns,
+    read_optimizer_state,
+    write_optimizer_state,
+)
 from raypar.worker.step.optimizer_trial import OptimizerKind
 
 UNDECAYED = (("*.bias", {"weight_decay": 0.1}),)
@@ -41,6 +47,9 @@ KINDS = {
     optimizers.NormalisesVectors: (OptimizerKind.PER_PARAMETER, (SHARDS,)),
     optimizers.NormalisesLater: (OptimizerKind.PER_PARAMETER, (SHARDS,)),
     optimizers.NormalisesAll: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
+    optimizers.NormalisesEqualShapes: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
+    optimizers.NormalisesSmall: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
+    optimizers.NormalisesInWarmup: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
     optimizers.EstimatesDistance: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
     optimizers.Draws: (OptimizerKind.COUPLED, (STAGES, SHARDS)),
 }
@@ -204,3 +213,17 @@ def test_a_checkpoint_of_format_1_is_read_and_training_goes_on_from_it():
             run.step(2)
             ends.append(weights_hash({name: copies[0] for name, copies in run.parameters().items()}))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("attribute", ["__class__", "param_groups", "state", "step", "raypar_given"])
+def test_a_file_cannot_give_an_optimizer_attributes_that_are_no_state(attribute: str):
+    made = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "raypar_pattern": "*", "raypar_names": ["w"]}], 0.1)
+    with pytest.raises(CheckpointError, match="as state of the optimizer, which is none"):
+        write_optimizer_state(made, OptimizerState(attributes={attribute: 1}))
+
+
+@pytest.mark.parametrize("key", ["params", "raypar_base_lr", "raypar_names"])
+def test_a_file_cannot_give_a_group_entries_that_are_no_state(key: str):
+    made = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "raypar_pattern": "*", "raypar_names": ["w"]}], 0.1)
+    with pytest.raises(CheckpointError, match=r"of the group .* as state of the optimizer, which is none"):
+        write_optimizer_state(made, OptimizerState(groups={"*": {key: 1}}))

@@ -162,8 +162,12 @@ def _changed(now: Iterable[tuple[str, Any]], given: Mapping[str, object], own: f
 def write_optimizer_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
     """Give the optimizer state that `read_optimizer_state` returned; tensors are copied to where the optimizer keeps them.
 
-    A parameter that is missing starts without state, a group without its own entries.
+    A parameter that is missing starts without state, a group without its own entries. Raises `CheckpointError` for entries and
+    attributes that no optimizer keeps as its state, which a file may name.
     """
+    for name in state.attributes:
+        if name in _NOT_ATTRIBUTES or name.startswith("__") or callable(getattr(type(optimizer), name, None)):
+            raise _no_state(f"the attribute {name!r}")
     for group in optimizer.param_groups:
         counts_on_host = not (group.get("fused") or group.get("capturable"))  # as `Optimizer.load_state_dict` has it
         for name, parameter in zip(group["raypar_names"], group["params"], strict=True):
@@ -175,6 +179,8 @@ def write_optimizer_state(optimizer: torch.optim.Optimizer, state: OptimizerStat
                     for key, value in state.parameters[name].items()
                 }
         for key, value in state.groups.get(group["raypar_pattern"], {}).items():
+            if not _may_be_state(group, key):
+                raise _no_state(f"{key!r} of the group {group['raypar_pattern']!r}")
             group[key] = value.clone() if isinstance(value, Tensor) else value
     for name, value in state.attributes.items():
         setattr(optimizer, name, value.clone() if isinstance(value, Tensor) else value)
@@ -230,13 +236,14 @@ def fingerprint(value: Any, parameters: frozenset[int] = frozenset()) -> object:
 
 
 def _entries(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The entries of a group that are not raypar's: neither parameters nor the learning rate that the job sets."""
+    """The entries of a group that may be state of the optimizer."""
+    return [(key, value) for key, value in group.items() if _may_be_state(group, key)]
+
+
+def _may_be_state(group: Mapping[str, Any], key: object) -> bool:
+    """Whether an entry of a group is not raypar's: neither its parameters nor the learning rate that the job sets."""
     job_sets_lr = group.get("raypar_base_lr") is not None
-    return [
-        (key, value)
-        for key, value in group.items()
-        if key != "params" and not str(key).startswith("raypar_") and not (key == "lr" and job_sets_lr)
-    ]
+    return key != "params" and not str(key).startswith("raypar_") and not (key == "lr" and job_sets_lr)
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
@@ -245,6 +252,12 @@ def _attributes(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _no_state(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint has {what} as state of the optimizer, which is none", cure="use a checkpoint that raypar has written"
+    )
 
 
 def _cannot_keep(what: str, why: str) -> CheckpointError:

@@ -37,6 +37,8 @@ SAVED_AFTER, STEPS = 6, 12
 """Steps of a trial, and after how many of them the state is saved and given to a new optimizer."""
 LARGEST_DIM, LARGEST_FIRST_DIM, SMALL_DIM = 64, 256, 6
 """Largest dims: of the largest parameter of each group and number of dims; of its first dim; of one more such parameter."""
+SMALL_FROM, SMALL_GRADIENT = 9, 1e-3
+"""From which step of a trial on gradients are small, as late in a training and behind clipping, and by which factor."""
 ELEMENTS = 8192
 """About the most elements of a parameter: enough for 8-bit optimizers, which keep smaller ones than 4,096 in 32 bits."""
 
@@ -144,7 +146,9 @@ def _try(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]], dtype: torch.
 
 
 def _small_shapes(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """The largest parameter, and one more, of each group and number of dims, with smaller dims; in layer order."""
+    """Some parameters of each group and number of dims, with smaller dims, in layer order: the largest, one of the same shape
+    (an optimizer may step those together), and one of another.
+    """
     alike: dict[tuple[int, int], list[str]] = {}
     for name, shape in shapes.items():
         if 0 not in shape:
@@ -153,7 +157,9 @@ def _small_shapes(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]]) -> d
     for names in alike.values():
         largest = max(names, key=lambda name: math.prod(shapes[name]))
         found[largest] = _smaller(shapes[largest])
-        for name in [name for name in names if name != largest][:1]:
+        alike_shapes = [name for name in names if name != largest and tuple(shapes[name]) == tuple(shapes[largest])]
+        found |= dict.fromkeys(alike_shapes[:1], found[largest])
+        for name in [name for name in names if name not in found][:1]:
             found[name] = tuple(min(size, SMALL_DIM) for size in shapes[name])
     return {name: found[name] for name in shapes if name in found}
 
@@ -179,8 +185,12 @@ def _values_and_gradients(
     values = {name: torch.randn(*shape, generator=dice, dtype=dtype) for name, shape in shapes.items()}
     ways = {name: torch.randn(*shape, generator=dice, dtype=dtype) for name, shape in shapes.items()}
     gradients: list[dict[str, Tensor | None]] = [
-        {name: way + 0.3 * torch.randn(way.shape, generator=dice, dtype=dtype) for name, way in ways.items()}
-        for _ in range(STEPS)
+        {
+            name: (way + 0.3 * torch.randn(way.shape, generator=dice, dtype=dtype))
+            * (SMALL_GRADIENT if step >= SMALL_FROM else 1.0)
+            for name, way in ways.items()
+        }
+        for step in range(STEPS)
     ]
     return values, gradients
 
@@ -206,7 +216,7 @@ class _Trainee:
                 parameter.grad = None if gradient is None else gradient.clone()
             self.seed(seed_of(0, "optimizer", number))
             before = RandomState.now() if self.watches_draws else None
-            set_learning_rate(self.optimizer, 1.0)
+            set_learning_rate(self.optimizer, min(1.0, (number + 1) / SAVED_AFTER))  # as in a warmup
             try:
                 self.optimizer.step()
             except RayparError:
