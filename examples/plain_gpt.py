@@ -3,7 +3,7 @@
     python examples/plain_gpt.py jobs/quickstart.yaml [--set precision.compute=bf16]
 
 ends with the line `weights sha256 <64 hex>`, which `raypar train` prints too, whatever its plan. This page is the numerics
-contract (raypar/README.md): blocks of microbatches, the addition tree, one scaling, the norm in float64 over fixed pieces.
+contract (raypar/NUMERICS.md): blocks of microbatches, the addition tree, one scaling, the norm in float64 over fixed pieces.
 """
 
 import argparse

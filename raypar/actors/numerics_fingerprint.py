@@ -1,6 +1,6 @@
 """What a worker computes with: versions, processor or GPU, threads, and a digest of the results of a few kernels.
 
-Workers whose fingerprints differ may not give bit-identical results (the numerics contract in raypar/README.md)."""
+Workers whose fingerprints differ may not give bit-identical results (the numerics contract, raypar/NUMERICS.md)."""
 
 from __future__ import annotations
 

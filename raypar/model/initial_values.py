@@ -1,4 +1,4 @@
-"""Initial values of parameters and buffers: those that the user's code gives them (`raypar/README.md`, contract, rule 2).
+"""Initial values of parameters and buffers: those that the user's code gives them (`raypar/NUMERICS.md`, rule 2).
 
 One process that seeds Python, numpy and torch and calls the model function has all values at once. A worker reads them one
 whole tensor at a time, and keeps what it owns.

@@ -1,7 +1,7 @@
 """The division of a step's batch: samples into microbatches, microbatches into blocks.
 
 Replicas get whole blocks. Inside a block gradients are added in order of microbatches, over blocks by the
-tree of `addition_tree.py` (rule 6 of the contract in raypar/README.md): the bits depend on the number of blocks, not on that of
+tree of `addition_tree.py` (rule 6 of raypar/NUMERICS.md): the bits depend on the number of blocks, not on that of
 replicas.
 """
 

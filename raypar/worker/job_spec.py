@@ -348,7 +348,7 @@ class JobSpec:
 
 
 CONTRACT_EDITION = 2
-"""Edition of the numerics contract (`raypar/README.md`) of this release. Checkpoints of the first do not name theirs."""
+"""Edition of the numerics contract (`raypar/NUMERICS.md`) of this release. Checkpoints of the first do not name theirs."""
 
 
 def loss_target_name(spec: JobSpec) -> str:

@@ -1,4 +1,4 @@
-"""Reads the samples of a user's data set and makes microbatches of them by the numerics contract (raypar/README.md, rule 1).
+"""Reads the samples of a user's data set and makes microbatches of them by the numerics contract (raypar/NUMERICS.md, rule 1).
 
 Samples are read either here, in the thread that asks (`processes: 0`: nothing else may touch torch's generator while layers
 compute), or ahead of time in CPU processes of their own. Both give the same bits: a sample depends on (seed, epoch, id) only.

@@ -1,4 +1,4 @@
-"""The arithmetic of the numerics contract: gradient norm, weights hash (raypar/README.md, rules 7, 10)."""
+"""The arithmetic of the numerics contract: gradient norm, weights hash (raypar/NUMERICS.md, rules 7, 10)."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def held_by_all(name: str) -> bool:
 
 
 def trained(job: dict[str, Any], shards: int, *, sequence: bool = False) -> tuple[list[float], str]:
-    """Losses and the hash of the weights (raypar/README.md, the numerics contract, with rule 11). `shards`: 1 is without."""
+    """Losses and the hash of the weights (raypar/NUMERICS.md, the numerics contract, with rule 11). `shards`: 1 is without."""
     torch.set_num_threads(1)
     seed, batch, m, args = job["seed"], job["batch_size"], job["microbatches"], job["model"]["args"]
     blocks, compute = job.get("virtual_replicas") or min(m, 16), (job.get("precision") or {}).get("compute")

@@ -19,7 +19,11 @@ from raypar.cli import COMMANDS, _Parser
 from raypar.config import Job
 from raypar.config.validation_errors import dotted_keys
 
-PAGES = [README, *GUIDES, *(ROOT / name for name in ("raypar/README.md", "cluster/README.md", "jobs/bench/README.md"))]
+PAGES = [
+    README,
+    *GUIDES,
+    *(ROOT / name for name in ("raypar/README.md", "raypar/NUMERICS.md", "cluster/README.md", "jobs/bench/README.md")),
+]
 README_LINES, OWN_MODEL_BEFORE = 230, 90
 KEYS = set(dotted_keys(Job))
 WITHOUT_CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)

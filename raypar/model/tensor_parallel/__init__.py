@@ -1,7 +1,7 @@
 """Tensor parallelism: layers whose parameters and values are cut over shards.
 
 The bits of a sharded run depend on the number of shards, the styles, and whether the sequence is cut, beside what the contract
-of `raypar/README.md` says of all runs. The rules (`tests/helpers/same_shards.py` carries them out in plain PyTorch):
+of `raypar/NUMERICS.md` says of all runs. The rules (`tests/helpers/same_shards.py` carries them out in plain PyTorch):
 
 1. Shard t of T has heads, features or ids [floor(t n / T), floor((t+1) n / T)); of [q, k, v] or gate and up in one matrix that
    part of each; key heads as its query heads need them. A parameter is made whole, by its name, and cut.

@@ -560,7 +560,7 @@ class CheckpointTensors(Mapping[str, "Tensor"]):
 
 
 def checkpoint_weights_hash(checkpoint: CheckpointAt) -> str:
-    """The weights hash (raypar/README.md, rule 10) of a checkpoint; neither the model nor its code is needed."""
+    """The weights hash (raypar/NUMERICS.md, rule 10) of a checkpoint; neither the model nor its code is needed."""
     from raypar.worker.norm_and_weights_hash import weights_hash
 
     return weights_hash(CheckpointTensors(checkpoint))

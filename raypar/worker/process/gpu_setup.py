@@ -23,7 +23,7 @@ first."""
 def configure_torch(device: torch.device, *, exact: bool) -> None:
     """Set PyTorch's options for a worker on `device`; once per process.
 
-    `exact`: equal computations must give equal bits at all times (`raypar/README.md`, the numerics contract). Operations that
+    `exact`: equal computations must give equal bits at all times (`raypar/NUMERICS.md`, the numerics contract). Operations that
     cannot promise that raise. A warning would not do: PyTorch then leaves some that can (memory-efficient attention) inexact.
     """
     if device == CPU or not exact:

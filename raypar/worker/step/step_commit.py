@@ -1,8 +1,8 @@
 """How a step ends on one worker: reduce, complete over shards, add ties, exchange written buffers, vote, scale once, apply.
 
-The order of the additions and the norm are rules 6 to 9 of the numerics contract (`raypar/README.md`). The vote decides for all
-workers at once: a step counts only when every worker has its reduced gradients, so that a worker that is lost afterwards takes
-nothing from the others (`apply_late`).
+The order of the additions and the norm are rules 6 to 9 of the numerics contract (`raypar/NUMERICS.md`). The vote decides for
+all workers at once: a step counts only when every worker has its reduced gradients, so that a worker that is lost afterwards
+takes nothing from the others (`apply_late`).
 """
 
 from __future__ import annotations
