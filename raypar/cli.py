@@ -30,6 +30,7 @@ UNWRITABLE_DISK_ERRNOS = DISK_FULL_ERRNOS | {errno.EROFS}
 COMMANDS = {
     "train": "train a job; leaves a run folder",
     "resume": "train on from a run's last checkpoint, under another plan if you like",
+    "job": "the JSON schema of job files, for editors (--schema)",
     "plan": "placement, memory and predicted step time of a job's plan",
     "simulate": "a schedule's makespan, bubble and memory, and its picture",
     "submit": "train a job on a cluster, by its job server",

@@ -50,13 +50,15 @@ PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isin
 """A path; from Python also a `pathlib.Path`."""
 
 
+RUN_NAME = r"[A-Za-z0-9][\w.-]{0,99}"
+"""What the name of a job must be, as a regular expression."""
 RUN_NAME_CURE = "letters, digits, '.', '_' and '-' only: it names the run's folder"
-"""What the name of a job must be, for messages."""
+"""The same, for messages."""
 
 
 def is_run_name(text: str) -> bool:
     """Whether a text can name a run's folder."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", text) is not None
+    return re.fullmatch(RUN_NAME, text) is not None
 
 
 def _function(value: Any) -> Any:

@@ -5,12 +5,7 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import re
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +19,7 @@ from pydantic.fields import FieldInfo
 from raypar.config import job as job_module
 from raypar.config.job import Job, PathText
 from raypar.config.read_job import _RunArguments
+from raypar.config.section_docstrings import key_docstring, section_docstring
 from raypar.config.validation_errors import _COMMAND_LINE, walk_sections
 from raypar.schedule.registry import NAMES
 
@@ -79,6 +75,19 @@ is made from the code by `python -m raypar.config.job_reference examples/guides/
 key is left out (`None` in Python); *required* keys have no default. A pattern is a name in which `*` stands for any text. An
 unknown key is an error that names the nearest known one; names that other frameworks use (`gradient_accumulation_steps`,
 `max_grad_norm`, ...) are answered with ours.
+
+An editor with a YAML language server (VS Code's YAML extension, Neovim, Emacs, PyCharm) completes job files, shows what keys
+mean, and underlines misspelt keys and wrong types. Write the schema beside the job files, and name it in the first line of
+each:
+
+```sh
+raypar job --schema > job.schema.json
+```
+
+```yaml
+# yaml-language-server: $schema=job.schema.json
+name: run
+```
 """
 
 OUTSIDE = """\
@@ -93,9 +102,9 @@ def make_reference() -> str:
     parts = [HEAD, "## Keys of a job\n", _table("", Job)]
     for path, section in walk_sections(Job):
         name = ".".join(path)
-        parts += [f"## {name}\n", f"{_class_docstring(section)}\n", _table(f"{name}.", section)]
+        parts += [f"## {name}\n", f"{section_docstring(section)}\n", _table(f"{name}.", section)]
     rows = [
-        (f"`{name}`", _type_in_words(name, info), _default(info), _doc(_RunArguments, name), _command_line(name))
+        (f"`{name}`", _type_in_words(name, info), _default(info), key_docstring(_RunArguments, name), _command_line(name))
         for name, info in _RunArguments.model_fields.items()
     ]
     parts += [OUTSIDE, _format_table(("argument", "type", "default", "", "command line"), rows)]
@@ -105,7 +114,13 @@ def make_reference() -> str:
 def _table(prefix: str, section: type[BaseModel]) -> str:
     """The table of a section's keys. `prefix`: the section's path with a dot, such as `plan.`."""
     rows = [
-        (f"`{prefix}{name}`", _type_in_words(prefix + name, info), _default(info), _doc(section, name), _also(prefix + name))
+        (
+            f"`{prefix}{name}`",
+            _type_in_words(prefix + name, info),
+            _default(info),
+            key_docstring(section, name),
+            _also(prefix + name),
+        )
         for name, info in section.model_fields.items()
     ]
     heads = ("key", "type", "default", "", "`Trainer` also takes")
@@ -213,41 +228,6 @@ def _default(info: FieldInfo) -> str:
     if isinstance(value, dict):
         return f"`{{{', '.join(f'{key}: {inner}' for key, inner in value.items())}}}`"
     return "*empty*" if value == "" else f"`{value:,}`" if isinstance(value, float) and value >= 1e6 else f"`{value}`"
-
-
-# -- docstrings ----------------------------------------------------------------------------------------------------------
-
-
-def _class_docstring(section: type[BaseModel]) -> str:
-    return inspect.cleandoc(section.__doc__ or "").replace("\n", " ")
-
-
-def _doc(section: type[BaseModel], name: str) -> str:
-    """The docstring of a field, in one line. Raises `TypeError` if it has none."""
-    for cls in section.__mro__:
-        if issubclass(cls, BaseModel) and cls is not BaseModel:
-            found = _attribute_docstrings(cls).get(name)
-            if found is not None:
-                return re.sub(r"\bNone(?=[:,])", "*none*", found)
-    raise TypeError(f"{section.__name__}.{name} has no docstring")
-
-
-@functools.cache
-def _attribute_docstrings(cls: type) -> dict[str, str]:
-    """Attribute -> its docstring, which is the string below it in the class's source."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for attribute, below in zip(definition.body, definition.body[1:], strict=False):
-        if (
-            isinstance(attribute, ast.AnnAssign)
-            and isinstance(attribute.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-            and isinstance(below.value.value, str)
-        ):
-            found[attribute.target.id] = " ".join(below.value.value.split())
-    return found
 
 
 if __name__ == "__main__":

@@ -44,13 +44,13 @@ _ENTRIES: dict[str, ScheduleEntry] = {
     "zb-h1": ScheduleEntry(zb_h1, takes_warmup=True),
     "zb-v": ScheduleEntry(zb_v, placement="v", chunks=2, takes_warmup=True),
 }
-_ALIASES = {"afab": "gpipe"}
+ALIASES = {"afab": "gpipe"}
 NAMES = tuple(_ENTRIES)
 
 
 def find_schedule(name: str) -> ScheduleEntry:
     """The registry's entry for a name or alias. Raises `ScheduleError` with similar names if there is none."""
-    found = _ENTRIES.get(_ALIASES.get(name, name))
+    found = _ENTRIES.get(ALIASES.get(name, name))
     if found is None:
         near = difflib.get_close_matches(name.lower(), NAMES, n=2, cutoff=0.4)
         raise ScheduleError(
@@ -82,7 +82,7 @@ def resolve_chunks_per_worker(name: str, chunks: int | None = None) -> int:
 
 def schedule_fits_plan(name: str, plan: ParallelPlan) -> bool:
     """Whether the schedule can run the plan; False for a name that is not registered (that of a schedule file)."""
-    if _ALIASES.get(name, name) not in _ENTRIES:
+    if ALIASES.get(name, name) not in _ENTRIES:
         return False
     known = find_schedule(name)
     chunks = len(plan.stages) // plan.positions

@@ -13,6 +13,7 @@ from raypar.callbacks import Callback
 from raypar.config import job_reference
 from raypar.config.job import Job
 from raypar.config.job_reference import TRAINER_ALSO_TAKES, TYPE_OF_KEY, make_reference
+from raypar.config.section_docstrings import key_docstring
 from raypar.config.validation_errors import dotted_keys
 from raypar.trainer import Trainer
 from raypar.trainer_arguments import Arguments
@@ -86,7 +87,7 @@ def test_a_type_or_a_key_without_words_is_an_error():
         with pytest.raises(TypeError, match=says):
             job_reference._type_in_words(name, Section.model_fields[name])
     with pytest.raises(TypeError, match="loose has no docstring"):
-        job_reference._doc(Section, "loose")
+        key_docstring(Section, "loose")
 
 
 def test_no_words_are_left_of_keys_that_are_gone():

@@ -1,0 +1,26 @@
+"""`raypar job --schema`: prints the JSON schema of job files, with which an editor completes and checks them.
+
+Write it beside your job files, and name it in the first line of each, for editors with a YAML language server:
+
+    raypar job --schema > job.schema.json
+    # yaml-language-server: $schema=job.schema.json
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `raypar job`."""
+    parser.add_argument("--schema", action="store_true", required=True, help="print the JSON schema of job files")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the schema; exit code 0."""
+    import json
+
+    from raypar.config.job_schema import make_schema
+
+    print(json.dumps(make_schema(), indent=1))
+    return 0

@@ -1,0 +1,153 @@
+"""Makes the JSON schema of job files from the pydantic model of a job: editors complete and check job files with it.
+
+It accepts every job file that raypar accepts. What it cannot say is found when the job is read: conditions on several keys, and
+whether functions and files are there.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from annotated_types import Ge, Gt, Le, MinLen
+from pydantic import BaseModel, BeforeValidator, PlainValidator
+from pydantic.fields import FieldInfo
+
+from raypar.config import job as job_module
+from raypar.config.job import Job, PathText
+from raypar.config.plain_values import to_plain_values
+from raypar.config.section import MAX_WORKERS
+from raypar.config.section_docstrings import key_docstring, section_docstring
+from raypar.schedule.registry import ALIASES, NAMES
+from raypar.worker.job_spec import LOSS_OF_MODEL
+
+Schema = dict[str, Any]
+
+DIALECT = "http://json-schema.org/draft-07/schema#"
+"""What the YAML language server of editors reads."""
+_FUNCTION: Schema = {"type": "string", "pattern": r"^[^:\s]+:[^:\s]+$"}
+_COUNT: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_WORKERS}
+_TEXTS: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
+
+SCHEMA_OF_VALIDATOR: dict[Callable[..., Any], tuple[Schema, ...]] = {
+    job_module._function: (_FUNCTION,),
+    job_module._loss_function: (_FUNCTION, {"const": LOSS_OF_MODEL}),
+    job_module._counts: (_COUNT, {"type": "array", "items": _COUNT, "minItems": 1}),
+    job_module._recompute_policy: ({"enum": ["none", "full"]}, _TEXTS),
+    typing.get_args(PathText)[1].func: ({"type": "string"},),
+}
+"""Validator that accepts more, or less, than the annotated type -> the alternatives that it accepts in a job file."""
+
+SCHEMA_OF_KEY: dict[str, tuple[Schema, ...]] = {
+    "name": ({"type": "string", "pattern": f"^{job_module.RUN_NAME}$"},),
+    "plan.schedule": ({"enum": [*NAMES, *ALIASES]},),
+    "elastic.mirror": ({"enum": ["auto", "off"]}, {"type": "boolean"}, {"type": "integer", "minimum": 1}),
+}
+"""Key -> what it accepts, where neither its annotation nor a validator of `SCHEMA_OF_VALIDATOR` says it."""
+SHORT_FORMS: dict[str, tuple[Schema, ...]] = {"elastic": ({"type": "boolean"},)}
+"""Key of a section -> what may stand in the section's place, beside the value of its first key (see `_section`)."""
+NEVER_EMPTY = {"elastic"}
+"""Keys that may be left out of a job file, but not be written without a value."""
+
+
+def make_schema() -> Schema:
+    """The schema of a job file. Unknown keys and wrong types are errors by it; keys have their docstrings and defaults."""
+    (schema,) = _section("", Job)
+    del schema["properties"]["name"]["default"]  # a job file has another: its own name
+    return {"$schema": DIALECT, "title": "A job of raypar", **schema}
+
+
+def _section(key: str, section: type[BaseModel]) -> Iterator[Schema]:
+    """The alternatives for a section: its short forms, and keys and values. `key`: the section's own; the whole job's is empty.
+
+    A section may be given as the value of its first key, if that is required, as in `optimizer: torch.optim:SGD`.
+    """
+    prefix = f"{key}." if key else ""
+    first, info = next(iter(section.model_fields.items()))
+    if key and info.is_required():
+        yield from _alternatives(prefix + first, info.annotation, info.metadata)
+    yield from SHORT_FORMS.get(key, ())
+    yield {
+        "type": "object",
+        "description": section_docstring(section),
+        "properties": {
+            name: {"description": key_docstring(section, name).replace("*none*", "none"), **_value(prefix + name, info)}
+            for name, info in section.model_fields.items()
+        },
+        "required": [name for name, info in section.model_fields.items() if info.is_required()],
+        "additionalProperties": False,
+    }
+
+
+def _value(key: str, info: FieldInfo) -> Schema:
+    """The schema of a key's value, with its default."""
+    found = list(SCHEMA_OF_KEY.get(key) or _alternatives(key, info.annotation, info.metadata))
+    default = info.default
+    if default is None and key not in NEVER_EMPTY:
+        found.append({"type": "null"})
+    one: Schema = (
+        {"anyOf": found} if len(found) > 1 else {name: part for name, part in found[0].items() if name != "description"}
+    )
+    if info.is_required() or default is None:
+        return one
+    return {**one, "default": to_plain_values(default)[0] if isinstance(default, BaseModel) else _plain(default)}
+
+
+def _plain(default: Any) -> Any:
+    """A default of plain values, where a tuple is a list."""
+    return list(default) if isinstance(default, tuple) else dict(default) if isinstance(default, Mapping) else default
+
+
+def _alternatives(key: str, annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[Schema]:
+    """The alternatives of a type, without None. Raises `TypeError` for a type that has no schema here."""
+    for one in metadata:
+        if isinstance(one, (BeforeValidator, PlainValidator)) and one.func is not job_module._switch:
+            if one.func not in SCHEMA_OF_VALIDATOR:
+                raise TypeError(f"{key}: no schema for the validator {one.func}; add it to SCHEMA_OF_VALIDATOR")
+            yield from SCHEMA_OF_VALIDATOR[one.func]
+            return
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        yield from _alternatives(key, args[0], args[1:])
+    elif origin in (typing.Union, types.UnionType):
+        for inner in args:
+            if inner is not type(None):
+                yield from _alternatives(key, inner, metadata)
+    elif origin is Literal:
+        yield {"enum": list(args)}
+    elif origin is tuple:
+        items = list(_alternatives(key, args[0]))
+        yield {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}}
+    elif origin is dict:
+        yield {"type": "object", "additionalProperties": {"type": "string"}} if args[1] is str else {"type": "object"}
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield from _section(key, annotation)
+    elif annotation in (int, float):
+        yield {"type": "integer" if annotation is int else "number", **_limits(metadata)}
+    elif annotation is str:
+        least = next((one.min_length for one in _flat(metadata) if isinstance(one, MinLen)), 0)
+        yield {"type": "string", **({"minLength": least} if least else {})}
+    elif annotation is bool:
+        yield {"type": "boolean"}
+    else:
+        raise TypeError(f"{key}: no schema for the type {annotation}; add it to SCHEMA_OF_KEY")
+
+
+def _limits(metadata: Sequence[Any]) -> Schema:
+    """The limits of a number, in JSON schema's words."""
+    found: Schema = {}
+    for one in _flat(metadata):
+        if isinstance(one, Gt):
+            found["exclusiveMinimum"] = one.gt
+        elif isinstance(one, Ge):
+            found["minimum"] = one.ge
+        elif isinstance(one, Le):
+            found["maximum"] = one.le
+    return found
+
+
+def _flat(metadata: Sequence[Any]) -> list[Any]:
+    """Constraints, also those inside of pydantic's fields."""
+    return [inner for one in metadata for inner in (one.metadata if isinstance(one, FieldInfo) else (one,))]

@@ -1,0 +1,190 @@
+"""The JSON schema of job files: it accepts what raypar accepts, and finds misspelt keys and wrong types, for every key."""
+
+import copy
+import json
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from helpers.guides import GUIDES, README, code_blocks
+from pydantic import BaseModel, BeforeValidator, ValidationError
+
+from raypar.cli import main
+from raypar.config import Job
+from raypar.config.job_schema import SCHEMA_OF_KEY, _value, make_schema
+from raypar.config.validation_errors import dotted_keys, walk_sections
+from raypar.errors import RayparError
+from raypar.safe_yaml import parse_yaml
+
+ROOT = Path(__file__).parents[2]
+JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
+SCHEMA = make_schema()
+CHECK = jsonschema.Draft7Validator(SCHEMA)
+
+WHOLE = """
+name: whole
+steps: 3
+batch_size: 8
+microbatches: 4
+model: {function: m:layers}
+loss: {function: m:loss}
+data: {function: m:text}
+lr_schedule: {function: m:lr}
+validation: {function: m:text, every: 1}
+optimizer: {function: "torch.optim:SGD"}
+plan: {}
+elastic: {}
+placement: {}
+checkpoint: {}
+precision: {}
+init_from: {path: FILE}
+early_stopping: {}
+callbacks: [{function: m:callback}]
+trackers: [{tracker: wandb}]
+"""
+"""A job with every section."""
+WHOLE_TREE = yaml.safe_load(WHOLE)
+KEYS = list(dict.fromkeys(dotted_keys(Job)))
+VALUES: list[Any] = [
+    None,
+    True,
+    "text",
+    "auto",
+    "m:f",
+    "model",
+    -1,
+    0,
+    1,
+    3,
+    1.5,
+    10**12,
+    [],
+    [1],
+    ["a"],
+    {},
+    {"a": "b"},
+    {"a": 1},
+]
+OF_OTHER_KEYS: dict[str, list[Any]] = {
+    "batch_size": [1, 3],  # there are 4 microbatches
+    "validation": [None, "m:f"],  # without `every`, which early_stopping needs
+    "validation.every": [0],
+    "plan.chunks": [3],  # the schedule has 1
+    "plan.cuts": [[1]],  # there is 1 stage
+    "plan.warmup": [[]],
+    "plan.schedule_file": ["text", "auto", "m:f", "model"],  # there is no such file
+}
+"""Key -> values of its type that raypar refuses beside the other keys of `WHOLE`."""
+
+
+def errors(tree: Any) -> list[str]:
+    return [error.message for error in CHECK.iter_errors(tree)]
+
+
+def accepted(tree: Any) -> bool:
+    try:
+        Job.model_validate(tree)
+    except (ValidationError, RayparError):
+        return False
+    return True
+
+
+def set_key(key: str, value: Any) -> dict[str, Any]:
+    """The job with every section, with one key set."""
+    tree = copy.deepcopy(WHOLE_TREE)
+    *path, last = key.split(".")
+    here = tree
+    for part in path:
+        here = here[part]
+        here = here[0] if isinstance(here, list) else here
+    here[last] = value
+    return tree
+
+
+def job_blocks() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The whole job files that README and guides show."""
+    for page in [README, *GUIDES]:
+        for block in code_blocks(page):
+            tree = yaml.safe_load(block.text) if block.language == "yaml" else None
+            if isinstance(tree, dict) and {"steps", "model", "data", "loss"} <= set(tree):
+                yield page.name, tree
+
+
+def test_the_schema_is_one():
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("file", JOBS, ids=lambda file: file.stem)
+def test_the_jobs_that_come_with_raypar_are_right(file: Path):
+    assert errors(parse_yaml(file.read_text(), str(file))) == []
+
+
+def test_so_are_the_job_files_of_the_guides():
+    assert [(page, errors(tree)) for page, tree in job_blocks() if errors(tree)] == []
+
+
+def test_a_misspelt_key_and_a_wrong_type_are_found():
+    tree = yaml.safe_load((ROOT / "jobs/quickstart.yaml").read_text())
+    for key, value, says in (
+        ("batchsize", 32, "'batchsize' was unexpected"),
+        ("steps", "200", "'200' is not of type 'integer'"),
+        ("dtype", "float16", "'float16' is not one of ['float32', 'float64']"),
+        ("clip_norm", 0, "0 is not valid under any of the given schemas"),
+    ):
+        assert says in " ".join(errors({**tree, key: value}))
+    del tree["steps"]
+    assert errors(tree) == ["'steps' is a required property"]
+
+
+def test_the_job_with_every_section_is_right():
+    assert errors(WHOLE_TREE) == [] and accepted(WHOLE_TREE)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_schema_and_raypar_agree_on_every_key(key: str):
+    """What raypar accepts is right by the schema, and what it refuses is wrong, but for what another key decides."""
+    wrong, top = [], key.partition(".")[0]
+    check = jsonschema.Draft7Validator(SCHEMA["properties"][top])  # the rest of the tree is right
+    for value in VALUES:
+        tree = set_key(key, value)
+        by_schema, by_raypar = check.is_valid(tree[top]), accepted(tree)
+        if by_raypar and not by_schema:
+            wrong.append(f"{value!r} is refused by the schema alone")
+        if by_schema and not by_raypar and value not in OF_OTHER_KEYS.get(key, []):
+            wrong.append(f"{value!r} passes the schema")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", [(), *(path for path, _ in walk_sections(Job))], ids=".".join)
+def test_an_unknown_key_is_found_in_every_section(path: tuple[str, ...]):
+    tree = set_key(".".join((*path, "unheard_of")), 1)
+    assert not accepted(tree) and errors(tree) != []
+
+
+def test_every_key_says_what_it_is_and_has_its_default():
+    found = SCHEMA["properties"]
+    assert found["steps"]["description"] == "Number of optimizer steps of the whole run." and "default" not in found["steps"]
+    assert found["reduction"]["default"] == "canonical"
+
+
+def test_a_type_without_a_schema_is_an_error():
+    class Section(BaseModel):
+        loose: complex = 0j
+        checked: typing.Annotated[typing.Any, BeforeValidator(lambda value: value)] = None
+
+    for name, says in (("loose", "no schema for the type"), ("checked", "no schema for the validator")):
+        with pytest.raises(TypeError, match=says):
+            _value(name, Section.model_fields[name])
+
+
+def test_no_schema_is_left_of_keys_that_are_gone():
+    assert set(SCHEMA_OF_KEY) <= {*KEYS}
+
+
+def test_the_command_prints_it(capsys):
+    assert main(["job", "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == SCHEMA
