@@ -28,6 +28,7 @@ UNWRITABLE_DISK_ERRNOS = DISK_FULL_ERRNOS | {errno.EROFS}
 """Error numbers for a disk that takes nothing more: full, or read-only."""
 
 COMMANDS = {
+    "example": "an example job with its code, written into a folder",
     "train": "train a job; leaves a run folder",
     "resume": "train on from a run's last checkpoint, under another plan if you like",
     "job": "the JSON schema of job files, for editors (--schema)",
