@@ -232,7 +232,7 @@ class FakeWorker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.step = SimpleNamespace(remote=self._step)
-        self.ping = SimpleNamespace(remote=lambda: Answered((0, "", False, 0.0)))
+        self.ping = SimpleNamespace(remote=lambda: Answered((0, "", False, 0.0, False)))
         self.activity = SimpleNamespace(remote=lambda: Answered("nothing"))
 
     def _step(self, call: bytes) -> Answered:

@@ -303,8 +303,14 @@ class DriverActor:
             if late_s > TICK_S:
                 self.queue.put_nowait(on.Tick(stalled_s=late_s))
             else:
+                registry = parts.registry
                 self.queue.put_nowait(
-                    on.Tick(cpu_wait.uncounted_s(now, before), parts.registry.unheard_workers(), parts.registry.ended_workers())
+                    on.Tick(
+                        cpu_wait.uncounted_s(now, before),
+                        registry.unheard_workers(),
+                        registry.ended_workers(),
+                        registry.reading_workers(),
+                    )
                 )
             limit = parts.request.max_time_s
             if limit is not None and now - start > limit:

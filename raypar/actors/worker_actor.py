@@ -30,7 +30,7 @@ from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
 from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.user_code_errors import error_text
-from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity
+from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity, reads_samples
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 
 ORPHAN_THREAD = "raypar-orphan"
@@ -252,13 +252,15 @@ class WorkerActor:
         return self._run_call(WRITING, self.core.save_result)
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
-    def ping(self) -> tuple[int, str, bool, float]:
-        """(steps done, what the worker does, whether it has to leave, seconds that its step thread has waited for a processor).
+    def ping(self) -> tuple[int, str, bool, float, bool]:
+        """(steps done, what the worker does, whether it has to leave, seconds that its step thread has waited for a processor,
+        whether it is reading samples).
 
         A ping also tells the worker that its driver lives.
         """
         self.heard_s = time.monotonic()
-        return self._done, self.doing, self.leaving, thread_cpu_wait_s(self.step_thread_id)
+        reading = any(reads_samples(thread) for thread in list(self.calls))
+        return self._done, self.doing, self.leaving, thread_cpu_wait_s(self.step_thread_id), reading
 
     @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
     def activity(self) -> str:

@@ -93,6 +93,8 @@ class WorkerRegistry:
         """Node -> its availability zone, of nodes with such a label."""
         self._answered_s: dict[int, float] = {}
         """Worker -> time of its last answer, of workers that have not been dismissed."""
+        self._reading: set[int] = set()
+        """Workers that were reading samples when they last answered."""
         self._leaving: set[int] = set()
         """Workers that were asked to leave."""
         self._drained: set[str] = set()
@@ -194,6 +196,7 @@ class WorkerRegistry:
     def dismiss(self, number: int) -> None:
         """Kill a worker and return its CPU, in the background."""
         self._answered_s.pop(number, None)
+        self._reading.discard(number)
         self.liveness.drop(number)
         task = asyncio.ensure_future(asyncio.to_thread(self.pool.dismiss(number)))
         self._dismissing.add(task)
@@ -239,6 +242,10 @@ class WorkerRegistry:
         """Workers that should have answered a ping by now."""
         now = time.monotonic()
         return frozenset(n for n, s in self._answered_s.items() if n in self.pool.workers and now - s > UNHEARD_S)
+
+    def reading_workers(self) -> frozenset[int]:
+        """Workers that were reading samples when they last answered a ping."""
+        return frozenset(self._reading)
 
     def ended_workers(self) -> frozenset[int]:
         """Workers among `unheard_workers` whose process or machine is gone."""
@@ -314,7 +321,8 @@ class WorkerRegistry:
         if isinstance(answer, Raised):
             self._report_failed_ping(number, answer.error)
             return
-        _, _, leaving, waited_s = answer
+        _, _, leaving, waited_s, reading = answer
+        (self._reading.add if reading else self._reading.discard)(number)
         now = self._answered_s[number] = time.monotonic()
         self.cpu_wait.report(number, waited_s, now)
         if number in self._reported_silent:

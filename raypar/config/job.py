@@ -355,7 +355,8 @@ class ElasticConfig(Section):
     cluster."""
     step_deadline_s: PositiveFloat = 3.0
     """Seconds. A step counts as hung if it takes longer than this and longer than 5 times the longest of the last 100 steps;
-    workers that do not answer then are given up."""
+    workers that do not answer then are given up. Up to two minutes in which a worker that answers pings reads samples do not
+    count."""
     last_copy_wait_s: NonNegativeFloat = 600.0
     """How many more seconds a silent worker is waited for if it has the only copy of some state (a copy in the mirror counts as
     another one). The wait ends early if its process or its node is known to have ended."""

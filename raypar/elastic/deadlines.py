@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raypar.elastic.events import Tick
 from raypar.elastic.run_state import RunState
 
 SILENT_SHARE, SILENT_MEDIANS = 0.5, 3.0
@@ -55,3 +56,23 @@ def find_mute_workers(m: RunState) -> tuple[int, ...]:
     members = m.membership.members
     found = tuple(w for w in members if now_s - m.health.unheard_since_s.get(w, now_s) > limit_s)
     return found if len(found) < len(members) else ()
+
+
+def extend_step_for_slow_sample(m: RunState, event: Tick) -> bool:
+    """Begin the limit of the oldest step in flight anew, if the step is over it because a worker that answers pings reads
+    samples for it. True if the step waits for that.
+
+    Such a worker is alive and would not be read for any faster by another one. The step may take `slow_sample_s` in all. The
+    limit of workers that answer no pings does not begin anew.
+    """
+    timer, health = m.timer, m.health
+    reading = set(find_overdue_workers(m, -1.0)) & event.reading - event.unheard
+    over = health.slow_sample_from_s is not None or timer.elapsed_s > step_deadline_s(m)
+    if not reading or not over:
+        return False
+    if health.slow_sample_from_s is None:
+        health.slow_sample_from_s = timer.since_s
+    if timer.now_s - health.slow_sample_from_s > m.policy.slow_sample_s:
+        return False
+    timer.since_s = timer.now_s
+    return True

@@ -323,6 +323,8 @@ class Tick:
     """Workers that have answered no ping for a while, although there was time to."""
     ended: frozenset[int] = frozenset()
     """Workers of `unheard` whose process or machine is known to be gone, before Ray has reported it."""
+    reading: frozenset[int] = frozenset()
+    """Workers that were reading samples, or waiting for their data processes, when they last answered a ping."""
 
 
 RunEvent = (

@@ -34,6 +34,9 @@ class RunPolicy:
     """Least limit for a later step."""
     step_deadline_times: float = 20.0
     """A step may also take this multiple of the longest recent step."""
+    slow_sample_s: float = 120.0
+    """How long a step may take in all while a worker that answers pings reads samples for it. Another worker would read the
+    same samples."""
     pass_deadline_s: float = 600.0
     """Limit for a validation pass, a checkpoint, and the planner."""
     root_cause_s: float = 3.0

@@ -6,7 +6,13 @@ from collections import deque
 
 from raypar.elastic.actions import AbortGroups, EmitStep, EmitValidation, RequestStacks, WarnUser
 from raypar.elastic.begin_recovery import begin_recovery
-from raypar.elastic.deadlines import find_mute_workers, find_overdue_workers, silent_deadline_s, step_deadline_s
+from raypar.elastic.deadlines import (
+    extend_step_for_slow_sample,
+    find_mute_workers,
+    find_overdue_workers,
+    silent_deadline_s,
+    step_deadline_s,
+)
 from raypar.elastic.digest_check import compare_replica_digests
 from raypar.elastic.end_failed_run import end_run_once_cause_is_known, fail_run
 from raypar.elastic.events import (
@@ -93,7 +99,8 @@ def count_step_report(m: RunState, event: StepReported) -> None:
                 begin_recovery(m, m.trust.doubt)
             return
         del p.reports[p.committed]
-        m.step_times.add(event.seconds, len(members))
+        if m.health.slow_sample_from_s is None:  # else its time says nothing about other steps
+            m.step_times.add(event.seconds, len(members))
         m.mirror.commit(p.committed, event.seconds)
         busy_s = p.busy_s.pop(p.committed, {})
         commit_step(m, p.committed)
@@ -129,7 +136,10 @@ def check_step_deadlines(m: RunState, event: Tick) -> None:
         start_workers(m, wanted)
         release_workers(m, wanted)
         ask_for_larger_plan(m, wanted)
-    late = find_overdue_workers(m, step_deadline_s(m))
+    if extend_step_for_slow_sample(m, event):
+        late = find_mute_workers(m) if m.policy.elastic else ()
+    else:
+        late = find_overdue_workers(m, step_deadline_s(m))
     if not late and event.unheard:  # late and silent: two signs together justify a shorter limit
         late = tuple(sorted(event.unheard & set(find_overdue_workers(m, silent_deadline_s(m)))))
     if late and m.policy.elastic:

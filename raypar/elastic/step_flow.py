@@ -162,7 +162,7 @@ def commit_step(m: RunState, step: int) -> None:
         health.unreachable.clear()
         health.deaths.clear()
         health.next_step_least_limit_s = 0.0
-    m.timer.since_s = now_s
+    m.timer.since_s, health.slow_sample_from_s = now_s, None
     if health.disturbed_at_s is not None:
         since_s = health.disturbed_at_s if p.last_commit_s is None else p.last_commit_s
         m.decide(ReportFirstStepAfterRecovery(step, now_s - since_s, max(0, p.journalled - step)), "training goes on")

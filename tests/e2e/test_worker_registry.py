@@ -43,7 +43,7 @@ class Worker:
     def asked(self):
         answer = concurrent.futures.Future()
         if self.well:
-            asyncio.get_running_loop().call_later(ANSWER_S, answer.set_result, (0, "idle", False, 0.0))
+            asyncio.get_running_loop().call_later(ANSWER_S, answer.set_result, (0, "idle", False, 0.0, False))
         else:
             self.asked_while_unwell.append(answer)
         return Call(answer)
@@ -52,7 +52,7 @@ class Worker:
         """Answers what it was asked meanwhile, as a process does that was stopped."""
         self.well = True
         for answer in self.asked_while_unwell:
-            answer.set_result((0, "idle", False, 0.0))
+            answer.set_result((0, "idle", False, 0.0, False))
 
 
 def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatch):

@@ -17,14 +17,17 @@ STARTING = "starting up"
 IDLE = "idle"
 """The activity of a worker that executes no call."""
 
+READING_SAMPLE, WAITING_FOR_DATA = "reading sample", "waiting for its data processes"
+"""How the activities of a worker begin whose data set has the turn."""
+
 ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("torch/__init__.py", "<module>", "loading PyTorch"),
     ("ray/__init__.py", "<module>", "loading Ray"),
     ("raypar/worker/job_spec.py", "resolve", "importing {self.target}"),
     ("raypar/worker/worker_assignments.py", "_call_model", "calling the model function {spec.model.label}"),
     ("raypar/worker/microbatch_loader.py", "make_dataset", "making the data set {spec.dataset.label}"),
-    ("raypar/worker/microbatch_loader.py", "_sample", "reading sample {index}"),
-    ("raypar/worker/microbatch_loader.py", "_wait", "waiting for its data processes to read {where}"),
+    ("raypar/worker/microbatch_loader.py", "_sample", READING_SAMPLE + " {index}"),
+    ("raypar/worker/microbatch_loader.py", "_wait", WAITING_FOR_DATA + " to read {where}"),
     ("raypar/worker/stage/loss_function.py", "make_loss_function", "making the loss {ref.label}"),
     ("raypar/worker/job_preflight.py", "_check_lr_schedule", "calling the lr_schedule {ref.label}"),
     ("raypar/worker/job_preflight.py", "check_layer_shapes", "checking the shapes of layer {layer.name}"),
@@ -71,6 +74,11 @@ def describe_thread_activity(thread: int) -> str | None:
     """
     frame = sys._current_frames().get(thread)
     return describe_activity(frame)
+
+
+def reads_samples(thread: int) -> bool:
+    """Whether the thread with this `ident` reads a sample of the user's data set, or waits for data processes that do."""
+    return (describe_thread_activity(thread) or "").startswith((READING_SAMPLE, WAITING_FOR_DATA))
 
 
 def describe_activity(frame: FrameType | None) -> str | None:
