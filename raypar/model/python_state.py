@@ -1,8 +1,8 @@
-"""Reads the state that a model's Python code keeps outside of parameters and buffers, compares two readings, and restores one.
+"""Reads the state that Python code keeps outside of parameters and buffers, compares two readings, and restores one.
 
-Such state is in attributes of modules and of objects in them, in their classes, in variables of functions (closures, default
-arguments, attributes), in global variables that their code names, and in generators and iterators held by any of these. Caches
-of `functools`, files and what is in extensions are not seen.
+The code is a model's or an optimizer's. Its state is in attributes of modules and of objects in them, in their classes, in
+variables of functions (closures, default arguments, attributes), in global variables that their code names, and in generators
+and iterators held by any of these. Caches of `functools`, files, what pointers lead to and what is in extensions are not seen.
 """
 
 from __future__ import annotations
@@ -11,18 +11,26 @@ import argparse
 import array
 import collections
 import contextvars
+import ctypes
+import datetime
 import functools
 import hashlib
+import io
 import itertools
+import numbers
 import os
+import pathlib
 import pickle
+import queue
 import random
 import sys
 import threading
 import types
+import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,33 +39,50 @@ import torch
 from torch import Tensor, nn
 
 from raypar.model.graph import join_names
+from raypar.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 
 MOST_BYTES = 64 << 20
-"""Most bytes of tensors and arrays whose content is read; beyond that only identity and number of writes are compared."""
+"""Most bytes of tensors and arrays that one reading copies, so that they can be put back."""
+_MOST_SUMMED_BYTES = 256 << 20
+"""Most bytes beyond these that are compared by a checksum, and not put back."""
 _MOST_OBJECTS = 50_000
-"""How many objects are looked into in one reading, which takes a few seconds at most."""
+"""How many objects are looked into in one reading."""
+_MOST_VALUES = 500_000
+"""How many elements of containers are looked at in one reading, which takes a second at most."""
 _MOST_FUNCTIONS = 10_000
 """How many functions are looked into for the global variables that they name."""
 _MOST_ELEMENTS = 100
 """How many elements of a container are looked at for functions."""
-_DEPTH = 12
+_DEPTH = 100
 """How many values inside each other are looked into."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_EXACT = frozenset((int, str, bytes, type(None), torch.dtype, torch.device))
+"""Types of values that stand for themselves."""
+_BY_TEXT = frozenset((bool, float, complex))
+"""Types of values for which their texts stand: 1, 1.0 and True are not the same, nor are 0.0 and -0.0."""
 _OTHERS = frozenset(("torch", "numpy", "raypar", "builtins")) | frozenset(sys.stdlib_module_names)
 """Names of packages whose functions and classes are not looked into."""
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
 """Attributes that every `nn.Module` has: not state of users' code. Those for hooks are not among them."""
-_ITERATORS = (itertools.count, itertools.cycle, itertools.repeat, itertools.chain, map, zip, enumerate, filter) + tuple(
-    type(iter(each)) for each in ([], (), {}, range(0), "", set())
+_ITERATORS = (
+    *(each for each in vars(itertools).values() if isinstance(each, type)),
+    *(map, zip, enumerate, filter, reversed),
+    *(type(iter(each)) for each in ([], (), {}, range(0), "", set())),
 )
-
-
+_VALUES = (
+    numbers.Number, datetime.date, datetime.time, datetime.timedelta, pathlib.PurePath, uuid.UUID, range, slice,
+)  # fmt: skip
+"""Classes of Python's library whose objects never change, and are equal if their texts are."""
+_CONTAINERS = (dict, list, collections.deque, set, tuple, frozenset)
+_C_VALUES = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
 _CACHED_FUNCTION = functools._lru_cache_wrapper
+_PARTIAL = (functools.partial, functools.partialmethod)
+_METHODS = (types.FunctionType, property, staticmethod, classmethod, functools.partialmethod, functools.cached_property)
 _NO_STATE = (staticmethod, classmethod, property, type, types.FunctionType, types.ModuleType, _CACHED_FUNCTION)
 """Types of class attributes and global variables that are looked at elsewhere, or hold no state."""
 _LOOKED_INTO = (
-    collections.UserDict, collections.UserList, types.SimpleNamespace, argparse.Namespace, threading.local,
-    weakref.WeakKeyDictionary, weakref.WeakValueDictionary,
+    collections.UserDict, collections.UserList, collections.ChainMap, types.SimpleNamespace, argparse.Namespace,
+    threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, queue.Queue,
 )  # fmt: skip
 """Classes of Python's library whose objects are looked into."""
 
@@ -74,8 +99,6 @@ class StateReading:
     """Place -> what it held, in a form that can be compared."""
     restores: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
     """Place -> what puts the content of each object back that was first reached by it."""
-    unread: str | None = None
-    """The first place that holds too much to be read whole; None: all were."""
 
     def changed(self, other: StateReading) -> list[str]:
         """The places that hold something else in `other`."""
@@ -87,17 +110,34 @@ _NOTHING = ("nothing",)
 
 
 class PythonState:
-    """The places of a model that may hold state, by a text that names each: `attribute 'calls' of blocks.1 (Block)`."""
+    """The places of some code that may hold state, by a text that names each: `attribute 'calls' of blocks.1 (Block)`."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        """`modules`: by qualified name; the modules inside of them are looked at too."""
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        *,
+        code: Iterable[Any] = (),
+        called: Iterable[str] = ("forward", "__call__"),
+        known: Mapping[int, Any] | None = None,
+    ) -> None:
+        """`modules`: by qualified name; the modules inside of them are looked at too. `code`: more classes and functions.
+
+        `called`: names of the methods with which the code begins. `known`: `id` of objects that are not read -> what stands
+        for them.
+        """
         self._modules: dict[int, tuple[str, nn.Module]] = {}
         """`id` of every module -> (qualified name, module)."""
         for name, module in modules.items():
             for path, part in module.named_modules():
                 self._modules.setdefault(id(part), (join_names(name, path), part))
-        self._code = _Code()
+        self._known = {**(known or {}), **_of_modules(self._modules)}
+        """`id` of what is not read -> what stands for it: registered modules, parameters, buffers."""
+        self.unread: str | None = None
+        """The first place that was not read, or put back, whole, and why (`... holds more than is looked through`); or None."""
+        self._code = _Code(called)
         """The functions, classes and global variables that the modules' code names."""
+        for each in code:
+            self._code.add(each)
         for _, part in self._modules.values():
             self._code.add(type(part))
             for value in vars(part).values():
@@ -105,25 +145,32 @@ class PythonState:
 
     def read(self) -> StateReading:
         """What all places hold now."""
-        reading, reader = StateReading(), _Reader(self._modules)
+        reading, reader = StateReading(), _Reader(self._known)
         for label, holder, key in self._places():
-            reader.restores = []
+            reader.restores, reader.unread = [], None
             reading.values[label] = reader.read(_get(holder, key))
             reader.restores.append(functools.partial(_set, holder, key, _get(holder, key)))
             reading.restores[label] = reader.restores
-            if reader.objects_left < 0 and reading.unread is None:
-                reading.unread = label
+            if reader.unread is not None:
+                self.unread = self.unread or f"{label} {reader.unread}"
         return reading
 
     def put_back(self, reading: StateReading, only: str | None = None) -> None:
-        """Restore what all places, or one of them, held at the reading; iterators are not restored."""
+        """Restore what all places, or one of them, held at the reading; not iterators, nor what refuses to be written."""
+        undo = [
+            (label, functools.partial(_delete, holder, key))
+            for label, holder, key in self._places()
+            if label not in reading.restores
+        ]
+        undo += [(label, restore) for label, restores in reading.restores.items() for restore in restores]
         with torch.no_grad():
-            for label, holder, key in list(self._places()):
-                if only in (None, label) and label not in reading.restores:
-                    _delete(holder, key)
-            for label, restores in reading.restores.items():
-                for restore in restores if only in (None, label) else ():
-                    restore()
+            for label, action in undo:
+                if only in (None, label):
+                    try:
+                        action()
+                    except USER_CODE_ERRORS as error:
+                        reraise_ctrl_c(error)
+                        self.unread = self.unread or f"{label} raises {type(error).__name__} when it is put back"
 
     def _places(self) -> Iterator[tuple[str, _Holder, str]]:
         """(what it is, holder, key) of every place."""
@@ -145,14 +192,14 @@ class _Code:
     It is found by names: from `forward` on, a method of a known class counts if code that counts names it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, called: Iterable[str]) -> None:
         self._globals: dict[tuple[int, str], dict[str, Any]] = {}
         """(`id` of a namespace, name in it) -> the namespace."""
         self._classes: dict[int, type] = {}
         """Classes by `id`."""
         self._functions: dict[int, types.FunctionType] = {}
         """Functions by `id`."""
-        self._names = {"forward", "__call__"}
+        self._names = set(called)
         """Names of methods that may be called."""
         self._unnamed: dict[str, list[Any]] = collections.defaultdict(list)
         """Name -> methods of known classes that nothing has named yet."""
@@ -183,18 +230,23 @@ class _Code:
         pending = [value]
         while pending:
             each = pending.pop()
-            if not isinstance(each, _PLAIN) and id(each) not in self._seen:
+            if type(each) not in _EXACT and id(each) not in self._seen:
                 self._seen[id(each)] = each
-                pending += self._parts(each)
+                try:
+                    pending += self._parts(each)
+                except USER_CODE_ERRORS as error:  # its class answers wrongly, or not at all; the reader says so
+                    reraise_ctrl_c(error)
 
     def _parts(self, value: Any) -> list[Any]:
         """The values in or behind a value that may be code, or have some."""
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
             return [value.__func__]
         if isinstance(value, property):
-            return [value.fget]
-        if isinstance(value, functools.partial):
-            return [value.func, *value.args]
+            return [value.fget, value.fset, value.fdel]
+        if isinstance(value, functools.cached_property):
+            return [value.func]
+        if isinstance(value, _PARTIAL):
+            return [value.func, *value.args, *value.keywords.values()]
         if isinstance(value, (list, tuple)):
             return list(value[:_MOST_ELEMENTS])
         if isinstance(value, dict):
@@ -212,7 +264,7 @@ class _Code:
             if id(each) not in self._classes and _is_users(each):
                 self._classes[id(each)] = each
                 for name, value in list(vars(each).items()):
-                    if isinstance(value, (types.FunctionType, property, staticmethod, classmethod)):
+                    if isinstance(value, _METHODS):
                         (found if name in self._names else self._unnamed[name]).append(value)
         return found
 
@@ -241,58 +293,85 @@ class _Code:
 class _Reader:
     """Reads values into a form that can be compared, each object once, and keeps what puts the content of objects back."""
 
-    def __init__(self, modules: Mapping[int, tuple[str, nn.Module]]) -> None:
+    def __init__(self, known: Mapping[int, Any], most_bytes: int | None = None) -> None:
         self.restores: list[Callable[[], None]] = []
         """Functions that restore the content of the objects read so far."""
-        self._known: dict[int, Any] = {key: ("module", name) for key, (name, _) in modules.items()}
-        """`id` of an object -> what has been read. Parameters, buffers and registered modules are not read."""
-        for _, module in modules.values():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                self._known[id(tensor)] = ("tensor of the model", name)
-        self._known.pop(id(None), None)
+        self.unread: str | None = None
+        """Why the last values were not read whole, as a predicate; None: they were."""
+        self._known = dict(known)
+        """`id` of an object -> what has been read."""
         self._kept: list[Any] = []
         """Objects that have been read, so that no `id` is used twice."""
-        self._left = MOST_BYTES
-        """How many more bytes are read."""
-        self.objects_left = _MOST_OBJECTS
-        """How many more objects are looked into; negative once there were more."""
+        self._bytes_left = MOST_BYTES if most_bytes is None else most_bytes
+        """How many more bytes are copied."""
+        self._summed_bytes_left = _MOST_SUMMED_BYTES
+        """How many more bytes are compared by a checksum."""
+        self._objects_left = _MOST_OBJECTS
+        """How many more objects are looked into."""
+        self._values_left = _MOST_VALUES
+        """How many more elements of containers are looked at."""
 
     def read(self, value: Any, depth: int = 0) -> Any:
-        """What a value holds."""
-        if isinstance(value, _PLAIN):
-            return value if value == value else "not a number"
+        """What a value holds; of one that cannot be read its type."""
+        kind = type(value)
+        if kind in _EXACT:
+            return value
+        if kind in _BY_TEXT:
+            return kind, repr(value)
         if id(value) in self._known:
             return self._known[id(value)]
-        self.objects_left -= 1
-        if depth > _DEPTH or self.objects_left < 0:
-            return type(value)
         self._kept.append(value)
-        self._known[id(value)] = ("a cycle", type(value))
-        self._known[id(value)] = found = self._content(value, depth + 1)
+        self._known[id(value)] = ("a cycle", kind)
+        self._objects_left -= 1
+        if self._objects_left < 0:
+            found = self._skip(kind, "holds more than is looked through")
+        elif depth > _DEPTH:
+            found = self._skip(kind, f"has more than {_DEPTH} values inside each other")
+        else:
+            try:
+                found = self._content(value, depth + 1)
+            except USER_CODE_ERRORS as error:
+                reraise_ctrl_c(error)
+                found = self._skip(kind, f"raises {type(error).__name__} when it is read")
+        self._known[id(value)] = found
         return found
+
+    def _skip(self, kind: type, why: str) -> Any:
+        """What stands for a value that is not read."""
+        self.unread = self.unread or why
+        return kind
 
     def _content(self, value: Any, depth: int) -> Any:
         """What an object holds; its type alone, if it is not looked into."""
         kind = type(value)
+        for base in (bool, int, float, complex, str, bytes):
+            if isinstance(value, base):
+                return kind, base.__repr__(value)
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, numpy.ndarray):
             return self._array(value, depth)
-        if isinstance(value, dict):
-            base = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
-            self.restores.append(functools.partial(_restore_dict, base, value, dict(dict.items(value))))
-            return {_key(key): self.read(each, depth) for key, each in list(dict.items(value))}, *self._attributes(value, depth)
-        if isinstance(value, (list, collections.deque)):
-            self.restores.append(functools.partial(_restore_list, value, list(value)))
-            return [self.read(each, depth) for each in list(value)]
+        if isinstance(value, numpy.generic):
+            return kind, (self.read(value.item(), depth) if value.dtype.hasobject else value.tobytes())
+        if isinstance(value, _CONTAINERS):
+            return self._container(value, depth)
         if isinstance(value, (bytearray, array.array)):
+            if not self._may_copy(nbytes := memoryview(value).nbytes):
+                return kind, nbytes, self._checksum(nbytes, lambda: value)
             self.restores.append(functools.partial(_restore_bytes, value, value[:]))
             return kind, bytes(value)
-        if isinstance(value, (tuple, frozenset)):
-            return (kind, *([self.read(each, depth) for each in value] if kind is not frozenset else map(_key, value)))
-        if isinstance(value, set):
-            self.restores.append(functools.partial(_restore_set, value, set(value)))
-            return set(map(_key, value))
+        if isinstance(value, _C_VALUES):
+            if not self._may_copy(ctypes.sizeof(value)):
+                return self._skip(kind, "holds more than is looked through")
+            self.restores.append(functools.partial(_restore_c_value, value, content := bytes(value)))
+            return kind, content
+        if isinstance(value, ctypes._Pointer):
+            return self._skip(kind, "holds a pointer, which is not followed")
+        if isinstance(value, (io.BytesIO, io.StringIO)):
+            if value.closed:
+                return kind, "closed"
+            self.restores.append(functools.partial(_restore_buffer, value, text := value.getvalue(), at := value.tell()))
+            return kind, text, at
         if isinstance(value, random.Random):
             self.restores.append(functools.partial(value.setstate, value.getstate()))
             return value.getstate()
@@ -307,7 +386,7 @@ class _Reader:
             if (content := value.get(None)) is not None:
                 self.restores.append(functools.partial(value.set, content))
             return self.read(content, depth)
-        if isinstance(value, functools.partial):
+        if isinstance(value, _PARTIAL):
             return [self.read(each, depth) for each in (value.func, value.args, value.keywords)]
         if isinstance(value, types.MethodType):
             return [self.read(each, depth) for each in (value.__self__, value.__func__)]
@@ -318,22 +397,44 @@ class _Reader:
             return frame and (frame.f_lasti, {key: self.read(each, depth) for key, each in frame.f_locals.items()})
         if isinstance(value, _ITERATORS):
             return self._iterator(value, depth)
+        if isinstance(value, _VALUES) and not _is_users(kind):
+            return kind, repr(value)
         if isinstance(value, (type, types.ModuleType)) or not (_is_users(kind) or isinstance(value, _LOOKED_INTO)):
             return kind
         return (kind, *self._attributes(value, depth))
+
+    def _container(self, value: Any, depth: int) -> Any:
+        """What a dict, list, deque, set, tuple or frozenset holds; of one with too many elements their number."""
+        kind = type(value)
+        self._values_left -= len(value)
+        if self._values_left < 0:
+            return self._skip(kind, "holds more than is looked through"), len(value)
+        found: Any
+        if isinstance(value, dict):
+            base = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+            self.restores.append(functools.partial(_restore_dict, base, value, content := dict(dict.items(value))))
+            found = {_key(key): self.read(each, depth) for key, each in content.items()}
+        elif isinstance(value, (list, collections.deque)):
+            self.restores.append(functools.partial(_restore_list, value, elements := [*_elements_of(value)]))
+            found = [self.read(each, depth) for each in elements]
+        elif isinstance(value, set):
+            self.restores.append(functools.partial(_restore_set, value, set(value)))
+            found = set(map(_key, value))
+        else:
+            found = tuple(map(_key, value)) if isinstance(value, frozenset) else [self.read(each, depth) for each in value]
+        return (kind, found, *(self._attributes(value, depth) if kind not in _CONTAINERS else ()))
 
     def _attributes(self, value: Any, depth: int) -> list[Any]:
         """What the attributes of an object hold."""
         found = []
         if isinstance(own := getattr(value, "__dict__", None), dict):
-            self.restores.append(functools.partial(_restore_dict, dict, own, dict(own)))
-            found.append({key: self.read(each, depth) for key, each in list(own.items())})
+            found.append(self._container(own, depth))
         for each in type(value).__mro__ if _is_users(type(value)) else ():
             names = vars(each).get("__slots__", ())
             for name in (names,) if isinstance(names, str) else names:
                 if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                    self.restores.append(functools.partial(setattr, value, name, getattr(value, name)))
-                    found.append((name, self.read(getattr(value, name), depth)))
+                    self.restores.append(functools.partial(_restore_slot, value, name, content := getattr(value, name)))
+                    found.append((name, self.read(content, depth)))
         return found
 
     def _function(self, function: types.FunctionType, depth: int) -> Any:
@@ -355,30 +456,60 @@ class _Reader:
 
     def _tensor(self, value: Tensor) -> Any:
         what = (tuple(value.shape), value.dtype)
-        if value.is_meta or value.layout is not torch.strided or not self._may_read(value.numel() * value.element_size()):
+        nbytes = value.numel() * value.element_size()
+        if value.is_meta or value.layout is not torch.strided:
             return (*what, id(value), 0 if value.is_inference() else value._version)
         with torch.no_grad():
+            if not self._may_copy(nbytes):
+                written = id(value), 0 if value.is_inference() else value._version
+                is_here = value.device.type == "cpu"
+                return (*what, *written, self._checksum(nbytes, lambda: _bytes_of(value)) if is_here else None)
             content = value.detach().clone().resolve_conj().resolve_neg()
             if value.is_leaf:
                 self.restores.append(functools.partial(_restore_tensor, value, content))
-            flat = content.reshape(-1).contiguous()
-            return (*what, hashlib.blake2b(flat.view(torch.uint8).numpy() if flat.numel() else b"").digest())
+            return (*what, hashlib.blake2b(_bytes_of(content)).digest())
 
     def _array(self, value: numpy.ndarray[Any, Any], depth: int) -> Any:
-        if value.dtype == object:
+        if value.dtype.hasobject:
             self.restores.append(functools.partial(numpy.copyto, value, value.copy()))
-            return value.shape, [self.read(each, depth) for each in value.flat]
-        if not self._may_read(value.nbytes):
-            return value.shape, value.dtype
+            return value.shape, self._container(value.reshape(-1).tolist(), depth)
+        if not self._may_copy(value.nbytes):
+            return value.shape, value.dtype, self._checksum(value.nbytes, lambda: numpy.ascontiguousarray(value))
         if value.flags.writeable:
             self.restores.append(functools.partial(numpy.copyto, value, value.copy()))
         return value.shape, value.dtype, hashlib.blake2b(value.tobytes()).digest()
 
-    def _may_read(self, nbytes: int) -> bool:
-        if nbytes > self._left:  # small ones after a large one are read all the same
+    def _may_copy(self, nbytes: int) -> bool:
+        if nbytes > self._bytes_left:  # small ones after a large one are copied all the same
             return False
-        self._left -= nbytes
+        self._bytes_left -= nbytes
         return True
+
+    def _checksum(self, nbytes: int, read: Callable[[], Any]) -> Any:
+        """A checksum of bytes that are too many to be copied; None, if they are too many for that too."""
+        if nbytes > self._summed_bytes_left:
+            return self._skip(type(None), "holds more than is looked through")
+        self._summed_bytes_left -= nbytes
+        return zlib.crc32(read())
+
+
+def read_content(value: Any, known: Mapping[int, Any] | None = None, most_bytes: int | None = None) -> Any:
+    """What a value holds, in a form that is equal for two values only if they are bit-identical as far as they are looked into.
+
+    `known`: `id` of objects that are not read -> what stands for them. `most_bytes`: of tensors and arrays whose content is
+    read; of larger tensors the identity counts too.
+    """
+    return _Reader(known or {}, most_bytes).read(value)
+
+
+def _of_modules(modules: Mapping[int, tuple[str, nn.Module]]) -> dict[int, Any]:
+    """`id` of modules, their parameters and buffers -> what stands for them."""
+    known: dict[int, Any] = {key: ("module", name) for key, (name, _) in modules.items()}
+    for _, module in modules.values():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            known[id(tensor)] = ("tensor of the model", name)
+    known.pop(id(None), None)
+    return known
 
 
 def _is_users(value: Any) -> bool:
@@ -402,6 +533,17 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_in(constant)
+
+
+def _elements_of(value: Any) -> Iterator[Any]:
+    """The elements of a list or deque, whatever the methods of its own class do."""
+    return list.__iter__(value) if isinstance(value, list) else collections.deque.__iter__(value)
+
+
+def _bytes_of(value: Tensor) -> Any:
+    """The bytes of a tensor, as numpy has them."""
+    flat = value.detach().cpu().reshape(-1).contiguous()
+    return flat.view(torch.uint8).numpy() if flat.numel() else b""
 
 
 def _content_of(cell: types.CellType) -> Any:
@@ -434,9 +576,14 @@ def _delete(holder: _Holder, key: str) -> None:
 
 
 def _restore_dict(base: Any, value: dict[Any, Any], content: dict[Any, Any]) -> None:
-    if len(value) != len(content) or any(key not in value or value[key] is not each for key, each in content.items()):
+    if len(value) != len(content) or any(dict.get(value, key, _NOTHING) is not each for key, each in content.items()):
         base.clear(value)
         base.update(value, content)
+
+
+def _restore_slot(value: Any, name: str, content: Any) -> None:
+    if getattr(value, name, _NOTHING) is not content:
+        object.__setattr__(value, name, content)  # the class may forbid it: a frozen dataclass
 
 
 def _restore_list(value: list[Any] | collections.deque[Any], content: list[Any]) -> None:
@@ -448,6 +595,18 @@ def _restore_list(value: list[Any] | collections.deque[Any], content: list[Any])
 
 def _restore_bytes(value: Any, content: Any) -> None:
     value[:] = content
+
+
+def _restore_c_value(value: Any, content: bytes) -> None:
+    ctypes.memmove(ctypes.addressof(value), content, len(content))
+
+
+def _restore_buffer(value: io.BytesIO | io.StringIO, content: Any, at: int) -> None:
+    if value.getvalue() != content:
+        value.seek(0)
+        value.truncate()
+        value.write(content)
+    value.seek(at)
 
 
 def _restore_set(value: set[Any], content: set[Any]) -> None:

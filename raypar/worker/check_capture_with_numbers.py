@@ -76,9 +76,7 @@ def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> str | None:
             gradients = {name: copies[0] for name, copies in run.gradients().items()}
     if (why := plain.compare(loss, gradients)) is not None:
         return _not_compared(why)
-    if plain.unread is None:
-        return None
-    return f"{plain.unread} holds more than is looked through for state that changes between microbatches; {_UNSEEN}"
+    return None if plain.unread is None else f"{plain.unread}; {_UNSEEN}"
 
 
 _UNSEEN = (
@@ -165,7 +163,7 @@ class _PlainModule:
         self.gradients: dict[str, Tensor] = {}
         """Sums of the gradients."""
         self.unread: str | None = None
-        """A place that holds too much to be looked through for state."""
+        """A place that could not be looked through whole for state, and why."""
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -179,8 +177,9 @@ class _PlainModule:
         """
         forms = [{name: (value.shape, value.dtype) for name, value in batch.items()} for _, batch in self._batches]
         state = PythonState({"": self.model})
-        self.unread = state.read().unread
-        for found in compute_with_and_without_state(state, self._compute, forms, few)[:few]:
+        computed = compute_with_and_without_state(state, self._compute, forms, few)
+        self.unread = state.unread
+        for found in computed[:few]:
             self.total += found.total
             self.count += found.count
             for name, gradient in found.gradients.items():

@@ -119,5 +119,6 @@ def _named(places: Sequence[str]) -> str:
 
 _CURE = (
     "keep it in a buffer (register_buffer), and say in model.buffers what becomes of it (last, sum); leave out what only "
-    "counts; draw random numbers from torch, random or numpy themselves, which raypar seeds before every layer"
+    "counts or measures (a number of calls, a time); draw random numbers from torch, random or numpy themselves, which raypar "
+    "seeds before every layer"
 )

@@ -6,6 +6,7 @@ import contextvars
 import random
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -458,6 +459,43 @@ def test_a_check_that_compares_nothing_says_so(
     monkeypatch.setattr(check_capture_with_numbers, *limit)
     (line,) = not_compared(job_of(make))
     assert re.match(f"the layers were not compared with the model on numbers: {reason}", line)
+
+
+class HidesAttributes:
+    """An object whose attributes nobody may read."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not for you")
+
+
+class HoldsHidden(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.hidden = HidesAttributes()
+
+
+def test_an_object_that_cannot_be_read_is_said():
+    (line,) = (line for line in preflight(job_of(lambda: Blocks(HoldsHidden))).notes if "hidden" in line)
+    assert line.startswith("attribute 'hidden' of blocks.0 (HoldsHidden) raises RuntimeError when it is read; state that")
+
+
+class TakesTime(nn.Linear):
+    """Remembers when it was called last, which nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.called = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.called = time.perf_counter()
+        return super().forward(x)
+
+
+def test_a_time_that_is_kept_is_refused_and_the_cure_names_it():
+    with pytest.raises(ModelError, match=r"attribute 'called' of blocks.0 .* is changed by every microbatch") as found:
+        preflight(job_of(lambda: Blocks(TakesTime)))
+    assert "leave out what only counts or measures (a number of calls, a time)" in found.value.cure
 
 
 class GlueRandom(Blocks):

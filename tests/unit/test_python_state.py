@@ -2,6 +2,12 @@
 
 import array
 import collections
+import ctypes
+import decimal
+import functools
+import io
+import itertools
+from dataclasses import dataclass
 
 import numpy
 import pytest
@@ -59,4 +65,170 @@ def test_a_place_that_holds_too_much_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(python_state, "_MOST_OBJECTS", 100)
     module = nn.Module()
     module.few, module.many = [[1]], [[number] for number in range(200)]
-    assert PythonState({"": module}).read().unread == "attribute 'many' of the model (Module)"
+    state = PythonState({"": module})
+    state.read()
+    assert state.unread == "attribute 'many' of the model (Module) holds more than is looked through"
+
+
+def module_with(kept):
+    module = nn.Module()
+    module.kept = kept
+    return module, PythonState({"": module})
+
+
+def in_lists(value, deep: int):
+    return [in_lists(value, deep - 1)] if deep else value
+
+
+class Point(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_double))
+
+
+class Listed(list):
+    """A list with an attribute."""
+
+
+def written_with(buffer, what):
+    buffer.write(what)
+    return buffer
+
+
+HELD = {
+    "ctypes number": (ctypes.c_long(0), lambda it: setattr(it, "value", 7), lambda it: it.value),
+    "ctypes struct": (Point(1, 2.0), lambda it: setattr(it, "y", 7.0), lambda it: (it.x, it.y)),
+    "ctypes array": ((ctypes.c_int * 3)(), lambda it: it.__setitem__(1, 7), list),
+    "BytesIO": (written_with(io.BytesIO(), b"a"), lambda it: it.write(b"b"), lambda it: (it.getvalue(), it.tell())),
+    "StringIO": (written_with(io.StringIO(), "a"), lambda it: it.truncate(0), lambda it: (it.getvalue(), it.tell())),
+    "partial": (functools.partial(max, []), lambda it: it.args[0].append(7), lambda it: it.args[0]),
+    "partialmethod": (functools.partialmethod(max, []), lambda it: it.args[0].append(7), lambda it: it.args[0]),
+    "30 lists": (in_lists({"n": 0}, 30), lambda it: functools.reduce(lambda a, _: a[0], range(30), it).update(n=7), str),
+    "attribute of a list": (Listed(), lambda it: setattr(it, "n", 7), lambda it: vars(it)),
+}
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_what_objects_of_python_s_library_hold_is_compared_and_put_back(what: str):
+    kept, change, shown = HELD[what]
+    _, state = module_with(kept)
+    before, was = state.read(), repr(shown(kept))
+    change(kept)
+    assert before.changed(state.read()) == ["attribute 'kept' of the model (Module)"] and repr(shown(kept)) != was
+    state.put_back(before)
+    assert repr(shown(kept)) == was and not before.changed(state.read()) and state.unread is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (decimal.Decimal(1), decimal.Decimal(2)),
+        (numpy.int64(1), numpy.int64(2)),
+        (numpy.int64(1), 1),
+        (1, 1.0),
+        (1, True),
+        (0.0, -0.0),
+        (slice(1), slice(2)),
+    ],
+    ids=repr,
+)
+def test_values_of_which_one_takes_the_other_s_place_are_told_apart(one, other):
+    module, state = module_with(one)
+    before = state.read()
+    module.kept = other
+    assert before.changed(state.read())
+
+
+def test_iterators_of_itertools_are_read():
+    module, state = module_with(itertools.islice(itertools.count(), 5))
+    before = state.read()
+    assert not before.changed(state.read())
+    next(module.kept)
+    assert before.changed(state.read())
+
+
+@pytest.mark.parametrize("large", [numpy.zeros(1000), torch.zeros(1000), bytearray(8000)], ids=lambda it: type(it).__name__)
+def test_what_is_too_large_to_be_copied_is_compared_by_a_checksum(large, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(python_state, "MOST_BYTES", 100)
+    _, state = module_with(large)
+    before = state.read()
+    assert not before.changed(state.read()) and state.unread is None
+    (large.data if isinstance(large, torch.Tensor) else large)[7] = 1  # `.data`: no write is counted
+    assert before.changed(state.read())
+    monkeypatch.setattr(python_state, "_MOST_SUMMED_BYTES", 100)
+    state.read()
+    assert state.unread == "attribute 'kept' of the model (Module) holds more than is looked through"
+
+
+def test_a_container_of_many_values_is_not_looked_through(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(python_state, "_MOST_VALUES", 1000)
+    module, state = module_with(list(range(2000)))
+    before = state.read()
+    assert state.unread == "attribute 'kept' of the model (Module) holds more than is looked through"
+    module.kept.append(1)
+    assert before.changed(state.read()), "how many there are is compared all the same"
+
+
+class HidesAttributes:
+    """Answers to nothing."""
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("no")
+
+
+class HidesClass:
+    @property
+    def __class__(self):
+        raise RuntimeError("no")
+
+
+class HidesSlot:
+    __slots__ = ("kept",)
+
+    def __getattribute__(self, name: str):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("kind", [HidesAttributes, HidesClass, HidesSlot])
+def test_an_object_that_cannot_be_read_is_named_and_those_beside_it_are_read(kind: type):
+    module, state = module_with([kind(), [0]])
+    before = state.read()
+    assert state.unread == "attribute 'kept' of the model (Module) raises RuntimeError when it is read"
+    module.kept[1][0] = 7
+    assert before.changed(state.read())
+    state.put_back(before)
+    assert module.kept[1] == [0]
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    kept: int
+
+
+class Refuses(dict):
+    """Is written by nobody."""
+
+    def __contains__(self, key: object) -> bool:
+        raise TypeError
+
+    def __getitem__(self, key: object):
+        raise TypeError
+
+
+def test_what_forbids_to_be_written_is_put_back():
+    module, state = module_with([Frozen(0), Refuses(n=0)])
+    before = state.read()
+    object.__setattr__(module.kept[0], "kept", 7)
+    dict.__setitem__(module.kept[1], "n", 7)
+    assert before.changed(state.read())
+    state.put_back(before)
+    assert module.kept[0].kept == 0 and module.kept[1].get("n") == 0 and state.unread is None
+
+
+def test_what_cannot_be_put_back_is_named():
+    table = numpy.zeros(3)
+    _, state = module_with(table)
+    before = state.read()
+    table[1] = 7
+    table.flags.writeable = False
+    state.put_back(before)
+    assert state.unread == "attribute 'kept' of the model (Module) raises ValueError when it is put back"
