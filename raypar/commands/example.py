@@ -16,8 +16,8 @@ def run(args: argparse.Namespace) -> int:
     import difflib
     import shlex
 
-    from raypar.config.example_jobs import list_examples, packages_to_install, write_example
     from raypar.errors import ConfigError
+    from raypar.example_jobs.write_example import list_examples, packages_to_install, write_example
     from raypar.run_folder import check_local_path
     from raypar.untrusted_files import repr_text
 

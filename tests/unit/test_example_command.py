@@ -10,7 +10,7 @@ import pytest
 
 from raypar.cli import main
 from raypar.config import load_job
-from raypar.config.example_jobs import example_files, list_examples, packages_to_install
+from raypar.example_jobs.write_example import example_files, list_examples, packages_to_install
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,9 +132,9 @@ def test_a_wheel_has_all_of_raypar_and_the_examples_and_writes_them_elsewhere(bu
         path.relative_to(ROOT).as_posix() for pattern in ("jobs/*.yaml", "examples/*.py") for path in ROOT.glob(pattern)
     ]
     package = [*sources, "raypar/py.typed", "raypar/__init__.pyi"]
-    assert files_below(lib) == sorted([*package, *(f"raypar/example_files/{path}" for path in examples)])
+    assert files_below(lib) == sorted([*package, *(f"raypar/example_jobs/files/{path}" for path in examples)])
     # A wheel may be built from a source distribution.
-    assert {*sources, *examples, "jobs/build_py.py"} <= {line.removeprefix("./") for line in found.stdout.splitlines()}
+    assert {*sources, *examples} <= {line.removeprefix("./") for line in found.stdout.splitlines()}
     written = tmp_path / "elsewhere"
     written.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(lib), "PYTHONSAFEPATH": "1"}

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "callbacks storage errors ray_auth_token untrusted_files os_error_cure "
     "user_code_errors torch numpy ray",
     "config": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.init_from_setting "
-    "worker.autocast_precisions untrusted_files os_error_cure run_folder_schema safe_yaml traceback_filter pydantic yaml",
+    "worker.autocast_precisions untrusted_files run_folder_schema safe_yaml traceback_filter pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 
@@ -50,6 +50,7 @@ EDGE_FILES = (
     "launch",
     "console",
     "doctor",
+    "example_jobs",
     "trainer_arguments",
     "trainer",
     "commands",

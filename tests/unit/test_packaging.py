@@ -27,6 +27,13 @@ def test_the_job_server_is_an_extra_that_the_suite_does_without():
     assert "ray[default]" in extra("jobs") and "ray[default]" not in extra("test") and "ray[train]" in extra("dependencies")
 
 
+def test_the_version_stands_in_one_place():
+    import raypar
+
+    assert re.fullmatch(r"\d+\.\d+\.\d+", raypar.__version__)
+    assert 'dynamic = ["version"]' in PROJECT and 'version = { attr = "raypar.__version__" }' in PROJECT
+
+
 def test_type_checkers_know_every_public_name():
     """Names come by `__getattr__`, of which a type checker knows nothing."""
     import ast

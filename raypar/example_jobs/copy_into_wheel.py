@@ -1,7 +1,8 @@
 """Setuptools' command `build_py`, which also copies the example job files and their code into the wheel, for `raypar example`.
 
-`pyproject.toml` names it. The files lie in `jobs/` and `examples/` of the repository, in `raypar/example_files/` of a wheel; an
-installation by `pip install -e` finds them in the repository.
+`pyproject.toml` names it. The files lie in `jobs/` and `examples/` of the repository, and in `raypar/example_jobs/files/` of
+a wheel; an installation by `pip install -e` finds them in the repository. Where there are none (images copy only the package
+before they install it) the wheel has none. Nothing of raypar imports this file, which needs setuptools.
 """
 
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from setuptools.command.build_py import build_py
 
 EXAMPLES = ("jobs/*.yaml", "examples/*.py")
-TARGET = "raypar/example_files"
+TARGET = "raypar/example_jobs/files"
 
 
 class BuildPyWithExamples(build_py):
@@ -35,5 +36,5 @@ class BuildPyWithExamples(build_py):
         return {**super().get_output_mapping(), **self._copies()}
 
     def get_source_files(self) -> list[str]:
-        """What a source distribution must have to build the wheel: this file too."""
-        return [*super().get_source_files(), *self._copies().values(), "jobs/build_py.py"]
+        """What a source distribution must have to build the wheel."""
+        return [*super().get_source_files(), *self._copies().values()]

@@ -1,6 +1,6 @@
 """The example job files that come with raypar, and the code that each of them names: lists them, and writes one into a folder.
 
-In the repository they are `jobs/*.yaml` and `examples/*.py`; a wheel has copies of them, which `jobs/build_py.py` puts there.
+In the repository they are `jobs/*.yaml` and `examples/*.py`; a wheel has copies of them, by `copy_into_wheel.py`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from pathlib import Path
 from raypar.errors import ConfigError
 from raypar.os_error_cure import cure_of_os_error
 
-PACKAGE = Path(__file__).parents[1]
+HERE = Path(__file__).parent
 _NAMED = re.compile(r"\bexamples[./](\w+)|^from examples import (\w+)", re.MULTILINE)
 """A module of `examples` that a text names."""
 
 
 def example_folder() -> Path:
     """The folder with `jobs/` and `examples/`. Raises `ConfigError` where raypar was copied without them."""
-    for folder in (PACKAGE / "example_files", PACKAGE.parent):
+    for folder in (HERE / "files", HERE.parents[1]):
         if (folder / "jobs" / "quickstart.yaml").is_file():
             return folder
-    raise ConfigError(f"raypar in {PACKAGE} has no examples beside it", cure="install raypar by pip, or use a clone")
+    raise ConfigError(f"raypar in {HERE.parent} came without its examples", cure="install raypar by pip, or use a clone")
 
 
 def list_examples() -> dict[str, str]:
