@@ -27,6 +27,7 @@ from raypar.launch.result import Result, raise_run_failure
 from raypar.launch.start_new_run import train_job_in_new_folder
 from raypar.plan import ParallelPlan
 from raypar.redact_secrets import secrets_of_environment
+from raypar.stop_before_training import stopped_before_training
 from raypar.traceback_filter import without_raypar_frames
 from raypar.trainer_arguments import (
     Arguments,
@@ -227,6 +228,7 @@ class Trainer:
         return self.job.to_yaml()
 
     @without_raypar_frames
+    @stopped_before_training()
     def fit(self, *, verbose: bool | Literal["brief"] = True) -> Result:
         """Train to the end. Raises the error of a failed run, and `RayparError` if nothing could be started.
 

@@ -23,6 +23,40 @@ USER_CODE_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
 """For `except` around a call of user code; call `reraise_ctrl_c(error)` first in the handler."""
 
 
+class StopSignal(KeyboardInterrupt):
+    """Ctrl-C or a signal has asked this process to end; `args[0]` is its name. No user code raises this."""
+
+
+STOP_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+"""The signals that ask a process to end, and their names for people."""
+
+
+class StopHandler:
+    """A signal handler that raises `StopSignal`."""
+
+    def __call__(self, number: int, frame: FrameType | None = None) -> None:
+        raise StopSignal(STOP_SIGNALS[signal.Signals(number)])
+
+
+def heard_stop_signals() -> list[signal.Signals]:
+    """The signals that ask this process to end: without SIGHUP under `nohup`, which is respected."""
+    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def stop_signals_raise() -> Iterator[None]:
+    """Within the body Ctrl-C, SIGTERM and SIGHUP raise `StopSignal` in the main thread; in other threads nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, StopHandler()) for number in heard_stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class _RecordingHandler:
     """Python's own SIGINT handler, which also remembers that it was called."""
 
@@ -54,10 +88,14 @@ def reraise_ctrl_c(error: BaseException) -> None:
 
     A Ctrl-C reaches the main thread only, and no process that ignores SIGINT, such as a data process.
     """
+    if isinstance(error, StopSignal):
+        raise error
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.SIG_IGN or (isinstance(handler, _RecordingHandler) and not handler.pressed):
+    if handler is signal.SIG_IGN or isinstance(handler, StopHandler):
+        return
+    if isinstance(handler, _RecordingHandler) and not handler.pressed:
         return
     raise error
 

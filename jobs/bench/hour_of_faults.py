@@ -368,6 +368,20 @@ def sigterm_in_a_recovery(place: Place) -> str:
     return place.finish()
 
 
+for _stage, _when in ((1, "in-the-preflight"), (3, "while-ray-starts"), (4, "while-workers-start")):
+    for _number in (signal.SIGINT, signal.SIGTERM):
+
+        def _stopped(place: Place, stage: int = _stage, number: int = _number) -> str:
+            run = place.start(ELASTIC, FOUR)
+            run.wait("the start", lambda: run.has_said(f"[{stage}/"))
+            time.sleep(0.3)
+            place.processes.see()
+            kill("raypar train", run.pid, number=number)
+            return place.finish()
+
+        SCENARIOS[f"{_number.name.lower()}-{_when}"] = _stopped
+
+
 @scenario
 def ctrl_c_twice(place: Place) -> str:
     run = place.start(ELASTIC, FOUR, "steps=300", "checkpoint={every: 10}")

@@ -32,6 +32,7 @@ from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import remove_leftover_placement_groups, run_namespace
 from raypar.elastic.actions import EndKind
 from raypar.errors import ActiveError, ClusterError, OutlivedError, OutOfMemory, RayparError, WorkerLost, error_first_line
+from raypar.user_code_errors import STOP_SIGNALS, heard_stop_signals
 
 TURN_S = 0.5
 """Longest single wait for the driver; signals are handled between two waits."""
@@ -77,16 +78,19 @@ def follow_run(
 
     `on_answer` is called with every answer of the driver.
 
-    The first Ctrl-C (SIGTERM, SIGHUP) asks the driver to save and end, the second one removes everything at once.
+    The first Ctrl-C (SIGTERM, SIGHUP) asks the driver to save and end, the second one removes everything at once, as the first
+    does while the driver's process has not begun.
     Raises `ActiveError` when a run of this name is active already, `WorkerLost` when the driver itself is lost,
     `ControlStoreLost` when Ray's control store has not answered for too long.
     """
-    driver = call_ray(lambda: start_driver(request))
+    driver = None
     try:
         with collecting_signals() as asked:
+            driver = call_ray(lambda: start_driver(request))
             return _follow(driver, request, tell, asked, on_answer)
     finally:
-        remove_run_from_cluster(driver, request.run)
+        if driver is not None:
+            remove_run_from_cluster(driver, request.run)
 
 
 def start_driver(request: RunRequest) -> Any:
@@ -215,6 +219,8 @@ class RunFollower:
         """Whether the driver that lives now has been told of the first signal."""
         self.lost_s: float | None = None
         """Since when the driver has been dead; None while it lives."""
+        self.answered = False
+        """Whether any driver has answered."""
         self.deaths = 0
         """How often the driver has died since the last step, validation or checkpoint was told."""
         self.patience_s = DRIVER_START_S
@@ -256,6 +262,8 @@ class RunFollower:
             self._report_control_store()
             asking = call_ray(lambda: self.driver.events.remote(self.epoch, self.cursor, 0.3))
             self._await_answer(asking)
+            if self.asked and not self.answered and not has_answer(asking):
+                return RunEnd("interrupted", self.asked[0], self.last_step["step"], None)
             if len(self.asked) > 1:
                 return RunEnd("interrupted", f"{self.asked[1]} again: ended without waiting", self.last_step["step"], None)
             for event in self._receive(asking):
@@ -281,7 +289,7 @@ class RunFollower:
 
     def _await_answer(self, asking: Any) -> None:
         """Wait for an answer of the driver. The silent driver of an elastic run is killed, and Ray starts another one."""
-        if wait_for_driver_answer(asking, self.asked, self.patience_s):
+        if wait_for_driver_answer(asking, self.asked, self.patience_s, signals=2 if self.answered else 1):
             return
         self.patience_s = min(self.patience_s, DRIVER_SILENT_S) if self.asked else self.patience_s
         what = f"the driver does not answer for {self.patience_s:.0f} s"
@@ -316,7 +324,7 @@ class RunFollower:
         except (RayActorError, OutOfMemoryError) as error:
             self._wait_for_restart(error)
             return []
-        self.lost_s, self.patience_s = None, DRIVER_SILENT_S
+        self.lost_s, self.patience_s, self.answered = None, DRIVER_SILENT_S, True
         self.on_answer()
         return list(events)
 
@@ -372,14 +380,19 @@ def unanswering_driver_error(what: str, cure: str) -> RayparError:
     return WorkerLost(what, cure=cure)
 
 
-def wait_for_driver_answer(asking: Any, asked: list[str], patience_s: float) -> bool:
-    """Whether the driver answers or dies within `patience_s`.
+def has_answer(asking: Any) -> bool:
+    """Whether the driver has answered this call, or is known to have died."""
+    return bool(call_ray(lambda: ray.wait([asking], timeout=0))[0])
 
-    After Ctrl-C the driver has `DRIVER_SILENT_S` at most; a second Ctrl-C ends the wait. Turns are counted, not seconds: time
+
+def wait_for_driver_answer(asking: Any, asked: list[str], patience_s: float, signals: int = 2) -> bool:
+    """Whether the driver answers or dies within `patience_s`; True also after so many `signals`, which end the wait.
+
+    After Ctrl-C the driver has `DRIVER_SILENT_S` at most. Turns are counted, not seconds: time
     in which this process itself was stopped (Ctrl-Z, a frozen container) does not count.
     """
     turns = patience_s / TURN_S
-    while not call_ray(lambda: ray.wait([asking], timeout=TURN_S))[0] and len(asked) < 2:
+    while not call_ray(lambda: ray.wait([asking], timeout=TURN_S))[0] and len(asked) < signals:
         turns = min(turns, DRIVER_SILENT_S / TURN_S) - 1 if asked else turns - 1
         if turns < 0:
             return False
@@ -393,9 +406,10 @@ def collecting_signals() -> Iterator[list[str]]:
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-    heard = [n for n in names if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # nohup is respected
-    before = {number: signal.signal(number, lambda n, frame: asked.append(names[signal.Signals(n)])) for number in heard}
+    before = {
+        number: signal.signal(number, lambda n, frame: asked.append(STOP_SIGNALS[signal.Signals(n)]))
+        for number in heard_stop_signals()
+    }
     try:
         yield asked
     finally:

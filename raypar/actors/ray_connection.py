@@ -42,6 +42,7 @@ from raypar.actors.local_nodes import LocalNode, cpus_per_node, start_local_node
 from raypar.actors.local_ray_cleanup import remove_local_ray_on_exit
 from raypar.actors.temporary_environment_variables import temporary_environment_variables
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError, error_first_line
+from raypar.user_code_errors import STOP_SIGNALS, StopHandler
 
 OBJECT_STORE_BYTES = 150 * 2**20
 """Size of the local Ray cluster's object store; modest, as no tensor goes through it."""
@@ -423,24 +424,44 @@ def fresh_python_random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def delay_ctrl_c() -> Iterator[None]:
-    """Delay a Ctrl-C until the body is over; Ray's start would swallow it."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    """Delay a Ctrl-C until the body, Ray's start, is over, which would swallow it; likewise other signals that raise
+    `StopSignal`. Ray sets a SIGTERM handler of its own there, which would end the process by `SystemExit`.
+
+    The patched name is private to Ray; without it a SIGTERM during Ray's start ends the process without a line.
+    """
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = False
+    from ray._private import utils
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    delayed = [
+        number
+        for number, handler in before.items()
+        if isinstance(handler, StopHandler) or (number == signal.SIGINT and callable(handler))
+    ]
+    asked: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        before(number, frame)
+        asked.append(number)
+        before[signal.Signals(number)](number, frame)
 
-    signal.signal(signal.SIGINT, note)
+    set_handler = getattr(utils, "set_sigterm_handler", None)
+    if set_handler is not None and signal.SIGTERM in delayed:
+        utils.set_sigterm_handler = lambda handler: None
+    for number in delayed:
+        signal.signal(number, note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number in delayed:
+            signal.signal(number, before[number])
+        if set_handler is not None:
+            utils.set_sigterm_handler = set_handler
     if asked:
+        handler = before[signal.Signals(asked[0])]
+        if isinstance(handler, StopHandler):
+            handler(asked[0])
         raise KeyboardInterrupt
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 
 from raypar.commands.train import add_run_arguments
-from raypar.console.run_folder_arguments import add_run_dir_argument
+from raypar.console.run_folder_arguments import RUN_DIR, add_run_dir_argument
+from raypar.stop_before_training import stopped_before_training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train from the last checkpoint; exit codes as `raypar train`."""
+    words = ["raypar", "resume", args.run, *(["--run-dir", args.run_dir] if args.run_dir != RUN_DIR else [])]
+    with stopped_before_training(resume=shlex.join(words)):
+        return resume(args)
+
+
+def resume(args: argparse.Namespace) -> int:
+    """See `run`."""
     import time
 
     start = time.monotonic()

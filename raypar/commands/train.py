@@ -6,6 +6,8 @@ import argparse
 import contextlib
 from typing import TYPE_CHECKING
 
+from raypar.stop_before_training import stopped_before_training
+
 if TYPE_CHECKING:
     from raypar.config import Job
     from raypar.console.event_printer import EventPrinter
@@ -44,6 +46,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 
 
+@stopped_before_training()
 def run(args: argparse.Namespace) -> int:
     """Train; exit code 0. Raises the error of a failed run, and `Interrupted` after Ctrl-C."""
     import time

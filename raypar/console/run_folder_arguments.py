@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+RUN_DIR = "runs/"
+"""Where runs lie unless `--run-dir` says something else."""
+
 
 def add_run_folder_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `RUN`, which may be left out, and `--run-dir`."""
@@ -18,5 +21,5 @@ def add_run_folder_arguments(parser: argparse.ArgumentParser) -> None:
 def add_run_dir_argument(parser: argparse.ArgumentParser) -> None:
     """Add `--run-dir`, a folder or a URI."""
     parser.add_argument(
-        "--run-dir", default="runs/", help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
+        "--run-dir", default=RUN_DIR, help="where runs lie, a folder or a URI such as s3://BUCKET/runs (default runs/)"
     )

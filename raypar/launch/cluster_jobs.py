@@ -23,7 +23,7 @@ _RUN = re.compile(
     r"the run is called (?P<run>\S+); its folder is (?P<path>.+)$"
     r"|^\[1/\d+\] run (?P<again>\S+) found in (?P<found>.+): \d+ steps( |$)"
 )
-_END = re.compile(r"^stopped after (?P<step>\d+) steps .*|^.*: (?P<done>\d+) steps, .*samples/s.*$")
+_END = re.compile(r"^stopped (?:after (?P<step>\d+) steps|before training began) .*|^.*: (?P<done>\d+) steps, .*samples/s.*$")
 _ERROR = re.compile(r"^error: (.*\S)")
 _WAITING = re.compile(r"^ *(waiting for (?:\d+ more workers?|\d+ CPUs?|run )\b.*)$")
 """Lines about the cluster's room; those about what started workers do are a part of the start."""
@@ -120,7 +120,9 @@ def read_log_facts(log: str) -> LogFacts:
             facts |= {"run": printable(found["run"] or found["again"]), "waiting": None}
             facts["folder"] = printable(found["path"] or found["found"]).strip()
         elif found := _END.match(line):
-            facts |= {"step": int(found["step"] or found["done"]), "end": printable(line.strip()), "waiting": None}
+            facts |= {"end": printable(line.strip()), "waiting": None}
+            if number := found["step"] or found["done"]:
+                facts["step"] = int(number)
         elif found := _WAITING.match(line):
             facts["waiting"] = printable(found[1])
         elif found := _ERROR.match(line):

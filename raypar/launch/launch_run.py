@@ -21,6 +21,7 @@ from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.launch.result import Result
 from raypar.launch.sample_from_trained_model import generate_text_with_checkpoint
 from raypar.run_folder import RunFolder
+from raypar.stop_before_training import after_the_run
 from raypar.user_code_errors import error_text, recording_ctrl_c, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 
@@ -62,13 +63,14 @@ def _run(spec: JobSpec, choose: PlanChooser, options: LaunchOptions, tell: Activ
     _tell_stage(tell, "planned", "\n".join([describe_chosen_plan(chosen), *_plan_notes(spec, chosen, options)]))
     if (idle := idle_replicas_text(chosen.plan, spec.batching)) is not None:
         tell({"kind": "warning", "text": idle})
-    result = _connect_and_follow(spec, chosen, make_request, options, tell)
-    if result.end in ("done", "stopped") and result.checkpoint_path is not None:
-        from raypar.worker.checkpoint.checkpoint_files import checkpoint_weights_hash
+    with contextlib.ExitStack() as after:
+        result = _connect_and_follow(spec, chosen, make_request, options, tell, after)
+        if result.end in ("done", "stopped") and result.checkpoint_path is not None:
+            from raypar.worker.checkpoint.checkpoint_files import checkpoint_weights_hash
 
-        result.weights_sha256 = checkpoint_weights_hash(result.checkpoint_path)
-        with recording_ctrl_c():
-            result.sample = generate_text_with_checkpoint(spec, result.checkpoint_path)
+            result.weights_sha256 = checkpoint_weights_hash(result.checkpoint_path)
+            with recording_ctrl_c():
+                result.sample = generate_text_with_checkpoint(spec, result.checkpoint_path)
     return result
 
 
@@ -118,9 +120,17 @@ def _plan_notes(spec: JobSpec, chosen: ChosenPlan, options: LaunchOptions) -> li
 
 
 def _connect_and_follow(
-    spec: JobSpec, chosen: ChosenPlan, make_request: MakeRequest, options: LaunchOptions, tell: ActivityReporter
+    spec: JobSpec,
+    chosen: ChosenPlan,
+    make_request: MakeRequest,
+    options: LaunchOptions,
+    tell: ActivityReporter,
+    after: contextlib.ExitStack,
 ) -> Result:
-    """Connect to Ray, make the run folder, and run. If the run ends before its first step the folder is removed."""
+    """Connect to Ray, make the run folder, and run. If the run ends before its first step the folder is removed.
+
+    `after` is entered for what comes after the end of the run, leaving Ray included.
+    """
     from raypar.actors.cluster_info import cluster_capacity, require_capacity
     from raypar.actors.control_store_watch import call_ray, current_watch
     from raypar.actors.killed_process_message import killed_client_text, killed_while_silent_text, print_if_killed
@@ -164,6 +174,7 @@ def _connect_and_follow(
                     tell(event)
 
                 result = _follow(request, folder, tell_and_watch, tell.note_driver_answer)
+                after.enter_context(after_the_run(describe_end(result)))
                 begun = begun or isinstance(result.error, OutOfMemory)  # its error.txt says what was in memory
                 return result
         finally:
@@ -223,6 +234,12 @@ def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler, on_answe
     result.end, result.done, result.why, result.error = end.end, end.done, end.why, end.error
     tell({"kind": "end", "end": end.end, "text": end.why, "done": end.done})
     return result
+
+
+def describe_end(result: Result) -> str:
+    """How a run has ended, and its last checkpoint: `done after 40 steps, the checkpoint ... is whole`."""
+    saved = f", the checkpoint {result.checkpoint_path} is whole" if result.checkpoint_path else ""
+    return f"{result.end} after {result.done} steps{saved}"
 
 
 def _tell_stage(tell: EventHandler, stage: str, text: str, **facts: str) -> None:

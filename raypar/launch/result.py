@@ -14,6 +14,7 @@ from raypar.launch.job_printer import RESUBMIT_ADVICE
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.run_folder import ERROR_FILE, parse_storage_location, resume_argument
+from raypar.stop_before_training import before_training_error
 from raypar.storage.filesystems import call_within, open_filesystem
 from raypar.storage.folder_download import has_document, has_run, upload_document
 from raypar.storage.storage_uri import StorageUri
@@ -182,9 +183,23 @@ def raise_run_failure(result: Result) -> None:
     if result.end == "deposed":
         raise RayparError(f"this driver gave way to another after {result.done} steps: {result.why}", cure="follow that one")
     if result.end == "interrupted":
+        cure = ""
+        if result.checkpoint_path:
+            cure = (
+                "submit the same job again: it goes on from there" if is_submitted_job() else f"raypar resume {result.handle}"
+            )
+            if not has_job_file(result.path):  # its functions have no names: only the script can make them
+                cure = f"give Trainer resume_from_checkpoint={result.path!r}"
+        if not result.history:  # no step was told
+            raise before_training_error(result.why, describe_what_is_left(result), cure)
         at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"
-        cure = "submit the same job again: it goes on from there" if is_submitted_job() else f"raypar resume {result.handle}"
-        if not has_job_file(result.path):  # its functions have no names: only the script can make them
-            cure = f"give Trainer resume_from_checkpoint={result.path!r}"
-        cure = cure if result.checkpoint_path else ""
         raise Interrupted(f"stopped after {result.done} steps ({result.why}): {at}", cure=cure)
+
+
+def describe_what_is_left(result: Result) -> str:
+    """What is left of a run that was stopped before its first step, in words."""
+    if result.checkpoint_path:
+        return f"the checkpoint {result.checkpoint_path} is as it was"
+    if parse_storage_location(result.path, "the run") is None and Path(result.path).exists():
+        return f"only its folder {result.path} is left"
+    return "nothing is left of this start"

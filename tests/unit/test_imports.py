@@ -47,6 +47,7 @@ EDGE_FILES = (
     "convert_ray_train_configs",
     "run_folder",
     "callbacks",
+    "stop_before_training",
     "launch",
     "console",
     "doctor",

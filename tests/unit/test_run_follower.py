@@ -119,3 +119,17 @@ def test_a_terminal_that_is_gone_does_not_keep_the_driver_from_saving(follow):
     assert end.end == "done"
     with pytest.raises(OSError, match="the terminal is gone"):
         follow(Driver([step(1)], [END]), tell=gone)
+
+
+def test_a_driver_whose_process_has_not_begun_is_not_waited_for_after_a_signal(monkeypatch):
+    """It was waited for up to half a minute, to be told to save what was not there."""
+    driver, asked = Driver([]), []
+
+    def never(calls, timeout):
+        asked.append("SIGTERM")
+        return [], calls
+
+    monkeypatch.setattr(driver_client, "ray", SimpleNamespace(wait=never, get=driver.get))
+    request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=7, elastic=True))
+    end = RunFollower(driver, request, lambda event: None, asked).follow()
+    assert (end.end, end.why, end.done, driver.stops) == ("interrupted", "SIGTERM", 7, [])

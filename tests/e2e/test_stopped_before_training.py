@@ -1,0 +1,176 @@
+"""Ctrl-C, SIGTERM or SIGHUP before the first step: one line says that nothing was trained, and nothing is left behind."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from helpers.run_processes import RunProcesses
+from helpers.tiny_job import write_job
+
+from raypar import Trainer
+from raypar.actors.cluster_info import ClusterCapacity
+from raypar.actors.ray_connection import RayConnection, start_local_ray
+from raypar.cli import main
+from raypar.errors import InputError, Interrupted
+from raypar.launch import Result, raise_run_failure
+from raypar.traceback_filter import is_raypar_file
+from raypar.user_code_errors import StopSignal, stop_signals_raise
+
+ROOT = Path(__file__).parents[2]
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+MOMENTS = ("the model is checked", "Ray starts", "the run folder is there")
+
+
+def ends_itself(number: int):
+    """A model function during which this process gets a signal."""
+    os.kill(os.getpid(), number)
+    time.sleep(5)
+
+
+def raises_keyboard_interrupt():
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def stop_at(monkeypatch, tmp_path):
+    """Sends this process a signal at one of `MOMENTS`; Ray is not started. Returns words for the job."""
+    monkeypatch.chdir(ROOT / "tests")
+    before = {number: signal.getsignal(number) for number in NAMES}
+    for number in NAMES:  # these tests may run under nohup, or in a background job
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    def arranged(moment: str, number: int) -> list[str]:
+        @contextlib.contextmanager
+        def connected(*arguments):
+            if moment == "Ray starts":
+                ends_itself(number)
+            yield RayConnection("own", "a local Ray cluster", "nowhere:0")
+
+        def follows(*arguments):
+            assert (tmp_path / "runs/tiny").exists()
+            ends_itself(number)
+
+        monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
+        monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: ClusterCapacity(1, 5, 5, None))
+        monkeypatch.setattr("raypar.launch.launch_run._follow", follows)
+        checked = moment == "the model is checked"
+        return [f"model={{function: test_stopped_before_training:ends_itself, args: {{number: {int(number)}}}}}"] * checked
+
+    yield arranged
+    for number, handler in before.items():
+        assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL), "as it was"
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", NAMES)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_command_that_is_stopped_before_training_says_so_in_one_line(moment, number, stop_at, tmp_path, capfd):
+    """SIGTERM ended it without a word, Ctrl-C said `interrupted`."""
+    words = [part for word in stop_at(moment, number) for part in ("--set", word)]
+    assert main(["train", str(write_job(tmp_path)), *words]) == 130
+    (line,) = capfd.readouterr().err.splitlines()
+    said = f"stopped before training began ({NAMES[number]}): nothing was trained, and nothing is left of this start"
+    assert line == said and not (tmp_path / "runs/tiny").exists()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_script_that_is_stopped_before_training_gets_an_error_without_frames_of_raypar(moment, stop_at, tmp_path):
+    trainer = Trainer.from_yaml(write_job(tmp_path), stop_at(moment, signal.SIGTERM))
+    with pytest.raises(Interrupted, match=r"stopped before training began \(SIGTERM\): nothing was trained") as stopped:
+        trainer.fit(verbose=False)
+    frames = [str(frame.path) for frame in stopped.traceback]
+    assert not [path for path in frames if is_raypar_file(path)], frames
+    assert stopped.value.__cause__ is None and stopped.value.__suppress_context__
+
+
+def test_a_keyboard_interrupt_of_users_code_is_an_error_of_that_code(stop_at, tmp_path):
+    stop_at("", signal.SIGINT)
+    job = ["model={function: test_stopped_before_training:raises_keyboard_interrupt}"]
+    with pytest.raises(InputError, match="raised by the code itself: nobody has pressed Ctrl-C"):
+        Trainer.from_yaml(write_job(tmp_path), job).fit(verbose=False)
+
+
+def test_a_run_that_was_stopped_while_its_workers_started_says_what_is_left(tmp_path):
+    """`stopped after 0 steps (Ctrl-C): there is no checkpoint`"""
+    new = Result({}, str(tmp_path / "gone"), "interrupted", 0, why="Ctrl-C")
+    with pytest.raises(Interrupted) as stopped:
+        raise_run_failure(new)
+    text = "stopped before training began (Ctrl-C): nothing was trained, and nothing is left of this start"
+    assert (stopped.value.what, stopped.value.cure) == (text, "")
+    (tmp_path / "job.yaml").touch()
+    resumed = Result({}, str(tmp_path), "interrupted", 7, why="Ctrl-C", checkpoint_path="c/step_7")
+    with pytest.raises(Interrupted) as stopped:
+        raise_run_failure(resumed)
+    assert "nothing was trained, and the checkpoint c/step_7 is as it was" in stopped.value.what
+    assert stopped.value.cure == f"raypar resume {tmp_path}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_ray_swallows_or_takes_for_itself_still_ends_the_start(number, monkeypatch, tmp_path):
+    def swallowing(**arguments):
+        from ray._private import utils
+
+        utils.set_sigterm_handler(lambda n, frame: sys.exit(n))
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            pass
+
+    monkeypatch.setattr(ray, "init", swallowing)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with stop_signals_raise():
+        handler = signal.getsignal(number)
+        with pytest.raises(StopSignal, match=NAMES[number]), start_local_ray(1):
+            pytest.fail("the run went on")
+        assert signal.getsignal(number) is handler
+
+
+SCRIPT = """
+import raypar
+raypar.Trainer.from_yaml({job!r}).fit()
+"""
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", ["command", "script"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("after", ["[1/", "[2/", "[3/", "[4/"])
+def test_on_ray_a_start_that_is_stopped_leaves_nothing(after, number, how, tmp_path):
+    home, temp, found = tmp_path / "home", Path(tempfile.mkdtemp(prefix="rp")), RunProcesses()
+    home.mkdir()
+    job = write_job(tmp_path)
+    words = ["-m", "raypar", "train", str(job)] if how == "command" else ["-c", SCRIPT.format(job=str(job))]
+    env = {**os.environ, **found.env, "HOME": str(home), "TMPDIR": str(temp), "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    run = subprocess.Popen(
+        [sys.executable, *words], env=env, cwd=ROOT / "tests", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        for line in run.stdout:
+            if line.startswith(after):
+                break
+        time.sleep(0.3)
+        found.see()
+        began = time.monotonic()
+        run.send_signal(number)
+        out, err = run.communicate(timeout=60)
+        seconds = time.monotonic() - began
+        left = found.left() + [path for path in temp.iterdir() if not path.name.startswith("torchinductor_")]
+    finally:
+        if run.poll() is None:
+            run.kill()
+        found.end()
+        shutil.rmtree(temp)
+    said = f"stopped before training began ({NAMES[number]}): nothing was trained, and nothing is left of this start"
+    assert err.splitlines()[-1] in (said, f"raypar.errors.Interrupted: {said}"), out + err
+    assert run.returncode == (130 if how == "command" else 1) and "KeyboardInterrupt" not in err
+    assert not left and not list(home.iterdir()) and not list((tmp_path / "runs").glob("*")), out
+    assert seconds < 20, seconds
