@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
         """id of a complete node -> number of nodes in it, itself included. Its parent or anchor keeps the node alive."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        mark, alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        mark, alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)  # type: ignore[no-untyped-call]
         self._depth, self._count = self._depth + 1, self._count + 1
         if self._depth > MAX_DEPTH:
             raise _TooMuch(None, None, f"more than {MAX_DEPTH} levels within each other", mark)

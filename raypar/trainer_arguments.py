@@ -94,7 +94,7 @@ def with_checked_argument_names(init: Callable[P, None]) -> Callable[P, None]:
         arguments = replace_deprecated_arguments(given)
         if not needed <= set(arguments) <= set(parameters):
             raise _error_of_names(arguments)
-        init(*positional, **arguments)  # type: ignore[arg-type]
+        init(*positional, **arguments)
 
     # For `help`, which has all types and defaults in one line; `__init__.__annotations__` has the types.
     bare = [parameter.replace(annotation=parameter.empty) for parameter in parameters.values()]

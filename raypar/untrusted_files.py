@@ -199,7 +199,7 @@ class _BriefRepr(reprlib.Repr):
         kinds = {dict: self.repr_dict, list: self.repr_list, tuple: self.repr_tuple}
         for kind, of_kind in kinds.items():
             if isinstance(x, kind) and type(x).__repr__ is kind.__repr__:
-                return of_kind(x, level)  # type: ignore[operator]
+                return of_kind(x, level)
         collection = hasattr(type(x), "__len__") and not isinstance(x, (str, bytes)) and not hasattr(x, "tolist")
         text = "" if collection else repr(x)
         return f"<{type(x).__name__}>" if collection or "\n" in text else text

@@ -85,7 +85,7 @@ def ask_nodes(folder: str) -> list[dict[str, Any]]:
 
     nodes = [node for node in ray.nodes() if node["Alive"]][:MOST_NODES]
     send_code_whole()
-    reporter = ray.remote(num_cpus=0)(NodeFactsProbe)
+    reporter: Any = ray.remote(num_cpus=0)(NodeFactsProbe)
     asked = []
     with contextlib.ExitStack() as stack:
         file = None

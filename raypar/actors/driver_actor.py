@@ -270,9 +270,9 @@ class DriverActor:
                     event = replace(
                         event, error=await asyncio.to_thread(parts.calls.explain_out_of_memory, event.worker, event.error)
                     )
-                if isinstance(event, on.CallFailed) and event.kind == "lost" and event.worker is not None:
-                    event = replace(event, preempted=parts.registry.preempted(event.worker, event.error))
-                    self._report_lost_worker(event.worker, error_first_line(event.error), died_with_node(event.error))
+                if isinstance(event, on.CallFailed) and event.kind == "lost" and (lost := event.worker) is not None:
+                    event = replace(event, preempted=parts.registry.preempted(lost, event.error))
+                    self._report_lost_worker(lost, error_first_line(event.error), died_with_node(event.error))
                     self._look_for_memory_kills()
                 for decision in parts.machine.handle(event, time.monotonic()):
                     self._carry_out(decision)
@@ -380,8 +380,8 @@ class DriverActor:
                 self.tasks.spawn(self._start_workers(workers, on_demand))
             case do.ReleaseWorkers(workers):
                 self._release_workers(workers, decision.reason)
-            case do.StoreUsefulWorkers(workers):
-                parts.side_effects.perform(lambda: self.journal.store_useful_workers(workers), lambda _: on.Tick())
+            case do.StoreUsefulWorkers(useful):
+                parts.side_effects.perform(lambda: self.journal.store_useful_workers(useful), lambda _: on.Tick())
             case do.ReportFirstStepAfterRecovery():
                 self.generations.report_first_step(decision.action)
             case do.ClaimGeneration(number):

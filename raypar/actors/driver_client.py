@@ -150,7 +150,7 @@ def refuse_active_run(run: str) -> None:
     epoch = cursor = 0
     until_s, ends = time.monotonic() + DRIVER_SILENT_S, list[dict[str, Any]]()
     try:
-        alone_s = ray.get(driver.alone_s.remote(), timeout=DRIVER_SILENT_S)
+        alone_s: Any = ray.get(driver.alone_s.remote(), timeout=DRIVER_SILENT_S)
         if alone_s < ALONE_S:
             raise active_run_error(run)
         driver.stop.remote("its client is gone, and it is to be resumed", GRACE_S)

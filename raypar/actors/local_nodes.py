@@ -50,7 +50,7 @@ def start_local_nodes(count: int, cpus: int, store_bytes: int, folder: Path) -> 
         try:
             from ray._private import worker
 
-            head = worker._global_node
+            head: Any = worker._global_node
             found = [LocalNode(head.node_id, reap_raylet(head), cpus, head=True)]
             for _ in range(count - 1):
                 started.append(start_raylet(head.gcs_address, cpus, store_bytes, folder))
@@ -89,7 +89,7 @@ def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path, labels
         min_worker_port=0,
         max_worker_port=0,
         node_manager_port=0,
-        include_log_monitor=False,  # one per machine reads all of them
+        include_log_monitor=False,  # type: ignore[arg-type]  # one per machine reads all of them
     )
     return Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
 

@@ -77,7 +77,7 @@ def make_ray_metrics() -> dict[str, Any]:
 
     made: dict[str, Any] = {}
     for one in METRIC_DEFINITIONS:
-        given = {"name": one.name, "description": one.description, "tag_keys": ("run", *one.labels)}
+        given: dict[str, Any] = {"name": one.name, "description": one.description, "tag_keys": ("run", *one.labels)}
         if one.kind == "histogram":
             made[one.name] = Histogram(**given, boundaries=list(one.buckets))
         else:

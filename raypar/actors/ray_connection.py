@@ -478,11 +478,11 @@ def ray_in_new_sessions() -> Iterator[None]:
     if popen is None:
         yield
         return
-    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        services.ConsolePopen = popen
+        services.ConsolePopen = popen  # type: ignore[misc]
 
 
 @contextlib.contextmanager

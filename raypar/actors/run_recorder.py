@@ -248,7 +248,7 @@ class RunRecorder:
         for done in self.journal.validations():
             if done <= last and (done, True) not in by_place and (line := self.journal.validation(done)) is not None:
                 by_place[done, True] = line
-        seen = self._seen((step for step, _ in by_place), known)
+        seen = self._seen((int(step) for step, _ in by_place), known)
         for step in known:
             line = there.get(step + 1)
             if (line is None and step < seen) or (line is not None and wrong):

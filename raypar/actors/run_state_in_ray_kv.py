@@ -134,7 +134,8 @@ class Journal:
     def validation(self, done: int) -> dict[str, Any] | None:
         """The metrics line given to `store_validation`; None if the journal does not have it."""
         value = _internal_kv_get(f"{self.prefix}validation/{done}")
-        return None if value is None else pickle.loads(value)
+        found: dict[str, Any] | None = None if value is None else pickle.loads(value)
+        return found
 
     # -- lines that a full disk does not take (`jsonl_file.LineBackupStore`) ---------------------------------------------------
 
@@ -241,7 +242,8 @@ class Journal:
             _internal_kv_put(key, pickle.dumps(facts), overwrite=True)
             return facts
         value = _internal_kv_get(key)
-        return None if value is None else pickle.loads(value)
+        found: dict[str, Any] | None = None if value is None else pickle.loads(value)
+        return found
 
     def began(self, time_s: float | None = None) -> float | None:
         """Store when the run was started or resumed (Unix time). Without `time_s`: what was stored."""

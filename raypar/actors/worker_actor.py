@@ -115,13 +115,14 @@ class WorkerActor:
 
     # -- step: one after the other -------------------------------------------------------------------------------------
 
-    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="step")
     def hello(self, joining: bool = False) -> WorkerHello | CallFailure:
         """Load torch and listen for other workers: do all that can be done before there is a plan.
 
         `joining`: the worker starts during a run, so that others would wait for whatever is not done here.
         """
-        return self._run_call(LOADING, lambda: self._hello(joining))
+        answer: WorkerHello | CallFailure = self._run_call(LOADING, lambda: self._hello(joining))
+        return answer
 
     def _hello(self, joining: bool) -> WorkerHello:
         if self.hello_sent is not None:
@@ -160,7 +161,7 @@ class WorkerActor:
         self.hello_sent = WorkerHello(self.endpoint.address, node, os.getpid(), says, self.liveness_listener.address)
         return self.hello_sent
 
-    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="step")
     def adopt(
         self, generation: int, part: bytes, coordinate: str, addresses: Sequence[str], deadline_s: float
     ) -> dict[str, Any] | CallFailure | None:
@@ -194,9 +195,10 @@ class WorkerActor:
             described: dict[str, Any] | None = self.elastic_worker.adopt_description
             return described
 
-        return self._run_call("building its stages", build)
+        answer: dict[str, Any] | CallFailure | None = self._run_call("building its stages", build)
+        return answer
 
-    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="step")
     def step(self, call: bytes) -> Any:
         """One training step: a `StepReport` as a dict (spans: label, start and end in ms), or `CallFailure`.
 
@@ -215,7 +217,7 @@ class WorkerActor:
             return report
         return {**vars(report), "spans": [(s.label, s.start_ns / 1e6, s.end_ns / 1e6) for s in report.spans]}
 
-    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="step")
     def validate(self, generation: int, done: int) -> Any:
         """One validation pass: a `ValidationReport` as a dict, or `CallFailure`."""
         from raypar.comm.transport import run_routine
@@ -225,19 +227,19 @@ class WorkerActor:
             lambda: vars(run_routine(self.generation_guard.validate(generation), self.core.step_timeout_s)),
         )
 
-    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="step")
     def report_status(self, generation: int) -> Any:
         """This worker's status (`elastic.generation_guard.WorkerStatus`), after its calls in progress have ended."""
         return self._run_call("saying where it stands", lambda: self.generation_guard.report_status(generation))
 
-    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="step")
     def apply_kept_gradients(self, generation: int, step: int, vote_result: Any) -> Any:
         """Apply `step` late, with the gradients that were kept; returns the worker's status after that."""
         return self._run_call(
             f"settling step {step + 1}", lambda: self.generation_guard.apply_kept_gradients(generation, step, vote_result)
         )
 
-    @ray.method(concurrency_group="step")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="step")
     def save(self, generation: int, done: int, checkpoint: str) -> Any:
         """Copy the state after `done` steps and start writing it in the background; `save_result` returns the outcome."""
         return self._run_call(
@@ -246,12 +248,12 @@ class WorkerActor:
 
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------
 
-    @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="io")
     def save_result(self) -> Any:
         """Wait for the writer: its record, or `CallFailure` with the error of the disk."""
         return self._run_call(WRITING, self.core.save_result)
 
-    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="ctl")
     def ping(self) -> tuple[int, str, bool, float, bool]:
         """(steps done, what the worker does, whether it has to leave, seconds that its step thread has waited for a processor,
         whether it is reading samples).
@@ -262,7 +264,7 @@ class WorkerActor:
         reading = any(reads_samples(thread) for thread in list(self.calls))
         return self._done, self.doing, self.leaving, thread_cpu_wait_s(self.step_thread_id), reading
 
-    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="ctl")
     def activity(self) -> str:
         """What this worker is doing, as exactly as its stack says: `in step 12, reading sample 17`."""
         self.heard_s = time.monotonic()
@@ -284,7 +286,7 @@ class WorkerActor:
         """Steps that this worker has applied."""
         return 0 if self.elastic_worker is None else self.elastic_worker.applied()
 
-    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="ctl")
     def announce_generation(self, generation: int, reason: str) -> Any:
         """Begin a new generation: abort the work of older generations, and refuse their calls from now on."""
         self.heard_s = time.monotonic()
@@ -296,7 +298,7 @@ class WorkerActor:
         self._end_if_stuck()
         return None
 
-    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="ctl")
     def abort(self, reason: str) -> None:
         """Make every pending wait of this worker's transport raise at once."""
         self.heard_s = time.monotonic()
@@ -306,7 +308,7 @@ class WorkerActor:
             self.core.abort(reason)
             self._end_if_stuck()
 
-    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="ctl")
     def stacks(self) -> str:
         """The stacks of raypar's threads as text."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -322,7 +324,7 @@ class WorkerActor:
                 texts.append(f"{name}:\n{''.join(lines).rstrip()}")
         return "\n".join(texts)
 
-    @ray.method(concurrency_group="ctl")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="ctl")
     def close(self) -> None:
         """Stop loaders and sockets; the actor is killed afterwards."""
         if self.core is not None:
@@ -427,4 +429,5 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def make_worker_actor_class() -> Any:
     """The actor class of workers. `io` is a concurrency group of its own, so that a slow disk does not delay pings."""
-    return ray.remote(concurrency_groups={"step": 1, "ctl": 2, "io": 1}, max_restarts=0)(WorkerActor)
+    options: dict[str, Any] = {"concurrency_groups": {"step": 1, "ctl": 2, "io": 1}, "max_restarts": 0}
+    return ray.remote(**options)(WorkerActor)

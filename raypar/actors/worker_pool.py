@@ -94,13 +94,14 @@ class WorkerPool:
         size, selector = len(numbers), self.placement.selector(on_demand, avoid)
         # One node for all shards of a replica: where there is a node large enough, or an autoscaler may add one.
         together = size == 1 or size <= max_workers_per_node(self.placement.gpus) or has_autoscaler()
-        return placement_group(
+        group: PlacementGroup = placement_group(
             [dict(self.placement.bundle)] * size,
             strategy="STRICT_PACK" if together else "PACK",
             name=f"{run_namespace(self.run)}-{numbers[0]}",
             lifetime="detached",
             bundle_label_selector=[selector] * size if selector else None,
         )
+        return group
 
     def placed_workers(self) -> dict[int, str]:
         """Worker -> the node on which its bundle lies, of all groups that are placed. Blocks briefly."""

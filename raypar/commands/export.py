@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from raypar.console.run_folder_arguments import add_run_dir_argument
 from raypar.errors import CheckpointError, ConfigError
@@ -101,7 +101,8 @@ def write_to_storage(place: StorageUri, tensors: CheckpointTensors, ties: Mappin
             whole = io.BytesIO()
             save_state_dict(whole, tensors, ties)
             return file.write(whole.getbuffer())
-        return write_tensors_as_safetensors(file, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})[0]
+        stream = cast("BinaryIO", file)  # of which only `write` is used
+        return write_tensors_as_safetensors(stream, tensors.specs(), tensors.values(), metadata={"format": "pt", **ties})[0]
 
 
 def save_state_dict(file: BinaryIO, tensors: CheckpointTensors, ties: Mapping[str, str]) -> None:

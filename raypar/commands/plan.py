@@ -441,7 +441,9 @@ def plan_as_text(found: dict[str, Any]) -> str:
         f"{found['plan']}, schedule {found['schedule']}, {found['microbatches']} microbatches in "
         f"{found['virtual_replicas']} blocks, {found['parameters']:,} parameters"
     ]
-    rows = [("worker", "stages", "replica", "shard", "layers", "parameters", "MiB", "microbatches", "memory MiB")]
+    rows: list[tuple[str, ...]] = [
+        ("worker", "stages", "replica", "shard", "layers", "parameters", "MiB", "microbatches", "memory MiB")
+    ]
     for worker in workers:
         layers = " + ".join(c[0] if len(c) == 1 else f"{c[0]} .. {c[-1]} ({len(c)})" for c in worker["layers"])
         memory = f"{found['memory_bytes'][worker['rank']] / 2**20:.1f}" if "memory_bytes" in found else ""
@@ -504,7 +506,7 @@ def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
     from raypar.plan.ownership import STATE_KIND_NOUNS
     from raypar.planner.memory_sheet import KEPT_NOUNS
 
-    nouns: dict[str, str] = {**STATE_KIND_NOUNS, **KEPT_NOUNS}
+    nouns: dict[str, str] = {**{str(kind): noun for kind, noun in STATE_KIND_NOUNS.items()}, **KEPT_NOUNS}
     sheets: list[dict[str, int]] = found["memory_sheet"]
     kinds = [kind for kind in sheets[0] if any(sheet[kind] for sheet in sheets)]
     rows = [("memory in MiB", *(nouns[kind] for kind in kinds), "in all")]

@@ -130,13 +130,20 @@ def read_job_numbers(folder: RunFolder) -> dict[str, Any]:
     return {key: value for key, value in given.items() if abs(value) < LARGEST_NUMBER}
 
 
+def _sleep_instead(wait_s: float) -> str:
+    """Where no key can be pressed: a space, after some seconds."""
+    import time
+
+    time.sleep(wait_s)
+    return " "
+
+
 @contextlib.contextmanager
 def pressed_keys() -> Iterator[Callable[[float], str]]:
     """Gives the block a function that waits some seconds for a key; it returns the key, or a space if none was pressed."""
-    import time
 
     if not sys.stdin.isatty():
-        yield lambda wait_s: (time.sleep(wait_s), " ")[1]
+        yield _sleep_instead
         return
     import os
     import select

@@ -203,7 +203,7 @@ def _section_in_words(key: str, section: type[BaseModel]) -> str:
 def _limits(whole: bool, metadata: Sequence[Any]) -> str:
     """` ≥ 1`, ` from 1 to 65,536`, ` > 0`: the limits of a number."""
     limits = [inner for one in metadata for inner in (one.metadata if isinstance(one, FieldInfo) else (one,))]
-    above = next((one.gt for one in limits if isinstance(one, Gt)), None)
+    above: Any = next((one.gt for one in limits if isinstance(one, Gt)), None)
     least = next((one.ge for one in limits if isinstance(one, Ge)), above + 1 if whole and above is not None else None)
     most = next((one.le for one in limits if isinstance(one, Le)), None)
     if least is not None:

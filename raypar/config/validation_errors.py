@@ -89,7 +89,19 @@ _MAIN_KEY = {"checkpoint": "every", "early_stopping": "patience", "plan": "repli
 _WEIGHTS_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _LOSSES = {"mse": "mse_loss", "cross_entropy": "cross_entropy", "crossentropy": "cross_entropy", "ce": "cross_entropy"}
 _LOSSES |= {"l1": "l1_loss", "mae": "l1_loss", "bce": "binary_cross_entropy", "nll": "nll_loss", "huber": "huber_loss"}
-_OPTIMIZERS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop")
+_OPTIMIZERS: tuple[str, ...] = (
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "Adamax",
+    "AdamW",
+    "ASGD",
+    "LBFGS",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+)
 _OPTIMIZERS += ("Rprop", "SGD", "Muon")
 """Bare names that people write for PyTorch's own losses and optimizers."""
 

@@ -13,7 +13,7 @@ EXAMPLES = ("jobs/*.yaml", "examples/*.py")
 TARGET = "raypar/example_jobs/files"
 
 
-class BuildPyWithExamples(build_py):
+class BuildPyWithExamples(build_py):  # type: ignore[misc]
     """`build_py`, with the files of `EXAMPLES` as if they lay in the package."""
 
     def _copies(self) -> dict[str, str]:

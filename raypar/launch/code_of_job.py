@@ -16,7 +16,7 @@ import inspect
 import linecache
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -180,7 +180,7 @@ def tree_shape(node: Any) -> Any:
         first = body[0].value if isinstance(body[0], ast.Expr) else None
         if isinstance(first, ast.Constant) and isinstance(first.value, str):
             fields["body"] = body[1:]
-    left_out = (None, [], ())
+    left_out: tuple[Any, ...] = (None, [], ())
     return type(node).__name__, *(
         (name, tree_shape(value)) for name, value in fields.items() if value not in left_out and name != "type_comment"
     )
@@ -203,7 +203,7 @@ def _imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[st
 
 def _find(name: str) -> tuple[Path, bool] | None:
     """(source of a module, whether it is a package), found as an import would find it; None if there is no such source."""
-    folders: Iterable[str] | None = None
+    folders: list[str] | None = None
     spec = None
     for depth in range(name.count(".") + 1):
         try:
@@ -212,7 +212,7 @@ def _find(name: str) -> tuple[Path, bool] | None:
             return None
         if spec is None:
             return None
-        folders = spec.submodule_search_locations
+        folders = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
         if folders is None and depth < name.count("."):
             return None
     if spec is None or not spec.origin:

@@ -51,6 +51,7 @@ _FILLS = frozenset(
 _OTHER_STRIDES = frozenset(f"aten::{name}" for name in ("_linalg_svd", "linalg_eig", "_fft_r2c", "poisson", "_standard_gamma"))
 """Operations whose meta kernels predict other strides than the CPU's results have: they run on values, at once."""
 
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OWN_GENERATOR = object()
 """In a recorded operation: stands for a generator of the user's own. Its state is in `DeferredOperation.random`."""
 
@@ -74,7 +75,7 @@ class DeferredView:
 
     def as_tensor(self, storage: torch.UntypedStorage) -> Tensor:
         """The view as a tensor in `storage`, the real memory."""
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class OperationRecording:
         if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
             raise Undeferrable("a conjugated, negated or sparse view")
         key = tensor.untyped_storage()._cdata
-        return DeferredView(key, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        return DeferredView(key, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def track(self, tensor: Tensor, real: torch.UntypedStorage | None = None) -> DeferredView:
         """Track the memory of a new meta tensor, whose values are `real` if they are known already."""
@@ -159,7 +160,7 @@ class OperationRecording:
     def _stand_in(self, value: Tensor) -> Tensor:
         room = torch.empty(value.untyped_storage().nbytes(), dtype=torch.uint8, device=META).untyped_storage()
         made = torch.empty(0, dtype=value.dtype, device=META)
-        made.set_(room, value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+        made.set_(room, value.storage_offset(), value.shape, value.stride())
         self.track(made, real=value.untyped_storage())
         return made
 
@@ -272,7 +273,7 @@ class _Operations(TorchDispatchMode):
     """Records ATen operations."""
 
     def __init__(self, recording: OperationRecording) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
         self._scratch: Tensor | None = None
         """Memory in which random operations run to advance the generator."""
@@ -459,7 +460,7 @@ class _Attributes(TorchFunctionMode):
         recording = self.recording
         if torch.is_autocast_enabled("cpu") and any(map(recording.tracks, tree_flatten((args, kwargs))[0])):
             raise Undeferrable("a large tensor is used under torch.autocast, which does not cast what is on the meta device")
-        if func == torch.Tensor.data.__set__ and recording.tracks(args[1]) and not args[0].is_meta:
+        if func == _SET_DATA and recording.tracks(args[1]) and not args[0].is_meta:
             raise Undeferrable("`.data` of a small tensor is set to a large one, as lazy modules do")
         if not args or not recording.tracks(args[0]):
             return func(*args, **kwargs)
@@ -477,13 +478,13 @@ class _Attributes(TorchFunctionMode):
             return func(tensor, *(torch.tensor(v) if isinstance(v, (bool, int, float)) else v for v in args[1:]), **kwargs)
         if func == torch.Tensor.cpu:
             return tensor
-        if func == torch.Tensor.data.__set__ and not args[1].is_meta:
+        if func == _SET_DATA and not args[1].is_meta:
             return func(tensor, recording.stand_in(args[1].detach()))
         return func(*args, **kwargs)
 
 
 _ANSWERS_OF_CPU_TENSORS = {
-    torch.Tensor.device.__get__: torch.device("cpu"),  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__: torch.device("cpu"),
     torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
     torch.Tensor.get_device: -1,
@@ -549,7 +550,7 @@ def materialise_hidden_tensors(registered: Collection[Tensor], recording: Operat
 def _is_view(func: Any) -> bool:
     """Whether an operation returns a view of its argument, or turns its argument into one: no values are read or written."""
     if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::set_", "aten::lift_fresh"):
-        return func._schema.name != "aten::resize_"
+        return bool(func._schema.name != "aten::resize_")
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 

@@ -133,7 +133,8 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
 
 def convert_module_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The module, its floating-point parameters and buffers now in `dtype`. `Module.to` would make complex ones real."""
-    return module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return module
 
 
 def layer_sizes(graph: Graph, dtype: torch.dtype = torch.float32) -> tuple[LayerSize, ...]:

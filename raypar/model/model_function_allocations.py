@@ -34,7 +34,7 @@ class AllocationWatch(TorchDispatchMode):
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.limit_bytes = limit_bytes
         self.nbytes = 0
         """Bytes of all new tensors."""

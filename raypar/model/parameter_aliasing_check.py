@@ -207,7 +207,8 @@ def refuse_shared_statistics(layer: str, module: nn.Module, seen: MutableMapping
                 f"{shared[0]} and {name} share the running statistics of a norm",
                 cure="make a norm for each, which may share weight and bias, or put both into one layer",
             )
-        seen[name] = weakref.ref(norm.running_mean)
+        if norm.running_mean is not None:
+            seen[name] = weakref.ref(norm.running_mean)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -233,4 +234,5 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Offsets in the memory: of the tensor's first byte, and of the byte after its last."""
     span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() * tensor.element_size(), (tensor.storage_offset() + span) * tensor.element_size()
+    first = int(tensor.storage_offset())
+    return first * tensor.element_size(), (first + span) * tensor.element_size()

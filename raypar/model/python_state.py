@@ -67,7 +67,8 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_ho
 _ITERATORS = (
     *(each for each in vars(itertools).values() if isinstance(each, type)),
     *(map, zip, enumerate, filter, reversed),
-    *(type(iter(each)) for each in ([], (), {}, range(0), "", set())),
+    *(type(iter(each())) for each in (list, tuple, dict, str, set)),
+    type(iter(range(0))),
 )
 _VALUES = (
     numbers.Number, datetime.date, datetime.time, datetime.timedelta, pathlib.PurePath, uuid.UUID, range, slice,
@@ -97,7 +98,7 @@ class StateReading:
 
     values: dict[str, Any] = field(default_factory=dict)
     """Place -> what it held, in a form that can be compared."""
-    restores: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
+    restores: dict[str, list[Callable[[], Any]]] = field(default_factory=dict)
     """Place -> what puts the content of each object back that was first reached by it."""
 
     def changed(self, other: StateReading) -> list[str]:
@@ -157,7 +158,7 @@ class PythonState:
 
     def put_back(self, reading: StateReading, only: str | None = None) -> None:
         """Restore what all places, or one of them, held at the reading; not iterators, nor what refuses to be written."""
-        undo = [
+        undo: list[tuple[str, Callable[[], Any]]] = [
             (label, functools.partial(_delete, holder, key))
             for label, holder, key in self._places()
             if label not in reading.restores
@@ -259,7 +260,7 @@ class _Code:
 
     def _methods(self, kind: type) -> list[Any]:
         """The methods of a class that may be called; others are kept until something names them."""
-        found = []
+        found: list[Any] = []
         for each in kind.__mro__:
             if id(each) not in self._classes and _is_users(each):
                 self._classes[id(each)] = each
@@ -294,7 +295,7 @@ class _Reader:
     """Reads values into a form that can be compared, each object once, and keeps what puts the content of objects back."""
 
     def __init__(self, known: Mapping[int, Any], most_bytes: int | None = None) -> None:
-        self.restores: list[Callable[[], None]] = []
+        self.restores: list[Callable[[], Any]] = []
         """Functions that restore the content of the objects read so far."""
         self.unread: str | None = None
         """Why the last values were not read whole, as a predicate; None: they were."""
@@ -376,7 +377,7 @@ class _Reader:
             self.restores.append(functools.partial(value.setstate, value.getstate()))
             return value.getstate()
         if isinstance(value, (numpy.random.Generator, numpy.random.BitGenerator, numpy.random.RandomState)):
-            bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", value))
+            bits: Any = getattr(value, "bit_generator", getattr(value, "_bit_generator", value))
             self.restores.append(functools.partial(setattr, bits, "state", bits.state))
             return pickle.dumps(bits.state)
         if isinstance(value, torch.Generator):
@@ -393,8 +394,7 @@ class _Reader:
         if isinstance(value, types.FunctionType):
             return self._function(value, depth) if _is_users(value) else kind
         if isinstance(value, types.GeneratorType):
-            frame = value.gi_frame
-            return frame and (frame.f_lasti, {key: self.read(each, depth) for key, each in frame.f_locals.items()})
+            return (frame := value.gi_frame) and (frame.f_lasti, {k: self.read(v, depth) for k, v in frame.f_locals.items()})
         if isinstance(value, _ITERATORS):
             return self._iterator(value, depth)
         if isinstance(value, _VALUES) and not _is_users(kind):
@@ -589,7 +589,7 @@ def _restore_slot(value: Any, name: str, content: Any) -> None:
 def _restore_list(value: list[Any] | collections.deque[Any], content: list[Any]) -> None:
     if len(value) != len(content) or any(a is not b for a, b in zip(value, content, strict=True)):
         base = list if isinstance(value, list) else collections.deque
-        base.clear(value)  # type: ignore[arg-type]
+        base.clear(value)
         base.extend(value, content)  # type: ignore[arg-type]
 
 

@@ -31,8 +31,8 @@ class RandomState:
         now, kept = numpy.random.get_state(legacy=False), self.numpy
         return (
             random.getstate() != self.python
-            or not numpy.array_equal(now["state"]["key"], kept[1])  # type: ignore[call-overload]
-            or now["state"]["pos"] != kept[2]  # type: ignore[call-overload]
+            or not numpy.array_equal(now["state"]["key"], kept[1])
+            or now["state"]["pos"] != kept[2]
             or not torch.equal(torch.get_rng_state(), self.torch)
         )
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
 
 T = TypeVar("T", bound=type)
 
-_DISABLED = torch._disable_dynamo(lambda: None).__code__
+_DISABLED = torch._disable_dynamo(lambda: None).__code__  # type: ignore[attr-defined]
 """The code object of every method that PyTorch wraps in `torch._disable_dynamo`."""
 _STEP = _use_grad_for_differentiable(lambda: None).__code__
 """The code object of every `step` that sets the gradient mode between two breaks of dynamo's graph."""

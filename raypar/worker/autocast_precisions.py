@@ -48,7 +48,7 @@ class AutocastPrecision:
 def _gpu_has_bfloat16() -> bool:
     import torch
 
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 AUTOCAST_PRECISIONS: Mapping[PrecisionName, AutocastPrecision] = {

@@ -20,7 +20,7 @@ class ComputedMicrobatch(NamedTuple):
 
     total: float
     """The loss, summed over samples."""
-    count: float
+    count: float  # type: ignore[assignment]  # not tuple's method
     """By what the sum is divided."""
     gradients: dict[str, Tensor]
     """Parameter -> its gradient."""

@@ -71,7 +71,7 @@ class ElasticWorker:
         """Run a step, vote and apply it; then, if `into_mirror`, let the mirror copy the state."""
         self._mirror_snapshot_due = into_mirror
         self.core.step_commit.before_vote = self.mirror.finish if into_mirror else None
-        report = yield from self.mirror.run_beside_exchange(self.core.routine(step, trace=self.trace))
+        report: StepReport = yield from self.mirror.run_beside_exchange(self.core.routine(step, trace=self.trace))
         if into_mirror:
             self._take_mirror_snapshot(self.core.transport)
         digest = self.mirror.digests.get(step + 1) if into_mirror else None
@@ -270,15 +270,15 @@ class ElasticWorker:
                 [transport.recv(None, source=part.rank_of_worker[source], tag=state_tag(i + 1)) for i in range(count)]
             )
             for name, start, numbers in lines:
-                kept: StateByKey = {}
+                received: StateByKey = {}
                 for key, value in numbers.items():
                     if value is not None:
-                        kept[key] = value[0]
+                        received[key] = value[0]
                         continue
                     got = next(handles)
                     yield RoutineWait(got, f"{key} of {name} from worker {source}")
-                    kept[key] = got.tensor()
-                found.setdefault(name, []).append(ParameterState(kept, start=start))
+                    received[key] = got.tensor()
+                found.setdefault(name, []).append(ParameterState(received, start=start))
         for handle in sent:
             yield RoutineWait(handle, "state to be taken")
         return found

@@ -207,7 +207,8 @@ def find_unstable_argument(target: Any, inside: tuple[int, ...] = ()) -> str | N
         text = re.sub(rf"(<function [^ ]+){_ADDRESS}>", r"\1>", repr(target))  # in a dataclass, say: its name tells it
         return None if without_addresses(text) == text else repr(target)
     inside = (*inside, id(target))
-    return next((text for value in given if (text := find_unstable_argument(value, inside)) is not None), None)
+    found = (find_unstable_argument(value, inside) for value in given)
+    return next((one for one in found if one is not None), None)
 
 
 def without_addresses(text: str) -> str:
@@ -358,7 +359,7 @@ def loss_target_name(spec: JobSpec) -> str:
 
 def contract_of_job(spec: JobSpec) -> dict[str, Any]:
     """The settings of a job on which its bits depend, as JSON values; `steps` and validation are not among them."""
-    made = {
+    made: dict[str, Any] = {
         "edition": CONTRACT_EDITION,
         "seed": spec.seed,
         "batch_size": spec.batch_size,

@@ -144,7 +144,7 @@ class WorkerCore:
     """Microbatches of a validation pass that this worker runs, ascending."""
     _loaders: list[MicrobatchLoader]
     """The loaders of the present plan, to be closed."""
-    _datasets: dict[tuple[str | tuple[str, str], ...], Any]
+    _datasets: dict[tuple[Any, ...], Any]
     """Data set function and arguments -> the data set made; data sets outlive plans."""
     _layouts: dict[int, TensorParallelLayout]
     """Number of shards -> how the model is cut over them; kept because it is needed repeatedly."""
@@ -295,7 +295,7 @@ class WorkerCore:
     def dataset(self, spec: DataSpec) -> Any:
         """The user's data set, made once per worker and data specification."""
         ref = spec.dataset
-        key = (_identity(ref.target), *((name, _identity(value)) for name, value in sorted(ref.args.items())))
+        key: tuple[Any, ...] = (_identity(ref.target), *((name, _identity(value)) for name, value in sorted(ref.args.items())))
         if key not in self._datasets:
             with self.guard.watching(f"the data set function {spec.dataset.label}"):
                 self._datasets[key] = make_dataset(spec)

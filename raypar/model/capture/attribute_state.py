@@ -36,7 +36,8 @@ def state_of(value: Any, depth: int = 0) -> Any:
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, (numpy.random.Generator, numpy.random.BitGenerator)):
-        return repr(getattr(value, "bit_generator", value).state)
+        bits: Any = getattr(value, "bit_generator", value)
+        return repr(bits.state)
     if isinstance(value, numpy.ndarray):
         return (value.shape, value.tobytes()) if value.dtype != object else _Identity(id(value))
     if depth < _DEPTH and isinstance(value, dict):

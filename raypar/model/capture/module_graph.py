@@ -426,7 +426,7 @@ def _make_shell(cache: TraceCache, index: int, skeleton: nn.Module) -> CapturedL
             own = nn.Parameter(torch.empty_like(whole), requires_grad=whole.requires_grad)
             if USES not in shell._modules:
                 shell.add_module(USES, _Container())
-            shell._modules[USES].register_parameter(key.name.partition(".")[2], own)
+            shell.get_submodule(USES).register_parameter(key.name.partition(".")[2], own)
     return shell
 
 

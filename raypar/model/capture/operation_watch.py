@@ -28,7 +28,7 @@ class OperationWatch(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, fields: Iterable[Tensor]) -> None:
         """`fields`: the batch."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.drew_random_numbers = False
         """Whether an operation of the present event has drawn random numbers."""
         self.gave_dynamic_shape = False

@@ -50,7 +50,7 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
                 "that is made on a CPU does not keep",
                 "name the device of a tensor: torch.autocast(x.device.type, ...); or set precision: {compute: bf16} in the job",
             )
-        return enter(context)
+        return enter(context)  # type: ignore[no-untyped-call]
 
     def called_script(function: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.is_between_units:

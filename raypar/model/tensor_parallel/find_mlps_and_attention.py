@@ -46,7 +46,7 @@ def find_mlps_and_attention(record: LayerRecord, modules: Mapping[str, nn.Module
     for row in flow.linears:
         group = flow.group_of_row(row)
         if group is not None:
-            found[group] = sum(modules[path].weight.numel() for path in group[0] | group[1])  # type: ignore[union-attr, misc]
+            found[group] = sum(modules[path].get_parameter("weight").numel() for path in group[0] | group[1])
     groups = sorted(found, key=lambda group: (-found[group], sorted(group[0])))
     called = dict.fromkeys(call.module for call in record.calls if call.module is not None)
     attention: list[list[Styles]] = [[{path: AttentionStyle()}] for path in called if is_plain_attention(modules[path])]
@@ -79,7 +79,7 @@ class _Flow:
         """Number of a tensor -> the calls that were given it."""
         for call in record.calls:
             made = {call.module} if call.module in linears else self._made_of(call.inputs) if call.module is None else set()
-            self._makers.update(dict.fromkeys(call.outputs, made))  # type: ignore[arg-type]
+            self._makers.update(dict.fromkeys(call.outputs, made))
             for number in call.inputs:
                 self.calls_reading.setdefault(number, []).append(call)
         for number in record.outputs:
@@ -89,7 +89,7 @@ class _Flow:
             if call.module is not None and call.module not in linears:
                 read = {_ELSEWHERE}
             for number in call.inputs:
-                self._readers.setdefault(number, set()).update(read)  # type: ignore[arg-type]
+                self._readers.setdefault(number, set()).update(read)
 
     def _made_of(self, numbers: Sequence[int]) -> set[str]:
         return set().union(*(self._makers.get(number, set()) for number in numbers))

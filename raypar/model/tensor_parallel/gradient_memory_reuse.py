@@ -63,7 +63,8 @@ def _holders(tensor: Tensor) -> tuple[int, int, int, int] | None:
     if _storage_users is None:
         return None
     memory = tensor.untyped_storage()
-    return sys.getrefcount(tensor), tensor._use_count(), sys.getrefcount(memory), _storage_users(memory._cdata)
+    uses: int = tensor._use_count()  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor), uses, sys.getrefcount(memory), _storage_users(memory._cdata)
 
 
 def _sole() -> tuple[int, int, int, int]:

@@ -70,7 +70,7 @@ def infer_styles(graph: Graph) -> dict[str, ShardingStyle]:
             for name, child in children.items():
                 if name in _TOKENS and is_plain_embedding(child) and not child.scale_grad_by_freq:
                     found[names[name]] = VocabularyStyle()
-                    vocabularies.add(child.num_embeddings)
+                    vocabularies.add(int(child.num_embeddings))  # type: ignore[arg-type]
     layer = graph.layers[-1]
     for path, module in shared_skeleton(layer).named_modules():
         name = layer.qualify(path)

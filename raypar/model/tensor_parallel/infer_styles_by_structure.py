@@ -169,7 +169,7 @@ def _groups_of_layers(
 ) -> _Found:
     """The groups of layers [first, last) whose styles run on shards, and why the other groups do not."""
     few_rows = rows_of_samples(record, modules, samples_of(graph))
-    large = [name for name in few_rows if modules[name].weight.numel() > worth]  # type: ignore[union-attr, operator]
+    large = [name for name in few_rows if modules[name].weight.numel() > worth]  # type: ignore[operator]
     proposed = find_mlps_and_attention(record, modules) + [[{name: GatheredStyle()}] for name in large]
 
     def why_not(styles: Styles) -> RayparError | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -49,14 +51,15 @@ class ShardedMultiheadAttention(ShardedModule):
         mask, is_causal = self._mask(q, attn_mask, key_padding_mask, is_causal and not need_weights, samples, sources)
         p = self.dropout if self.training else 0.0
         weights = None
+        made: Any
         if need_weights:
-            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
-            found = F.dropout(F.softmax(scores if mask is None else scores + mask, -1), p)
+            scores: Any = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
+            found: Any = F.dropout(F.softmax(scores if mask is None else scores + mask, -1), p)
             made = found @ v
             weights = self._join_weights(found, average_attn_weights)
             weights = weights if is_batched else weights.squeeze(0)
         else:
-            made = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)
+            made = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)  # type: ignore[arg-type]
         local = made.local.permute(2, 0, 1, 3).reshape(length, samples, count_indices(self.held) * self.head_dim)
         by_sequence = isinstance(query, ShardedValue)
         out = self._sum(F.linear(local.transpose(0, 1) if by_sequence else local, self.out_proj.weight), by_sequence)
@@ -74,7 +77,7 @@ class ShardedMultiheadAttention(ShardedModule):
         biases = [None] * 3 if self.in_proj_bias is None else list(self.in_proj_bias.chunk(3))  # type: ignore[operator]
         if self.in_proj_weight is None:
             separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            return [F.linear(x, w, b) for x, w, b in zip(tensors, separate, biases, strict=True)]  # type: ignore[arg-type]
+            return [F.linear(x, w, b) for x, w, b in zip(tensors, separate, biases, strict=True)]
         if tensors[0] is tensors[1] is tensors[2]:
             return list(F.linear(tensors[0], self.in_proj_weight, self.in_proj_bias).chunk(3, -1))  # type: ignore[arg-type]
         parts = self.in_proj_weight.chunk(3)  # type: ignore[operator]

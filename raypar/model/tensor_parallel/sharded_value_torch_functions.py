@@ -107,7 +107,8 @@ def _dropout(
 def dropout_mask(x: ShardedValue, p: float) -> Tensor:
     """This shard's part of the mask, scaled, by which `F.dropout` multiplies the whole value. It is drawn in the order of
     memory, in which the whole value's dims lie as the part's."""
-    order = sorted(range(x.dim()), key=lambda dim: -x.local.stride(dim))
+    strides = x.local.stride()
+    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
     is_dense = x.local.permute(order).is_contiguous()
     with torch.no_grad():
         shape = [x.shape[dim] for dim in order] if is_dense else x.shape
@@ -289,7 +290,8 @@ def _getitem(func: Callable[..., Any] | None, x: ShardedValue, *index: Any) -> S
         if (start, stop) != (0, x.part_layout.size):  # what is here of a piece of the cut dim, as of `split`
             sizes = [start, max(0, stop - start), x.part_layout.size - max(start, stop)]
             piece = _split(torch.split, x, sizes, x.part_layout.dim)[1]
-            return _getitem(None, piece, tuple(slice(None) if e is own else e for e in entries))
+            found: ShardedValue = _getitem(None, piece, tuple(slice(None) if e is own else e for e in entries))
+            return found
     else:
         raise unsupported_on_part_error("indexing", x, "along that dim needs the parts of other shards")
     # A slice to the whole's end is one to the part's end.

@@ -29,7 +29,7 @@ def configure_torch(device: torch.device, *, exact: bool) -> None:
     if device == CPU or not exact:
         return
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # filling would write all memory once more
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # filling would write all memory once more
     torch.backends.cudnn.benchmark = False
 
 

@@ -272,7 +272,7 @@ def _set_attention(value: tuple[bool, bool, bool, bool]) -> None:
 class RestorableSetting:
     """How to restore one field of `GlobalTorchState`, and how messages speak of it."""
 
-    restore: Callable[[Any], None]
+    restore: Callable[[Any], Any]
     """Sets the field to the value that is expected."""
     changing_call: str
     """The user's call that changes the field, for messages; `{}` stands for the value found."""

@@ -27,13 +27,13 @@ def run_autograd_backward(roots: Sequence[Tensor | GradientEdge], gradients: Seq
     starts = tuple(
         torch.ones_like(r) if isinstance(r, Tensor) and g is None else g for r, g in zip(roots, gradients, strict=True)
     )
-    _run_engine(tuple(roots), starts, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _run_engine(tuple(roots), starts, False, False, (), allow_unreachable=True, accumulate_grad=True)  # type: ignore[misc]
 
 
 def _is_plain(root: Tensor | GradientEdge, gradient: Tensor | None) -> bool:
     """Whether `torch.autograd.backward` would start at the root with just this gradient (None: 1), without casts or errors."""
     if isinstance(root, GradientEdge):
-        value = root.node._input_metadata[root.output_nr]  # type: ignore[attr-defined]
+        value = root.node._input_metadata[root.output_nr]
         if value.is_nested_tensor or value.is_cpp_nested_tensor or not value.dtype.is_floating_point or gradient is None:
             return False
         shape = value.shape

@@ -64,4 +64,4 @@ def make_unfilled_stage_state(
 
 def tensor_crc32(tensor: Tensor) -> int:
     """crc32 of a contiguous CPU tensor's bytes."""
-    return zlib.crc32(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())) if tensor.numel() else 0
+    return zlib.crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0

@@ -73,7 +73,7 @@ class RunningNorm:
             return self._forward(*args, **kwargs)
         buffers, momentum = norm._buffers, norm.momentum
         kept = [(name, buffers[name]) for name in STATISTICS]
-        mean, variance = (torch.zeros_like(buffer) for _, buffer in kept[:2])
+        mean, variance = (torch.zeros_like(buffer) for _, buffer in kept[:2] if buffer is not None)
         count = None if kept[2][1] is None else torch.zeros_like(kept[2][1])
         buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=count)
         norm.momentum = 1.0
@@ -109,7 +109,7 @@ class RunningNorm:
     def _call_of_instances(self, x: Tensor, averages: Tensor) -> NormCall:
         """The statistics by instance: PyTorch updates the averages for each, then takes the mean of these. It keeps none, so
         its kernel computes them again."""
-        if not self._has_own_forward and x.dim() == self.norm._get_no_batch_dim():
+        if not self._has_own_forward and x.dim() == self.norm._get_no_batch_dim():  # type: ignore[operator]
             x = x.unsqueeze(0)
         if self.norm.weight is None and x.dtype != averages.dtype:
             raise UserCodeError(
@@ -214,17 +214,23 @@ def _dims_in_memory_order(x: Tensor) -> list[int]:
     return fastest_first[::-1]
 
 
+def _running_averages(norm: _NormBase) -> tuple[Tensor, Tensor]:
+    """The buffers of a norm that keeps statistics: mean and variance."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    return norm.running_mean, norm.running_var
+
+
 @torch.no_grad()
 def fold_norm_calls(norms: Mapping[str, _NormBase], calls: Sequence[NormCall]) -> None:
     """Fold calls of norms (path -> norm), in order, into the norms' running averages, in place; count those of batch norms.
 
     The n-th calls of all norms are added together, for speed; each norm's own calls stay in their order.
     """
-    averages = {path: (norm.running_mean, norm.running_var) for path, norm in norms.items()}
     counts = {path: _counted_batches(norm) for path, norm in norms.items()}
     by_norm: dict[str, list[NormCall]] = {}
     for call in calls:
         by_norm.setdefault(call.norm, []).append(call)
+    averages = {path: _running_averages(norms[path]) for path in by_norm}
     for turn in range(max(map(len, by_norm.values()), default=0)):
         alike: dict[Any, list[NormCall]] = {}
         for path, own in by_norm.items():
@@ -244,8 +250,8 @@ def fold_norm_calls(norms: Mapping[str, _NormBase], calls: Sequence[NormCall]) -
             averages.update({call.norm: pair for call, pair in zip(together, zip(means, variances, strict=True), strict=True)})
     for path, own in by_norm.items():
         norm = norms[path]
-        norm.running_mean.copy_(averages[path][0])
-        norm.running_var.copy_(averages[path][1])
+        for running, folded in zip(_running_averages(norm), averages[path], strict=True):
+            running.copy_(folded)
         if norm.num_batches_tracked is not None and not isinstance(norm, _InstanceNorm):
             norm.num_batches_tracked.add_(len(own))
 

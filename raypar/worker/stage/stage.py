@@ -448,7 +448,7 @@ class Stage:
         self.hooks.begin(closes)
         try:
             if roots:
-                with contextlib.ExitStack() if self.buffer_updates else contextlib.nullcontext() as writes:
+                with contextlib.ExitStack() as writes:
                     for updates in self.buffer_updates.values():
                         writes.enter_context(updates.refusing())
                     run_autograd_backward(roots, starts)

@@ -99,9 +99,9 @@ class StageTensors:
             module = modules[layer.name]
             self._layers.append(LayerTensors(module, layer_buffers(module), range(first, len(self.uses))))
         self._use_of = {id(leaf): use for use, leaf in enumerate(self.leaves)}
-        named = [(layer.qualify(b.path), b) for layer, held in zip(layers, self._layers, strict=True) for b in held.buffers]
-        self.buffers = {name: buffer.tensor for name, buffer in named}
-        self.persistent = frozenset(name for name, buffer in named if buffer.persistent)
+        buffers = [(layer.qualify(b.path), b) for layer, held in zip(layers, self._layers, strict=True) for b in held.buffers]
+        self.buffers = {name: buffer.tensor for name, buffer in buffers}
+        self.persistent = frozenset(name for name, buffer in buffers if buffer.persistent)
 
     def of_layer(self, position: int) -> LayerTensors:
         """What the stage's layer at `position` computes with, ready for its forward."""

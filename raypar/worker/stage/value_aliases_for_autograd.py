@@ -44,7 +44,7 @@ def own_tensor(output: Tensor, hooks: Hooks, *, is_value: bool) -> Tensor:
     # This does what `Tensor.register_hook` does, except for the handle that removes the hook: the handle's Python code takes a
     # third of a percent of a small GPT's step. Then the tensor forgets the dict: hooks that users' code registers on it must
     # not go into `hooks`, and so to the tensors of other microbatches.
-    output._backward_hooks = hooks
+    output._backward_hooks = hooks  # type: ignore[assignment]
     output.grad_fn._register_hook_dict(output)  # type: ignore[union-attr]
     output._backward_hooks = None
     return output
@@ -57,7 +57,7 @@ def alias_received(value: Tensor, hooks: Hooks) -> Tensor:
     none, because it would copy a gradient that somebody else refers to.
     """
     leaf = value.detach().requires_grad_()
-    leaf._backward_hooks = hooks  # of the leaf: called after those that users' code registers on the alias
+    leaf._backward_hooks = hooks  # type: ignore[assignment]  # of the leaf: called after those that users' code registers on the alias
     alias = alias_of(leaf)
     leaf.requires_grad_(False)
     return alias

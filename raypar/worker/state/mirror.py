@@ -107,7 +107,7 @@ class StateCopy:
         """Two digests of 32 bits: of the list of what is copied, and of the copied bits."""
         rooms = [entry for entry in self.entries if isinstance(entry[2], PackedTensorPlace)]
         numbers = self.entries[len(rooms) :]
-        bits = zlib.crc32(memoryview(self.memory.numpy()), zlib.crc32(repr(numbers).encode()))
+        bits = zlib.crc32(self.memory.numpy().data, zlib.crc32(repr(numbers).encode()))
         return zlib.crc32(repr((rooms, sorted(self.slices.items()))).encode()), bits
 
     @property

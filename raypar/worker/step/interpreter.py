@@ -80,6 +80,7 @@ class StageLinks:
         receiver.
         """
         stages = range(len(plan.stages))
+        carriers: list[Any] = [*crossing.edges, *crossing.relays]
         values: dict[tuple[MessageKind, int, int], tuple[str, ...]]
         values = {("activation", edge.src, edge.dst): edge.values for edge in crossing.edges}
         values |= {("gradient", relay.dst, relay.src): relay.values for relay in crossing.relays}
@@ -91,7 +92,7 @@ class StageLinks:
             values,
             {
                 (carrier.src, carrier.dst): len(range(shard, plan.stages[carrier.dst].shards, plan.stages[carrier.src].shards))
-                for carrier in (*crossing.edges, *crossing.relays)
+                for carrier in carriers
             },
         )
 

@@ -73,11 +73,11 @@ class OptimizerState:
             for place in ((pattern, GROUP), ("", ATTRIBUTE)):
                 mine = found[place[1]]
                 theirs, other = shared.setdefault(place, mine), first.setdefault(place, name)
-                for key in sorted({*mine, *theirs}):
-                    if fingerprint(mine.get(key)) != fingerprint(theirs.get(key)):
+                for entry in sorted({*mine, *theirs}):
+                    if fingerprint(mine.get(entry)) != fingerprint(theirs.get(entry)):
                         raise RayparError(
-                            f"{other} and {name} come with unequal {key!r}, which they share: "
-                            f"{theirs.get(key)} and {mine.get(key)}",
+                            f"{other} and {name} come with unequal {entry!r}, which they share: "
+                            f"{theirs.get(entry)} and {mine.get(entry)}",
                             cure="set plan.stages: 1, or use an optimizer that takes each parameter by itself",
                         )
         groups = {pattern: state for (pattern, kind), state in shared.items() if kind == GROUP}

@@ -43,7 +43,7 @@ class AttentionStyle(ShardingStyle):
             0,
             3 * module.embed_dim,
             tuple(
-                merge_ranges(scale_ranges([s for i in range(3) for s in shift_ranges(r, i * module.num_heads)], width))
+                merge_ranges(scale_ranges(tuple(s for i in range(3) for s in shift_ranges(r, i * module.num_heads)), width))
                 for r in held
             ),
         )
