@@ -444,7 +444,9 @@ def delay_ctrl_c() -> Iterator[None]:
 
     def note(number: int, frame: FrameType | None) -> None:
         asked.append(number)
-        before[signal.Signals(number)](number, frame)
+        handler = before[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
 
     set_handler = getattr(utils, "set_sigterm_handler", None)
     if set_handler is not None and signal.SIGTERM in delayed:
