@@ -22,7 +22,16 @@ from raypar.config.validation_errors import dotted_keys
 PAGES = [
     README,
     *GUIDES,
-    *(ROOT / name for name in ("raypar/README.md", "raypar/NUMERICS.md", "cluster/README.md", "jobs/bench/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "raypar/README.md",
+            "raypar/NUMERICS.md",
+            "raypar/DECISIONS.md",
+            "cluster/README.md",
+            "jobs/bench/README.md",
+        )
+    ),
 ]
 README_LINES, OWN_MODEL_BEFORE = 230, 90
 KEYS = set(dotted_keys(Job))
