@@ -43,6 +43,9 @@ DRIVER_SILENT_S = 30.0
 DRIVER_START_S = 300.0
 """How long the driver's process may take to start: more than half a minute on a busy machine."""
 
+MEMORY_LOOK_S = 20.0
+"""Time from one look at the node's memory to the next while the driver's process starts. Two in a row must find it short."""
+
 ALONE_S = 10.0
 """Time without a poll after which a driver has lost its client: clients poll all the time."""
 
@@ -288,18 +291,38 @@ class RunFollower:
             raise self.watch.lost_error()
 
     def _await_answer(self, asking: Any) -> None:
-        """Wait for an answer of the driver. The silent driver of an elastic run is killed, and Ray starts another one."""
-        if wait_for_driver_answer(asking, self.asked, self.patience_s, signals=2 if self.answered else 1):
+        """Wait for an answer of the driver. The silent driver of an elastic run is killed, and Ray starts another one.
+
+        Raises `OutOfMemory` if no driver begins and this node's memory is so short meanwhile that Ray kills every one.
+        """
+        if self._answers_in_time(asking):
             return
         self.patience_s = min(self.patience_s, DRIVER_SILENT_S) if self.asked else self.patience_s
         what = f"the driver does not answer for {self.patience_s:.0f} s"
         cure = "look at its node; `raypar resume` goes on from the last checkpoint"
         if not self.request.policy.elastic:
-            raise unanswering_driver_error(what, cure)
+            raise unanswering_driver_error(what, cure, self._warn)
         self._say({"kind": "warning", "text": f"{what}: it is ended and started again"})
         call_ray(lambda: ray.kill(self.driver, no_restart=False))
         if not wait_for_driver_answer(asking, self.asked, DRIVER_BACK_S):
-            raise unanswering_driver_error(f"{what}, nor another one {DRIVER_BACK_S:.0f} s later", cure)
+            raise unanswering_driver_error(f"{what}, nor another one {DRIVER_BACK_S:.0f} s later", cure, self._warn)
+
+    def _answers_in_time(self, asking: Any) -> bool:
+        """Whether the driver answers within `patience_s`, or the wait is over because of signals."""
+        if self.answered:
+            return wait_for_driver_answer(asking, self.asked, self.patience_s)
+        waited_s, was_short = 0.0, False
+        while waited_s < self.patience_s:
+            turn_s = min(MEMORY_LOOK_S, self.patience_s - waited_s)
+            if wait_for_driver_answer(asking, self.asked, turn_s, signals=1):
+                return True
+            waited_s += turn_s
+            shortage = memory_shortage_here(self._warn if waited_s >= self.patience_s else lambda text: None)
+            if shortage and was_short:
+                what = f"no process of the driver has begun within {waited_s:.0f} s"
+                raise OutOfMemory(f"{what}: {shortage}, on this node, where it would be", cure=KILL_CURE)
+            was_short = bool(shortage)
+        return False
 
     def _receive(self, asking: Any) -> list[dict[str, Any]]:
         """The events in the driver's answer; none while the driver is dead and may be restarted."""
@@ -364,6 +387,10 @@ class RunFollower:
             self.watch.note_progress()  # a step is told once it is in the control store
         return True
 
+    def _warn(self, text: str) -> None:
+        """Tell a warning."""
+        self._say({"kind": "warning", "text": text})
+
     def _say(self, event: dict[str, Any]) -> None:
         """Tell an event. After SIGHUP the terminal is gone: that must not keep the driver from saving."""
         try:
@@ -373,9 +400,12 @@ class RunFollower:
                 raise
 
 
-def unanswering_driver_error(what: str, cure: str) -> RayparError:
-    """The error for a driver that does not answer: `OutOfMemory` where Ray kills every new one for want of memory."""
-    if shortage := memory_shortage_here():
+def unanswering_driver_error(what: str, cure: str, warn: Callable[[str], None]) -> RayparError:
+    """The error for a driver that does not answer: `OutOfMemory` where Ray kills every new one for want of memory.
+
+    `warn` gets a line where that cannot be known.
+    """
+    if shortage := memory_shortage_here(warn):
         return OutOfMemory(f"{what}: {shortage}, on this node, where the driver is", cure=KILL_CURE)
     return WorkerLost(what, cure=cure)
 

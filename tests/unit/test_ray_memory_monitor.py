@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import ray
 from ray.exceptions import OutOfMemoryError
 from test_run_follower import END, Driver, follow, step  # noqa: F401 - a fixture
 
@@ -54,11 +55,22 @@ def test_the_driver_of_an_elastic_run_is_started_again_but_not_for_ever(follow):
 
 
 def test_a_driver_that_does_not_answer_on_a_full_node_is_out_of_memory(monkeypatch):
+    warnings = []
     monkeypatch.setattr("ray._private.utils.get_used_memory", lambda: 23 * 2**30)
     monkeypatch.setattr("ray._common.utils.get_system_memory", lambda: 24 * 2**30)
     monkeypatch.delenv("RAY_memory_usage_threshold", raising=False)
-    error = unanswering_driver_error("it does not answer", "look")
+    error = unanswering_driver_error("it does not answer", "look", warnings.append)
     assert isinstance(error, OutOfMemory) and "23.0 of 24.0 GB are in use, and Ray kills from 95 % on" in error.what
     monkeypatch.setattr("ray._private.utils.get_used_memory", lambda: 22 * 2**30)
-    assert ray_memory_monitor.memory_shortage_here() == ""
-    assert isinstance(unanswering_driver_error("it does not answer", "look"), WorkerLost)
+    assert ray_memory_monitor.memory_shortage_here(warnings.append) == ""
+    assert isinstance(unanswering_driver_error("it does not answer", "look", warnings.append), WorkerLost) and not warnings
+
+
+def test_where_ray_does_not_say_how_much_memory_is_in_use_a_line_names_its_release_and_what_is_not_known(monkeypatch):
+    """It was silent: a driver that was killed for memory was one that does not answer."""
+    warnings = []
+    monkeypatch.delattr("ray._private.utils.get_used_memory")
+    assert isinstance(unanswering_driver_error("it does not answer", "look", warnings.append), WorkerLost)
+    (line,) = warnings
+    assert line.startswith("whether Ray's memory monitor has killed the driver is not known: Ray " + ray.__version__)
+    assert "get_used_memory" in line and "cure: use ray 2.60" in line

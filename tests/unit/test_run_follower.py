@@ -7,7 +7,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from raypar.actors import driver_client
 from raypar.actors.driver_client import RunFollower
-from raypar.errors import WorkerLost
+from raypar.errors import OutOfMemory, WorkerLost
 
 END = {"kind": "end", "end": "done", "why": "all steps are done", "done": 3, "error": None}
 
@@ -133,3 +133,30 @@ def test_a_driver_whose_process_has_not_begun_is_not_waited_for_after_a_signal(m
     request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=7, elastic=True))
     end = RunFollower(driver, request, lambda event: None, asked).follow()
     assert (end.end, end.why, end.done, driver.stops) == ("interrupted", "SIGTERM", 7, [])
+
+
+@pytest.mark.parametrize("short_at, waited_s", [((1, 2), 40), ((1, 3, 4), 80), ((), None)])
+def test_a_driver_that_does_not_begin_on_a_node_without_memory_is_not_waited_for_until_the_end(short_at, waited_s, monkeypatch):
+    """Ray killed every one as it started; after six minutes it was said that the driver does not answer."""
+    now_s, looks, told = [0.0], [], []
+
+    def never(calls, timeout):
+        now_s[0] += timeout
+        return [], calls
+
+    def shortage(warn):
+        looks.append(now_s[0])
+        return "23 of 24 GB are in use" if len(looks) in short_at else ""
+
+    monkeypatch.setattr(driver_client, "ray", SimpleNamespace(wait=never, get=None, kill=lambda *given, **more: None))
+    monkeypatch.setattr(driver_client, "memory_shortage_here", shortage)
+    request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=0, elastic=True))
+    follower = RunFollower(Driver([]), request, told.append, [])
+    if waited_s is None:
+        with pytest.raises(WorkerLost, match="the driver does not answer for 300 s, nor another one 60 s later"):
+            follower.follow()
+        return
+    end = follower.follow()
+    assert end.end == "failed" and isinstance(end.error, OutOfMemory)
+    assert end.why.startswith(f"no process of the driver has begun within {waited_s} s: 23 of 24 GB are in use, on this node")
+    assert now_s[0] == pytest.approx(waited_s, abs=2.0)
