@@ -38,6 +38,7 @@ from raypar.untrusted_files import (
     read_limited_text,
     shorten,
 )
+from raypar.writing_process import describe_process, find_writing_process
 
 ERROR_FILE = "error.txt"
 """The error of a failed run, with all frames."""
@@ -382,7 +383,7 @@ class RunFolder:
         """Hold this folder's lock during the body, so that no other process of this machine trains in the folder.
 
         Two runs would write into each other's files. The system releases the lock however this process ends. On a file system
-        without locks there is none. Raises `ConfigError` if another process has the lock.
+        without locks there is none. Raises `ConfigError` if another process has the lock, and says which one.
         """
         with contextlib.ExitStack() as stack:
             with explain_write_errors(self.job, cure="make the run folder writable, or resume a copy of it"):
@@ -390,9 +391,12 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
+                pid = find_writing_process(self.job)
+                who = describe_process(pid) if pid is not None else "another process"
                 raise ConfigError(
-                    f"run {self.name} is under way: another process trains in {self.path}",
-                    cure=f"`raypar stop {self.path}` lets it save and end; `raypar status {self.path}` says how it gets on",
+                    f"run {self.name} is under way: {who} trains in {self.path}",
+                    cure=f"wait for its end, or `raypar stop {self.path}` lets it save and end, after which the same command "
+                    f"goes on from there; `raypar status {self.path}` says how it gets on",
                 ) from error
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):

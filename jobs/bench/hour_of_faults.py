@@ -395,6 +395,19 @@ def ctrl_c_twice(place: Place) -> str:
 
 
 @scenario
+def two_resumes_at_once(place: Place) -> str:
+    place.start(ELASTIC, FOUR, "steps=200", command=["train", "--stop-at-step", "20"])
+    place.finish()
+    weights = {}
+    for run in [place.start(command=["resume"]) for _ in range(2)]:
+        place.run = run
+        weights[run] = place.finish()
+    place.run = next((run for run in weights if run.exit_code == 0), place.run)
+    print(f"--- exit codes {sorted(run.exit_code for run in weights)}", flush=True)
+    return weights[place.run]
+
+
+@scenario
 def disk_full_in_a_checkpoint_while_a_worker_dies(place: Place) -> str:
     disk = place.folder / "disk"
     disk.mkdir()

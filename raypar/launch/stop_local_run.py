@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 from raypar.errors import ClusterError, ConfigError
 from raypar.run_folder import RunFolder
+from raypar.writing_process import find_writing_process
 
 POLL_S = 0.2
 """How often the run's lock is looked at."""
@@ -52,40 +51,3 @@ def stop_local_run(folder: RunFolder, wait_s: float, say: Callable[[str], None])
             say(f"waiting for run {folder.name} (process {pid}) to finish its step and save, for {now - began_s:.0f} s so far")
         time.sleep(POLL_S)
     return True
-
-
-def find_writing_process(path: Path, proc: Path = Path("/proc")) -> int | None:
-    """The process that has `path` open for writing, of several the one that is the parent of the others; None without one.
-
-    Only processes that this user may look at are seen. /proc/locks would say it too, but not in every container.
-    """
-    wanted = path.stat()
-    found: dict[int, int] = {}
-    for folder in proc.iterdir():
-        if folder.name.isdecimal() and int(folder.name) != os.getpid():
-            with contextlib.suppress(OSError, ValueError):  # it has ended, or is somebody else's
-                if any(_writes(fd, folder, wanted) for fd in (folder / "fd").iterdir()):
-                    found[int(folder.name)] = _parent(folder)
-    return oldest_process(found)
-
-
-def oldest_process(parents: Mapping[int, int]) -> int | None:
-    """Of processes, given with their parents, the first one whose parent is none of them; None for none."""
-    heads: Iterable[int] = (pid for pid, parent in parents.items() if parent not in parents)
-    return min(heads, default=None)
-
-
-def _writes(fd: Path, process: Path, wanted: os.stat_result) -> bool:
-    """Whether a descriptor is the file `wanted`, open for writing."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        seen = fd.stat()
-        if (seen.st_dev, seen.st_ino) != (wanted.st_dev, wanted.st_ino):
-            return False
-        flags = (process / "fdinfo" / fd.name).read_text().partition("flags:")[2].split()[0]
-        return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
-    return False
-
-
-def _parent(process: Path) -> int:
-    """The process's parent."""
-    return int((process / "stat").read_text().rpartition(")")[2].split()[1])

@@ -286,7 +286,7 @@ def test_only_one_at_a_time_trains_in_a_run_folder_and_a_killed_one_lets_go_of_i
     )
     holder = subprocess.Popen([sys.executable, "-c", code + "print(1, flush=True); input()"], cwd=ROOT, stdin=-1, stdout=-1)
     assert holder.stdout is not None and holder.stdout.readline() == b"1\n"
-    with pytest.raises(ConfigError, match="another process trains"), folder.hold_lock():
+    with pytest.raises(ConfigError, match=f"process {holder.pid}, which was started .* trains in"), folder.hold_lock():
         pass
     holder.kill()
     holder.communicate()

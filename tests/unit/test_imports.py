@@ -45,6 +45,7 @@ MAY_IMPORT = {
 EDGE_FILES = (
     "aliased_setting",
     "convert_ray_train_configs",
+    "writing_process",
     "run_folder",
     "callbacks",
     "stop_before_training",

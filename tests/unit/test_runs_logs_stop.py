@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from raypar.console.run_log import RunLogFormatter
 from raypar.console.run_table import RunRow, build_run_row, format_run_table
 from raypar.errors import ClusterError, ConfigError
 from raypar.launch.new_run_lines import NewLines
-from raypar.launch.stop_local_run import oldest_process, stop_local_run
+from raypar.launch.stop_local_run import stop_local_run
 from raypar.launch.submit_to_job_server import make_entrypoint, make_runtime_env, submission_error
 from raypar.run_folder import RunFolder
+from raypar.writing_process import describe_process, oldest_process
 
 JOB = """
 name: small
@@ -210,6 +212,29 @@ def test_a_run_that_does_not_end_is_an_error_at_the_deadline(tmp_path):
         with pytest.raises(ClusterError, match=rf"process {holder.pid}\) was asked to save and end, and has not"):
             stop_local_run(folder, 0.1, print)
         holder.send_signal(signal.SIGKILL)
+
+
+def test_a_second_process_that_would_train_in_a_run_folder_hears_who_does_since_when_and_what_to_do(tmp_path, capfd):
+    """`another process trains in runs/small`"""
+    folder = make_run(tmp_path, "small")
+    with hold(folder, "ends") as holder:
+        assert main(["resume", "small", "--run-dir", str(tmp_path)]) == 2
+        holder.terminate()
+    what, cure = capfd.readouterr().err.splitlines()
+    who = rf"process {holder.pid}, which was started \d+ s ago \(at [\d:]+\)"
+    assert re.fullmatch(rf"error: run small is under way: {who} trains in {folder.path}", what)
+    assert "wait for its end" in cure and f"raypar stop {folder.path}" in cure and f"raypar status {folder.path}" in cure
+
+
+def test_the_age_of_a_process_is_said_in_a_unit_of_which_there_are_two(tmp_path):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "uptime").write_text("1000000.5 1.0\n")
+    ticks = os.sysconf("SC_CLK_TCK")
+    for age_s, said in ((90, "90 s ago"), (300, "5 minutes ago"), (30 * 3600, "30 hours ago"), (3 * 86400, "3 days ago")):
+        rest = ["S", *["0"] * 18, str(round((1000000.5 - age_s) * ticks)), "0"]
+        (tmp_path / "7/stat").write_text(f"7 (a) b) {' '.join(rest)}\n")
+        assert describe_process(7, tmp_path).startswith(f"process 7, which was started {said} (at ")
+    assert describe_process(8, tmp_path) == "process 8"
 
 
 def test_of_a_process_and_its_forks_the_first_one_is_stopped():
