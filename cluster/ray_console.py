@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from raypar.actors.cluster_info import drain_node, find_node, list_live_nodes
+from raypar.ray_compat.nodes import drain_node, find_node, list_live_nodes
 
 
 class Console:

@@ -101,6 +101,10 @@ class WorkerLost(RayparError):
     """A worker died or was removed; the message has its coordinate."""
 
 
+class NodeLost(WorkerLost):
+    """A worker was lost with its node."""
+
+
 class OutOfMemory(RayparError):
     """A worker had no memory left; the message says what the worker holds, and what would fit."""
 

@@ -258,14 +258,14 @@ def store_in_memory() -> None:
             kept[key] = value
         return there
 
-    def delete(key: str, del_by_prefix: bool = False) -> None:
-        for one in [one for one in kept if one == key or (del_by_prefix and one.startswith(key))]:
+    def delete(key: str, prefix: bool = False) -> None:
+        for one in [one for one in kept if one == key or (prefix and one.startswith(key))]:
             del kept[one]
 
-    run_state_in_ray_kv._internal_kv_put = put
-    run_state_in_ray_kv._internal_kv_get = kept.get
-    run_state_in_ray_kv._internal_kv_del = delete
-    run_state_in_ray_kv._internal_kv_list = lambda prefix: [key.encode() for key in kept if key.startswith(prefix)]
+    run_state_in_ray_kv.kv_put = put
+    run_state_in_ray_kv.kv_get = kept.get
+    run_state_in_ray_kv.kv_delete = delete
+    run_state_in_ray_kv.kv_list = lambda prefix: [key.encode() for key in kept if key.startswith(prefix)]
 
 
 class FakeMetric:

@@ -1,26 +1,17 @@
-"""What Ray knows of the cluster: its CPUs and GPUs, how far an autoscaler may grow it, and which nodes are being drained."""
+"""What Ray knows of the cluster: its CPUs and GPUs, how far an autoscaler may grow it, its nodes' resources and labels."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import json
-import math
-import re
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import ray
-from ray.exceptions import RayError
-from ray.experimental.internal_kv import _internal_kv_get
 
+from raypar.elastic.placement_constraints import ZONE_LABEL
 from raypar.elastic.plural_wording import count_of
-from raypar.errors import ClusterError, ConfigError
-
-ANSWER_S = 10.0
-"""How long Ray's control store may take to answer."""
+from raypar.errors import ClusterError
+from raypar.ray_compat.autoscaler import autoscaler_capacity, has_autoscaler
 
 
 @dataclass(frozen=True)
@@ -61,59 +52,6 @@ def max_workers_per_node(gpus: int = 0) -> int:
     return max((min(int(has.get(kind, 0.0) // needed) for kind, needed in each.items()) for has in alive), default=0)
 
 
-def autoscaler_capacity(resource: str) -> int | None:
-    """How much of `resource` the cluster may have after an autoscaler has grown it; None if the autoscaler does not say.
-
-    Read from the autoscaler's published configuration, which only a private API of Ray has.
-    """
-    try:
-        from ray._private.state import state
-
-        most = state.get_max_resources_from_cluster_config()
-    except (ImportError, AttributeError):
-        return None
-    return int(most[resource]) if most and resource in most else None
-
-
-AUTOSCALER_STATUS = b"__autoscaling_status"
-"""Key of Ray's key-value store under which the autoscaler (version 1) keeps its status, as JSON."""
-ANONYMOUS = re.compile(r"node_[0-9a-f]{56}")
-"""Name that Ray makes up for a node type nobody has defined. The autoscaler of every head then adds no nodes."""
-
-
-def has_autoscaler() -> bool:
-    """Whether an autoscaler runs that may add nodes.
-
-    Ray 2.60 never publishes how far an autoscaler goes (`autoscaler_capacity` is None), but both of its autoscalers publish a
-    status. Only private parts of Ray read the status, hence the broad `suppress`: without them no autoscaler is seen.
-    """
-    with contextlib.suppress(Exception):
-        if autoscaler_has_node_types(_internal_kv_get(AUTOSCALER_STATUS)):
-            return True
-        reply = ray.core.generated.autoscaler_pb2.GetClusterStatusReply()
-        reply.ParseFromString(
-            ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address).get_cluster_status(timeout_s=ANSWER_S)
-        )
-        types = [node.ray_node_type_name for node in reply.cluster_resource_state.node_states]
-        return reply.autoscaling_state.autoscaler_state_version > 0 and any(map(is_user_defined_node_type, types))
-    return False
-
-
-def autoscaler_has_node_types(status: bytes | None) -> bool:
-    """Whether the status of a version 1 autoscaler names user-defined node types, so that it can add nodes."""
-    try:
-        report = json.loads(status or b"{}").get("autoscaler_report") or {}
-    except ValueError:
-        return False
-    seen = [*(report.get("active_nodes") or ()), *(report.get("idle_nodes") or ()), *(report.get("pending_launches") or ())]
-    return any(map(is_user_defined_node_type, seen))
-
-
-def is_user_defined_node_type(node_type: str) -> bool:
-    """Whether a user has given the node type this name."""
-    return bool(node_type) and ANONYMOUS.fullmatch(node_type) is None
-
-
 def require_capacity(workers: int, cluster: ClusterCapacity, gpus: int = 0, plan: str = "") -> None:
     """Raise `ClusterError` when the cluster can never have `workers` logical CPUs, or as many GPUs, if each needs one.
 
@@ -137,114 +75,45 @@ def require_capacity(workers: int, cluster: ClusterCapacity, gpus: int = 0, plan
         )
 
 
-@dataclass(frozen=True)
-class ClusterNode:
-    """A live node of a Ray cluster."""
-
-    node: str
-    """Ray's id of the node, in hex."""
-    ip: str
-    """Its address, which all nodes of one machine share."""
-    cpus: int
-    """Its logical CPUs."""
-    head: bool
-    """Whether it is the head of the cluster."""
-
-    def __str__(self) -> str:
-        return f"{self.node[:8]} ({self.ip}, {self.cpus} CPUs{', the head' * self.head})"
-
-
-def list_live_nodes(address: str) -> list[ClusterNode]:
-    """The live nodes of the cluster whose control store answers at `host:port`; this process need not have joined it.
-
-    Raises `ClusterError`.
-    """
-    with _private("the nodes of a cluster cannot be asked for"):
-        try:
-            infos: dict[Any, Any] = ray._raylet.GcsClient(address=address).get_all_node_info(timeout=ANSWER_S)
-            alive = ray.core.generated.gcs_pb2.GcsNodeInfo.GcsNodeState.ALIVE
-            return [
-                ClusterNode(id.hex(), info.node_manager_address, int(info.resources_total.get("CPU", 0)), info.is_head_node)
-                for id, info in infos.items()
-                if info.state == alive
-            ]
-        except RayError as error:
-            raise ClusterError(
-                f"the Ray at {address} does not say which nodes it has: {str(error).strip().splitlines()[0]}",
-                cure="check the address; a cluster with tokens (Ray 2.59 and later) asks for RAY_AUTH_MODE=token",
-            ) from error
-
-
-def list_draining_nodes_of_cluster(address: str) -> dict[str, float]:
-    """`list_draining_nodes` of the cluster at `host:port`, which this process need not have joined. Raises `ClusterError`."""
-    with _private("draining nodes cannot be seen"):
-        options = ray._raylet.GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True)
-        accessor = ray._raylet.GlobalStateAccessor(options)
-        if not accessor.connect():
-            raise ClusterError(f"the Ray at {address} does not say which nodes leave", cure="check the address")
-        found: dict[str, int] = accessor.get_draining_nodes()
-    return _moments(found)
-
-
-def find_node(word: str, nodes: Sequence[ClusterNode]) -> ClusterNode:
-    """The node whose id begins with `word`, or whose address is `word`. Raises `ConfigError` unless there is exactly one."""
-    found = [node for node in nodes if node.node.startswith(word.lower())] or [node for node in nodes if node.ip == word]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        what = f"{len(found)} nodes are called {word!r}"
-        raise ConfigError(what, cure=f"give more of the id: {', '.join(map(str, found))}")
-    raise ConfigError(f"no node is called {word!r}", cure=f"the nodes are {', '.join(map(str, nodes))}")
-
-
-def drain_node(address: str, node: ClusterNode, deadline_s: float, reason: str) -> None:
-    """Tell Ray that a node leaves in `deadline_s` seconds, as a cloud does before it takes a machine back.
-
-    Ray starts nothing new on the node, leaves alone what runs there, and ends its raylet once nothing does. A run that polls
-    `list_draining_nodes` moves its workers off. Raises `ConfigError` for the head, without which there is no cluster.
-    """
-    if node.head:
-        raise ConfigError(
-            f"node {node} holds Ray's control store: a cluster does not outlive it", cure="drain one of the other nodes"
-        )
-    with _private("a node cannot be drained"):
-        why = ray.core.generated.autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        client = ray._raylet.GcsClient(address=address)
-        try:
-            # The id must be one of the cluster: Ray says yes to any other too.
-            accepted, rejection = client.drain_node(node.node, why, reason, int(1000 * (time.time() + deadline_s)))
-        except RayError as error:
-            raise ClusterError(f"the Ray at {address} does not drain node {node}: {error}", cure="try again") from error
-    if not accepted:
-        raise ClusterError(f"Ray refuses to drain node {node}: {rejection}", cure="try again when nothing is in its way")
-
-
 def list_dead_nodes() -> set[str]:
     """Ids of the nodes that Ray has marked dead."""
     return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
 
-def list_draining_nodes() -> dict[str, float]:
-    """Ids in hex of the draining nodes, each with its deadline (Unix time, s; infinite if none was given). Blocks briefly.
+@dataclass(frozen=True)
+class NodeResources:
+    """The resources and labels of a live node."""
 
-    Only a private API of Ray offers this; Ray Train polls it too. Raises `ClusterError` where it is gone.
-    """
-    with _private("draining nodes cannot be seen"):
-        found: dict[str, int] = ray._private.state.state.get_draining_nodes()
-    return _moments(found)
-
-
-def _moments(found: dict[str, int]) -> dict[str, float]:
-    """Ray's deadlines (ms, 0 for none) in seconds."""
-    return {node: at / 1000 if at > 0 else math.inf for node, at in found.items()}
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """All of its resources, used or free; `memory` in bytes."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Its labels."""
 
 
-@contextlib.contextmanager
-def _private(what: str) -> Iterator[None]:
-    """Turn the absence of a private API of Ray, which other versions may lack, into a `ClusterError`."""
-    try:
-        for name in ("_private.state", "_raylet", "core.generated.autoscaler_pb2", "core.generated.gcs_pb2"):
-            importlib.import_module(f"ray.{name}")
-        yield
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ClusterError(f"{what} with Ray {ray.__version__}: {error}", cure="use ray 2.60") from error
+UNKNOWN_NODE = NodeResources()
+"""Stands for a node that Ray does not list."""
+
+
+def list_live_node_resources() -> dict[str, NodeResources]:
+    """Id -> resources and labels, of every live node."""
+    return {
+        node["NodeID"]: NodeResources(dict(node["Resources"]), dict(node.get("Labels") or {}))
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
+def zones_of_nodes(facts: Mapping[str, NodeResources]) -> dict[str, str]:
+    """Node -> its availability zone, of nodes that have such a label."""
+    return {node: known.labels[ZONE_LABEL] for node, known in facts.items() if ZONE_LABEL in known.labels}
+
+
+def memory_per_worker(placed: Mapping[int, str], facts: Mapping[str, NodeResources]) -> int | None:
+    """The smallest share of a node's memory that a worker gets, for workers placed so (worker -> node); None if not known."""
+    workers = Counter(placed.values())
+    shares = [
+        facts[node].resources["memory"] / n
+        for node, n in workers.items()
+        if "memory" in facts.get(node, UNKNOWN_NODE).resources
+    ]
+    return int(min(shares)) if shares else None

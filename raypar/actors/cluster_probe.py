@@ -124,7 +124,8 @@ def _ask(node: dict[str, Any], actor: Any, answer: Any, until: float) -> dict[st
 
 def main(address: str, folder: str) -> dict[str, Any]:
     """What the cluster at `address` says; `error` if it cannot be joined. A local cluster of this user's is shown its token."""
-    from raypar.actors.local_cluster_token import find_local_token, token_authentication
+    from raypar.actors.local_cluster_token import find_local_token
+    from raypar.ray_compat.authentication import token_authentication
 
     token = find_local_token(address)
     with token_authentication(token) if token is not None else contextlib.nullcontext():
@@ -133,8 +134,10 @@ def main(address: str, folder: str) -> dict[str, Any]:
 
 def join_and_ask(address: str, folder: str) -> dict[str, Any]:
     """What the cluster at `address` says; `error` if it cannot be joined."""
-    from raypar.actors.local_cluster_token import lets_in_without_token, shows_token
-    from raypar.actors.ray_connection import QUIET, check_address_answers, loopback_address_kept_if_needed
+    from raypar.actors.ray_connection import check_address_answers
+    from raypar.ray_compat.authentication import lets_in_without_token, shows_token
+    from raypar.ray_compat.local_cluster import loopback_address_kept_if_needed
+    from raypar.ray_compat.settings import QUIET
 
     os.environ.update(QUIET)
     try:

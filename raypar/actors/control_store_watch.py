@@ -16,13 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from raypar.errors import ClusterError
+from raypar.ray_compat.settings import RAY_RECONNECT_S, RECONNECT_VARIABLE
 
 T = TypeVar("T")
 
-RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""The environment variable that says how long Ray's processes wait for a control store that is restarted."""
-RAY_RECONNECT_S = 60.0
-"""Ray's default for that variable."""
 LIMIT_MARGIN_S = 15.0
 """How much longer than Ray's processes the client waits, so that a store that is restarted in time is never given up."""
 PROBE_INTERVAL_S = 3.0

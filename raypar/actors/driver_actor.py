@@ -44,7 +44,7 @@ from raypar.actors.step_reports import Report, StepReports
 from raypar.actors.wait_reporter import WaitReporter
 from raypar.actors.worker_calls import WorkerCalls
 from raypar.actors.worker_pool import WorkerPool
-from raypar.actors.worker_registry import WorkerRegistry, died_with_node
+from raypar.actors.worker_registry import WorkerRegistry
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
@@ -53,8 +53,10 @@ from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.suspect_nodes import SUSPECT_S
-from raypar.errors import ClusterError, OutOfMemory, RayparError, error_first_line
+from raypar.errors import ClusterError, NodeLost, OutOfMemory, RayparError, error_first_line
+from raypar.fences.fence import send_lines_to
 from raypar.plan.ownership import Ownership
+from raypar.ray_compat.settings import BLOCKING_GET_VARIABLE
 from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 
@@ -107,7 +109,7 @@ class DriverActor:
         """Saves checkpoints while training continues."""
         self.shutdown: DriverShutdown
         """Ends the run and this actor."""
-        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only threads block (`worker_calls`), never the event loop
+        os.environ[BLOCKING_GET_VARIABLE] = "0"  # only threads block (`worker_calls`), never the event loop
         context = ray.get_runtime_context()
         with warnings.catch_warnings():  # Ray's own code uses a name that it has deprecated
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -155,6 +157,12 @@ class DriverActor:
             feed=feed,
             storage_session=storage_session,
         )
+        loop = asyncio.get_running_loop()
+
+        def warn(line: str) -> None:  # in whichever thread misses an API
+            loop.call_soon_threadsafe(lambda: side_effects.note("warning", text=line))
+
+        send_lines_to(warn)
         self.memory_kills = KernelOomKills()
         self.members_text = MembersFileText(request)
         self.startup = DriverStartup(parts)
@@ -272,7 +280,7 @@ class DriverActor:
                     )
                 if isinstance(event, on.CallFailed) and event.kind == "lost" and (lost := event.worker) is not None:
                     event = replace(event, preempted=parts.registry.preempted(lost, event.error))
-                    self._report_lost_worker(lost, error_first_line(event.error), died_with_node(event.error))
+                    self._report_lost_worker(lost, error_first_line(event.error), isinstance(event.error, NodeLost))
                     self._look_for_memory_kills()
                 for decision in parts.machine.handle(event, time.monotonic()):
                     self._carry_out(decision)

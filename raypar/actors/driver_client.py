@@ -26,12 +26,13 @@ from raypar import __version__
 from raypar.actors.control_store_watch import ControlStoreLost, call_ray, current_watch, run_with_timeout
 from raypar.actors.driver_actor import ABANDONED_S, DriverActor
 from raypar.actors.driver_shutdown import CLIENT_GONE_S
-from raypar.actors.ray_memory_monitor import KILL_CURE, memory_monitor_kill_error, memory_shortage_here
 from raypar.actors.run_request import GRACE_S, RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import remove_leftover_placement_groups, run_namespace
 from raypar.elastic.actions import EndKind
 from raypar.errors import ActiveError, ClusterError, OutlivedError, OutOfMemory, RayparError, WorkerLost, error_first_line
+from raypar.fences.fence import lines_sent_to
+from raypar.ray_compat.memory_monitor import KILL_CURE, memory_monitor_kill_error, memory_shortage_here
 from raypar.user_code_errors import STOP_SIGNALS, heard_stop_signals
 
 TURN_S = 0.5
@@ -242,7 +243,8 @@ class RunFollower:
         is silent, raises `ControlStoreLost` instead: the silence is then the cause of the other error.
         """
         try:
-            return self._poll_until_end()
+            with lines_sent_to(self._warn):
+                return self._poll_until_end()
         except OutOfMemory as error:
             return RunEnd("failed", error_first_line(error), self.last_step["step"], error)
         except (WorkerLost, ClusterError) as error:
@@ -301,11 +303,11 @@ class RunFollower:
         what = f"the driver does not answer for {self.patience_s:.0f} s"
         cure = "look at its node; `raypar resume` goes on from the last checkpoint"
         if not self.request.policy.elastic:
-            raise unanswering_driver_error(what, cure, self._warn)
+            raise unanswering_driver_error(what, cure)
         self._say({"kind": "warning", "text": f"{what}: it is ended and started again"})
         call_ray(lambda: ray.kill(self.driver, no_restart=False))
         if not wait_for_driver_answer(asking, self.asked, DRIVER_BACK_S):
-            raise unanswering_driver_error(f"{what}, nor another one {DRIVER_BACK_S:.0f} s later", cure, self._warn)
+            raise unanswering_driver_error(f"{what}, nor another one {DRIVER_BACK_S:.0f} s later", cure)
 
     def _answers_in_time(self, asking: Any) -> bool:
         """Whether the driver answers within `patience_s`, or the wait is over because of signals."""
@@ -317,7 +319,7 @@ class RunFollower:
             if wait_for_driver_answer(asking, self.asked, turn_s, signals=1):
                 return True
             waited_s += turn_s
-            shortage = memory_shortage_here(self._warn if waited_s >= self.patience_s else lambda text: None)
+            shortage = memory_shortage_here()
             if shortage and was_short:
                 what = f"no process of the driver has begun within {waited_s:.0f} s"
                 raise OutOfMemory(f"{what}: {shortage}, on this node, where it would be", cure=KILL_CURE)
@@ -400,12 +402,9 @@ class RunFollower:
                 raise
 
 
-def unanswering_driver_error(what: str, cure: str, warn: Callable[[str], None]) -> RayparError:
-    """The error for a driver that does not answer: `OutOfMemory` where Ray kills every new one for want of memory.
-
-    `warn` gets a line where that cannot be known.
-    """
-    if shortage := memory_shortage_here(warn):
+def unanswering_driver_error(what: str, cure: str) -> RayparError:
+    """The error for a driver that does not answer: `OutOfMemory` where Ray kills every new one for want of memory."""
+    if shortage := memory_shortage_here():
         return OutOfMemory(f"{what}: {shortage}, on this node, where the driver is", cure=KILL_CURE)
     return WorkerLost(what, cure=cure)
 

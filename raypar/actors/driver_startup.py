@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from raypar.actors import membership_event_text
-from raypar.actors.autoscaler_state import NodeResources, list_live_node_resources, memory_per_worker
+from raypar.actors.cluster_info import NodeResources, list_live_node_resources, memory_per_worker
 from raypar.actors.driver_parts import DriverParts
 from raypar.actors.first_placement import FirstPlacement, make_groups
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from raypar.actors.autoscaler_state import NodeResources, list_live_node_resources, read_autoscaler_answer
-from raypar.actors.cluster_info import ClusterCapacity, cluster_capacity
+from raypar.actors.cluster_info import ClusterCapacity, NodeResources, cluster_capacity, list_live_node_resources
 from raypar.actors.worker_pool import POLL_S, WorkerPool
 from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.plural_wording import count_of
 from raypar.elastic.start_size import StartInputs, StartLimits, decide_start
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
+from raypar.ray_compat.autoscaler import read_autoscaler_answer
 
 SAY_S, SAY_AGAIN_S = 2.0, 30.0
 """Time between two lines for the user about workers without a place: if their number has changed, and if not."""

@@ -6,80 +6,21 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from raypar.actors.local_nodes import read_raylet_options
-from raypar.actors.temporary_environment_variables import temporary_environment_variables
-from raypar.errors import ClusterError, ConfigError
-from raypar.ray_auth_token import TOKEN_VARIABLE, find_token
+from raypar.errors import ConfigError
+from raypar.ray_compat.auth_token import find_token
+from raypar.ray_compat.raylet_options import read_raylet_options
 from raypar.untrusted_files import parse_untrusted_json, read_limited_bytes
 
 TOKEN_FILE = "auth_token"
 """Name of the file beside Ray's own folder: its address and its token, as JSON."""
-ANSWER_S = 5.0
-"""How long the control store may take to answer `lets_in_without_token`."""
-MODE_VARIABLE = "RAY_AUTH_MODE"
-"""The variable that says whether Ray's processes ask for a token. `disabled` is not obeyed by local clusters."""
 
 
 def choose_token(environ: Mapping[str, str]) -> str:
     """The user's token if there is one, so that the user's other programs get in, else a random one. Raises `ConfigError`."""
     return find_token(environ) or secrets.token_hex(32)
-
-
-@contextlib.contextmanager
-def token_authentication(token: str) -> Iterator[None]:
-    """Have this process, and those that it starts in the body, show and ask for `token` in all of Ray's connections.
-
-    Ray reads both variables once: it is told to read them again, at the end too, so that the user's own `ray.init` finds this
-    process as it was. Raises `ClusterError` for a Ray in which that is not possible.
-    """
-    try:
-        with temporary_environment_variables({MODE_VARIABLE: "token", TOKEN_VARIABLE: token}):
-            _read_variables_again()
-            yield
-    finally:
-        with contextlib.suppress(ClusterError):
-            _read_variables_again()
-
-
-def _read_variables_again() -> None:
-    """Have Ray forget the authentication mode and the token that it has read from the environment."""
-    try:
-        from ray._raylet import AuthenticationTokenLoader, Config
-
-        Config.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ClusterError(f"this version of Ray has no tokens as raypar knows them: {error}", cure="use ray 2.60") from error
-
-
-def shows_token() -> bool:
-    """Whether this process shows its token in Ray's connections, and asks others for it."""
-    from ray._raylet import AuthenticationMode, get_authentication_mode
-
-    return bool(get_authentication_mode() != AuthenticationMode.DISABLED)
-
-
-def lets_in_without_token(address: str) -> bool:
-    """Whether the control store at `address` (`host:port` or `auto`) answers a process that shows no token.
-
-    Only before this process joins a cluster: meanwhile none of its connections shows one.
-    """
-    from ray._private.services import canonicalize_bootstrap_address
-    from ray._raylet import GcsClient
-    from ray.exceptions import RayError
-
-    try:
-        with temporary_environment_variables({MODE_VARIABLE: "disabled"}):
-            _read_variables_again()
-            GcsClient(address=canonicalize_bootstrap_address(address)).get_all_node_info(timeout=ANSWER_S)
-    except (RayError, ConnectionError, RuntimeError, ValueError):
-        return False
-    finally:
-        _read_variables_again()
-    return True
 
 
 def write_token_file(folder: Path, address: str, token: str) -> None:

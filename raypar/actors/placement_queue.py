@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from raypar.actors.control_store_watch import ControlStoreLost, call_ray
 from raypar.elastic.plural_wording import count_of
 from raypar.errors import ClusterError, Interrupted
+from raypar.ray_compat.key_value_store import kv_delete, kv_get, kv_list, kv_put
 
 PREFIX = "raypar-queue/"
 """How the keys of all tickets begin."""
@@ -240,28 +241,20 @@ class RayTicketStore:
 
     def put_if_absent(self, key: str, value: bytes) -> bool:
         """Store the value unless the key exists. A call that Ray has repeated finds its own value."""
-        from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
-
-        return call_ray(lambda: not _internal_kv_put(key, value, overwrite=False) or _internal_kv_get(key) == value)
+        return call_ray(lambda: not kv_put(key, value, overwrite=False) or kv_get(key) == value)
 
     def put(self, key: str, value: bytes) -> None:
         """Store the value."""
-        from ray.experimental.internal_kv import _internal_kv_put
-
-        call_ray(lambda: _internal_kv_put(key, value, overwrite=True))
+        call_ray(lambda: kv_put(key, value, overwrite=True))
 
     def delete(self, key: str) -> None:
         """Remove the key."""
-        from ray.experimental.internal_kv import _internal_kv_del
-
-        call_ray(lambda: _internal_kv_del(key))
+        call_ray(lambda: kv_delete(key))
 
     def items(self) -> dict[str, bytes]:
         """All tickets by key."""
-        from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
-
-        keys = [key.decode() for key in call_ray(lambda: _internal_kv_list(PREFIX))]
-        values = call_ray(lambda: {key: _internal_kv_get(key) for key in keys})
+        keys = [key.decode() for key in call_ray(lambda: kv_list(PREFIX))]
+        values = call_ray(lambda: {key: kv_get(key) for key in keys})
         return {key: value for key, value in values.items() if value is not None}
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import logging
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -23,7 +20,6 @@ from types import FrameType
 from typing import Any, Literal
 
 from raypar.actors.control_store_watch import (
-    RECONNECT_VARIABLE,
     ControlStoreLost,
     call_ray,
     current_watch,
@@ -31,46 +27,43 @@ from raypar.actors.control_store_watch import (
     silence_limit_s,
     watch_control_store,
 )
-from raypar.actors.local_cluster_token import (
-    choose_token,
-    lets_in_without_token,
-    shows_token,
-    token_authentication,
-    write_token_file,
-)
+from raypar.actors.local_cluster_token import choose_token, write_token_file
 from raypar.actors.local_nodes import LocalNode, cpus_per_node, start_local_nodes
 from raypar.actors.local_ray_cleanup import remove_local_ray_on_exit
-from raypar.actors.temporary_environment_variables import temporary_environment_variables
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError, error_first_line
+from raypar.ray_compat.authentication import lets_in_without_token, shows_token, token_authentication
+from raypar.ray_compat.local_cluster import (
+    CONNECT_S,
+    LOOPBACK,
+    forget_ray_at_exit,
+    is_late_start,
+    loopback_address_kept,
+    loopback_address_kept_if_needed,
+    ray_in_new_sessions,
+    start_head,
+    without_idle_ray_processes,
+    without_ray_sigterm_handler,
+)
+from raypar.ray_compat.printed_lines import without_autoscaler_lines, without_ray_death_notices
+from raypar.ray_compat.settings import (
+    NICENESS,
+    NOT_RECORDED,
+    PATIENT,
+    QUIET,
+    RECONNECT_VARIABLE,
+    SUBMITTED_VARIABLE,
+    temporary_environment_variables,
+)
 from raypar.user_code_errors import STOP_SIGNALS, StopHandler
 
 OBJECT_STORE_BYTES = 150 * 2**20
 """Size of the local Ray cluster's object store; modest, as no tensor goes through it."""
-
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Settings that keep Ray from sending statistics and from printing warnings."""
-
-PATIENT = {
-    "RAY_gcs_server_port_wait_time_s": "180",
-    "RAY_raylet_start_wait_time_s": "180",
-    "RAY_worker_register_timeout_seconds": "300",
-    "RAY_grpc_client_keepalive_timeout_ms": "3600000",
-}
-"""Longer deadlines for the local Ray cluster: its processes may start on a busy machine, and one of them may be stopped for a
-while before Ray calls it lost (Ray's own limit of 7 minutes is meant for machines that are gone)."""
-
-NOT_RECORDED = {"RAY_task_events_report_interval_ms": "0", "RAY_enable_metrics_collection": "false"}
-"""Keeps Ray from sending the control store a record of every call of an actor. It would hold them in memory (15 KB for a step
-of four workers) for Ray's dashboard, and a local Ray cluster has none; nor a page of metrics, which asks for no token."""
 
 ATTEMPTS = 3
 """How often the start of Ray is attempted: Ray gives its raylet 30 s, which no setting changes."""
 
 SHUTDOWN_S = 5.0
 """How long Ray may take to disconnect from a cluster whose control store is lost."""
-
-CONNECT_S = 10.0
-"""How long the head of a cluster may take to accept a connection."""
 
 TOKEN = (
     "RAY_AUTH_MODE=token and give the cluster's token: RAY_AUTH_TOKEN, or a file (RAY_AUTH_TOKEN_PATH; ~/.ray/auth_token "
@@ -80,16 +73,6 @@ TOKEN = (
 
 NO_TOKEN = "; it has no token: whoever reaches its ports can run code in its workers, as any user of this cluster can"
 """What the first lines of a run say of a cluster that was joined without a token."""
-
-LOOPBACK = "127.0.0.1"
-"""Where all of a local Ray cluster listens."""
-
-DEATH_NOTICE = re.compile(
-    r"\s*($|Raylet is terminated|The node with node id|A worker died or was killed|Refer to the documentation on how to address"
-    r" the out of memory|\[.*\] \((raylet|gcs_server)\) )",
-    re.DOTALL,
-)
-"""How Ray's messages about dead nodes and workers begin, and the lines of its servers' logs."""
 
 ADDRESS_SPACE_BYTES = 5 * 2**29
 """Address space of a process that has loaded Ray and PyTorch: less than 2.3 GiB. With less than it needs Ray calls abort()."""
@@ -150,7 +133,7 @@ def connect_ray(
         )
     given, address = address, address or os.environ.get("RAY_ADDRESS")
     # The local cluster is for workers only: unlike Ray's default, other processes of the machine do not come before them.
-    ours = {"PYTHONPATH": worker_python_path(working_dir), "RAY_worker_niceness": "0", **PATIENT, **NOT_RECORDED}
+    ours = {"PYTHONPATH": worker_python_path(working_dir), **NICENESS, **PATIENT, **NOT_RECORDED}
     with temporary_environment_variables(QUIET if address else {**QUIET, **ours}), without_ray_leftovers():
         import ray
 
@@ -225,7 +208,7 @@ def join_cluster(address: str, working_dir: Path) -> Iterator[RayConnection]:
     with loopback_address_kept_if_needed(address):
         open_to_all = not shows_token() or lets_in_without_token(address)
     runtime_env = None
-    if not is_head_on_this_machine(address) and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
+    if not is_head_on_this_machine(address) and SUBMITTED_VARIABLE not in os.environ:
         runtime_env = {"working_dir": str(working_dir), "excludes": ["runs/", ".git/", ".venv/", "*.safetensors"]}
     limit_s = silence_limit_s(os.environ)
     # Ray ends a process that has waited this long for the control store; at half of it raypar gives up, and says why.
@@ -266,9 +249,7 @@ def leave_cluster() -> None:
             call_ray(ray.shutdown)
             return
     if not run_with_timeout(SHUTDOWN_S, ray.shutdown):
-        from ray._private import worker
-
-        atexit.unregister(worker.shutdown)  # it would block the end of this process in the same way
+        forget_ray_at_exit()  # it would block the end of this process in the same way
 
 
 def check_address_answers(address: str) -> None:
@@ -301,16 +282,7 @@ def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterato
 
     def start(folder: Path) -> None:
         with delay_ctrl_c(), fresh_python_random_state():
-            ray.init(
-                address="local",
-                num_cpus=cpus,
-                num_gpus=None if gpus else 0,  # None: as many as there are
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                logging_level=logging.ERROR,
-                _temp_dir=str(folder / RAY_FOLDER),
-                _node_ip_address=LOOPBACK,
-            )
+            start_head(cpus, None if gpus else 0, OBJECT_STORE_BYTES, folder / RAY_FOLDER)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(token_authentication(token))
@@ -357,7 +329,7 @@ def start_ray_with_retries(start: Callable[[Path], None], stack: contextlib.Exit
             try:
                 start(folder)
             except Exception as error:  # Ray raises a bare one when its processes are not up in time
-                if not left or "timed out" not in str(error):
+                if not left or not is_late_start(error):
                     raise
                 continue
             stack.push(attempt.pop_all())
@@ -426,14 +398,10 @@ def fresh_python_random_state() -> Iterator[None]:
 def delay_ctrl_c() -> Iterator[None]:
     """Delay a Ctrl-C until the body, Ray's start, is over, which would swallow it; likewise other signals that raise
     `StopSignal`. Ray sets a SIGTERM handler of its own there, which would end the process by `SystemExit`.
-
-    The patched name is private to Ray; without it a SIGTERM during Ray's start ends the process without a line.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    from ray._private import utils
-
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     delayed = [
         number
@@ -448,132 +416,19 @@ def delay_ctrl_c() -> Iterator[None]:
         if callable(handler):
             handler(number, frame)
 
-    set_handler = getattr(utils, "set_sigterm_handler", None)
-    if set_handler is not None and signal.SIGTERM in delayed:
-        utils.set_sigterm_handler = lambda handler: None
     for number in delayed:
         signal.signal(number, note)
     try:
-        yield
+        with without_ray_sigterm_handler() if signal.SIGTERM in delayed else contextlib.nullcontext():
+            yield
     finally:
         for number in delayed:
             signal.signal(number, before[number])
-        if set_handler is not None:
-            utils.set_sigterm_handler = set_handler
     if asked:
         handler = before[signal.Signals(asked[0])]
         if isinstance(handler, StopHandler):
             handler(asked[0])
         raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def ray_in_new_sessions() -> Iterator[None]:
-    """Have Ray start its processes outside this process's group.
-
-    Slurm, systemd and `timeout` send SIGTERM to the whole group. That would end Ray's control store at once, while this process
-    still has to finish the step and save. The patched name is private to Ray; without it only this protection is missing.
-    """
-    from ray._private import services
-
-    popen = getattr(services, "ConsolePopen", None)
-    if popen is None:
-        yield
-        return
-    services.ConsolePopen = functools.partial(popen, start_new_session=True)  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        services.ConsolePopen = popen  # type: ignore[misc]
-
-
-@contextlib.contextmanager
-def loopback_address_kept() -> Iterator[None]:
-    """Have Ray take 127.0.0.1 as a node's address, which it would replace by one that other machines reach.
-
-    The patched name is private to Ray; without it `start_local_ray` raises.
-    """
-    from ray._private import services
-
-    resolve = getattr(services, "resolve_ip_for_localhost", None)
-    if resolve is None:
-        yield
-        return
-    services.resolve_ip_for_localhost = lambda host: host
-    try:
-        yield
-    finally:
-        services.resolve_ip_for_localhost = resolve
-
-
-@contextlib.contextmanager
-def loopback_address_kept_if_needed(address: str) -> Iterator[None]:
-    """`loopback_address_kept` where the cluster at `address` listens on the loopback address only, as raypar's own do."""
-    from ray._private import services
-
-    host, _, port = address.rpartition(":")
-    if host not in ("localhost", LOOPBACK) or not port.isdigit():
-        yield
-        return
-    try:
-        socket.create_connection((services.get_node_ip_address(), int(port)), timeout=CONNECT_S).close()
-    except OSError:
-        with loopback_address_kept():
-            yield
-        return
-    yield
-
-
-@contextlib.contextmanager
-def without_idle_ray_processes() -> Iterator[None]:
-    """Keep Ray from starting two processes that a local Ray cluster has no use for, and from waiting for the first of them.
-
-    That of the dashboard is started without a dashboard too, for usage statistics, which are off (`QUIET`); the autoscaler's
-    monitor has no nodes to add (it also writes what `ray status` prints). Each loads Ray: a second of a processor, and 80 MiB.
-    The patched names are private to Ray; without them the processes are there and idle.
-    """
-    from ray._private import node, services
-
-    unused: list[tuple[Any, str, Callable[..., Any]]] = [
-        (services, "start_api_server", lambda *args, **rest: ("", None)),
-        (node.Node, "start_monitor", lambda self: None),
-    ]
-    started = [(owner, name, getattr(owner, name)) for owner, name, _ in unused if hasattr(owner, name)]
-    for owner, name, instead in unused:
-        if hasattr(owner, name):
-            setattr(owner, name, instead)
-    try:
-        yield
-    finally:
-        for owner, name, start in started:
-            setattr(owner, name, start)
-
-
-@contextlib.contextmanager
-def without_ray_death_notices() -> Iterator[None]:
-    """Keep Ray from printing that a node or a worker has died: raypar says so in one line instead of twenty.
-
-    Ray prints such lines to stdout, even between the lines of `--json`. What workers print is still shown. The patched name is
-    private to Ray; without it the lines are printed.
-    """
-    from ray._private import worker
-
-    tell = getattr(worker, "print_to_stdstream", None)
-    if tell is None:
-        yield
-        return
-
-    def told(data: dict[str, Any], *args: Any, **rest: Any) -> None:
-        if data.get("pid") in ("raylet", "gcs_server"):
-            data = {**data, "lines": [line for line in data["lines"] if not DEATH_NOTICE.match(str(line))]}
-        if data["lines"]:
-            tell(data, *args, **rest)
-
-    worker.print_to_stdstream = told
-    try:
-        yield
-    finally:
-        worker.print_to_stdstream = tell
 
 
 def make_short_temp_dir() -> Path:
@@ -609,23 +464,3 @@ def is_head_on_this_machine(address: str) -> bool:
         ours = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
         return socket.gethostbyname(host) in ours
     return False
-
-
-@contextlib.contextmanager
-def without_autoscaler_lines() -> Iterator[None]:
-    """Keep Ray from printing what its autoscaler does, unless the user has set `RAY_SCHEDULER_EVENTS`.
-
-    While a run waits to grow, the autoscaler prints every few seconds that a placement group has no place. The patched name is
-    private to Ray; if Ray renames it, the lines are printed.
-    """
-    from ray._private import ray_constants
-
-    before = getattr(ray_constants, "AUTOSCALER_EVENTS", None)
-    if before is None or "RAY_SCHEDULER_EVENTS" in os.environ:
-        yield
-        return
-    ray_constants.AUTOSCALER_EVENTS = 0
-    try:
-        yield
-    finally:
-        ray_constants.AUTOSCALER_EVENTS = before

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
-
 from raypar.errors import ClusterError
+from raypar.ray_compat.key_value_store import kv_delete, kv_get, kv_list, kv_put
 from raypar.storage.run_lease import FoundLease, Lease, parse_lease
 
 READS = 5
@@ -41,20 +40,20 @@ class RayLeaseStore:
             return None
         key, value = f"{self.prefix}{number}", lease.to_bytes()
         try:
-            there_already = _internal_kv_put(key, value, overwrite=False)
+            there_already = kv_put(key, value, overwrite=False)
         except Exception as error:  # Ray's store fails with errors of many classes
             raise _unanswered(error) from error
         if there_already and _get(key) != value:
             return None
         for old in self._numbers():
             if old < number or lease.released:  # a released lease leaves no entry
-                _internal_kv_del(f"{self.prefix}{old}")
+                kv_delete(f"{self.prefix}{old}")
         return str(number)
 
     def _numbers(self) -> list[int]:
         """The numbers of the entries, ascending."""
         try:
-            found = _internal_kv_list(self.prefix)
+            found = kv_list(self.prefix)
         except Exception as error:
             raise _unanswered(error) from error
         return sorted(int(key.decode().removeprefix(self.prefix)) for key in found)
@@ -62,7 +61,7 @@ class RayLeaseStore:
 
 def _get(key: str) -> bytes | None:
     try:
-        found: bytes | None = _internal_kv_get(key)
+        found: bytes | None = kv_get(key)
     except Exception as error:
         raise _unanswered(error) from error
     return found

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray import cloudpickle
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
 from raypar.actors.hello_and_failure_messages import WorkerHello
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
+from raypar.ray_compat.key_value_store import kv_delete, kv_get, kv_list, kv_put
 
 KEPT_STEPS = 1000
 """At least so many of the last steps keep their reports here, for a new driver that does not find them in the run folder."""
@@ -73,7 +73,7 @@ class Journal:
     def claim(self, generation: int) -> bool:
         """Whether this driver is the first to claim `generation`; from then on it commits under it."""
         key = f"{self.prefix}generation/{generation}"
-        if _internal_kv_put(key, self.identity, overwrite=False) and _internal_kv_get(key) != self.identity:
+        if kv_put(key, self.identity, overwrite=False) and kv_get(key) != self.identity:
             return False
         self.generation = generation
         return True
@@ -88,15 +88,15 @@ class Journal:
         """
         if time.monotonic() >= self._next_claim_check_s:
             self.check_claim(step + 1)
-        _internal_kv_put(self._step_key(step), pickle.dumps((self.generation, facts)), overwrite=False)
+        kv_put(self._step_key(step), pickle.dumps((self.generation, facts)), overwrite=False)
         block = (step - KEPT_STEPS) // STEPS_IN_BLOCK - 1
         if step % STEPS_IN_BLOCK == 0 and block >= 0:
-            _internal_kv_del(f"{self.prefix}step/{block}/", del_by_prefix=True)
+            kv_delete(f"{self.prefix}step/{block}/", prefix=True)
 
     def check_claim(self, done: int) -> None:
         """Raise `DriverReplaced` if another driver has claimed the next generation. `done`: steps so far, for the error."""
         checked_s = time.monotonic()
-        newer = _internal_kv_get(f"{self.prefix}generation/{self.generation + 1}")
+        newer = kv_get(f"{self.prefix}generation/{self.generation + 1}")
         if newer not in (None, self.identity):  # our own claim may be under way in another thread
             raise DriverReplaced(
                 f"step {done}: another driver of this run has claimed generation {self.generation + 1}",
@@ -114,18 +114,18 @@ class Journal:
 
     def step_report(self, step: int) -> Any:
         """The report of a committed step; None if the journal does not have it, or no longer."""
-        value = _internal_kv_get(self._step_key(step))
+        value = kv_get(self._step_key(step))
         return None if value is None else pickle.loads(value)[1]
 
     def store_validation(self, done: int, line: dict[str, Any]) -> None:
         """Store the metrics line of the validation after `done` steps; remove old lines."""
-        _internal_kv_put(f"{self.prefix}validation/{done}", pickle.dumps(line), overwrite=True)
+        kv_put(f"{self.prefix}validation/{done}", pickle.dumps(line), overwrite=True)
         if not self._validations:
             self._validations.extend(self.validations())
         elif done > self._validations[-1]:
             self._validations.append(done)
         while self._validations and self._validations[0] < done - KEPT_STEPS:
-            _internal_kv_del(f"{self.prefix}validation/{self._validations.popleft()}")
+            kv_delete(f"{self.prefix}validation/{self._validations.popleft()}")
 
     def validations(self) -> list[int]:
         """The steps after which validations are stored, ascending; those of the last `KEPT_STEPS` steps."""
@@ -133,7 +133,7 @@ class Journal:
 
     def validation(self, done: int) -> dict[str, Any] | None:
         """The metrics line given to `store_validation`; None if the journal does not have it."""
-        value = _internal_kv_get(f"{self.prefix}validation/{done}")
+        value = kv_get(f"{self.prefix}validation/{done}")
         found: dict[str, Any] | None = None if value is None else pickle.loads(value)
         return found
 
@@ -141,28 +141,28 @@ class Journal:
 
     def keep_lines(self, file: str, block: int, text: str) -> None:
         """Store lines of the run folder's `file` as block number `block`, in place of what it had."""
-        _internal_kv_put(f"{self.prefix}lines/{file}/{block}", text.encode(), overwrite=True)
+        kv_put(f"{self.prefix}lines/{file}/{block}", text.encode(), overwrite=True)
 
     def kept_lines(self, file: str) -> dict[int, str]:
         """Block number -> its lines, of all blocks of `file`."""
-        found = {block: _internal_kv_get(f"{self.prefix}lines/{file}/{block}") for block in self._numbers(f"lines/{file}")}
+        found = {block: kv_get(f"{self.prefix}lines/{file}/{block}") for block in self._numbers(f"lines/{file}")}
         return {block: value.decode() for block, value in found.items() if value is not None}
 
     def drop_lines(self, file: str, block: int | None = None) -> None:
         """Remove one block of `file`, or all blocks: their lines are in the file now."""
-        _internal_kv_del(f"{self.prefix}lines/{file}/{'' if block is None else block}", del_by_prefix=block is None)
+        kv_delete(f"{self.prefix}lines/{file}/{'' if block is None else block}", prefix=block is None)
 
     def record(self, record: MembershipRecord) -> None:
         """Store the members of a generation, before they begin: a new driver has to find them. Removes old records."""
-        _internal_kv_put(f"{self.prefix}record/{record.generation}", pickle.dumps(record), overwrite=True)
+        kv_put(f"{self.prefix}record/{record.generation}", pickle.dumps(record), overwrite=True)
         for generation in self._numbers("record"):
             if generation < record.generation - 1:
-                _internal_kv_del(f"{self.prefix}record/{generation}")
+                kv_delete(f"{self.prefix}record/{generation}")
 
     def last_record(self) -> MembershipRecord | None:
         """The record of the newest generation that had members; None while there has been none."""
         for generation in sorted(self._numbers("record"), reverse=True):
-            value = _internal_kv_get(f"{self.prefix}record/{generation}")
+            value = kv_get(f"{self.prefix}record/{generation}")
             if value is not None:
                 found: MembershipRecord = pickle.loads(value)
                 return found
@@ -176,16 +176,16 @@ class Journal:
 
     def store_worker_number(self, number: int) -> None:
         """Store that `number` has been given to a worker; no other worker ever gets it."""
-        _internal_kv_put(f"{self.prefix}hired", str(number + 1).encode(), overwrite=True)
+        kv_put(f"{self.prefix}hired", str(number + 1).encode(), overwrite=True)
 
     def count_worker_numbers(self) -> int:
         """How many worker numbers have been given."""
-        return int(_internal_kv_get(f"{self.prefix}hired") or 0)
+        return int(kv_get(f"{self.prefix}hired") or 0)
 
     def store_on_demand_workers(self, numbers: Iterable[int]) -> None:
         """Store that these workers were asked for on on-demand nodes."""
         for number in numbers:
-            _internal_kv_put(f"{self.prefix}on-demand/{number}", b"", overwrite=True)
+            kv_put(f"{self.prefix}on-demand/{number}", b"", overwrite=True)
 
     def on_demand_workers(self) -> tuple[int, ...]:
         """All workers that were ever asked for on on-demand nodes, lost ones too."""
@@ -193,31 +193,31 @@ class Journal:
 
     def store_useful_workers(self, workers: int) -> None:
         """Store the largest number of workers that the planner can use."""
-        _internal_kv_put(f"{self.prefix}useful", str(workers).encode(), overwrite=True)
+        kv_put(f"{self.prefix}useful", str(workers).encode(), overwrite=True)
 
     def useful_workers(self) -> int | None:
         """The largest number of workers that the planner can use; None: it has declined none."""
-        value = _internal_kv_get(f"{self.prefix}useful")
+        value = kv_get(f"{self.prefix}useful")
         return None if value is None else int(value)
 
     def store_hello(self, number: int, hello: WorkerHello) -> None:
         """Store the hello of a worker that has started, so that a new driver knows the worker."""
-        _internal_kv_put(f"{self.prefix}hello/{number}", pickle.dumps(hello), overwrite=True)
+        kv_put(f"{self.prefix}hello/{number}", pickle.dumps(hello), overwrite=True)
 
     def hellos(self) -> dict[int, WorkerHello]:
         """Worker number -> hello, of all workers that have ever started, lost ones too."""
-        found = {number: _internal_kv_get(f"{self.prefix}hello/{number}") for number in self._numbers("hello")}
+        found = {number: kv_get(f"{self.prefix}hello/{number}") for number in self._numbers("hello")}
         return {number: pickle.loads(value) for number, value in found.items() if value is not None}
 
     # -- the run -----------------------------------------------------------------------------------------------------------
 
     def put_credential(self, credential: RunCredential) -> None:
         """Store the run's credential, before the request: a driver that finds the request then finds the credential too."""
-        _internal_kv_put(f"{self.prefix}credential", pickle.dumps(credential), overwrite=True)
+        kv_put(f"{self.prefix}credential", pickle.dumps(credential), overwrite=True)
 
     def credential(self) -> RunCredential:
         """The run's credential, the same for all of its drivers. Raises `ClusterError` if Ray has lost it."""
-        value = _internal_kv_get(f"{self.prefix}credential")
+        value = kv_get(f"{self.prefix}credential")
         if value is None:
             raise ClusterError(
                 f"Ray's store has lost the secret by which the workers of run {self.run!r} know each other",
@@ -228,20 +228,20 @@ class Journal:
 
     def put_request(self, request: Any) -> None:
         """Store the run's request: a driver that Ray has restarted reads it here."""
-        _internal_kv_put(f"{self.prefix}request", cloudpickle.dumps(request), overwrite=True)
+        kv_put(f"{self.prefix}request", cloudpickle.dumps(request), overwrite=True)
 
     def request(self) -> Any:
         """The run's `RunRequest`; None if the run is over or has not begun."""
-        value = _internal_kv_get(f"{self.prefix}request")
+        value = kv_get(f"{self.prefix}request")
         return None if value is None else pickle.loads(value)
 
     def end(self, facts: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Store how the run ended, before anything is removed. Without `facts`: what was stored; None while the run lasts."""
         key = f"{self.prefix}end"
         if facts is not None:
-            _internal_kv_put(key, pickle.dumps(facts), overwrite=True)
+            kv_put(key, pickle.dumps(facts), overwrite=True)
             return facts
-        value = _internal_kv_get(key)
+        value = kv_get(key)
         found: dict[str, Any] | None = None if value is None else pickle.loads(value)
         return found
 
@@ -249,15 +249,15 @@ class Journal:
         """Store when the run was started or resumed (Unix time). Without `time_s`: what was stored."""
         key = f"{self.prefix}began"
         if time_s is not None:
-            _internal_kv_put(key, repr(time_s).encode(), overwrite=True)
+            kv_put(key, repr(time_s).encode(), overwrite=True)
             return time_s
-        value = _internal_kv_get(key)
+        value = kv_get(key)
         return None if value is None else float(value)
 
     def erase(self) -> None:
         """Remove every key of the run."""
-        _internal_kv_del(self.prefix, del_by_prefix=True)
+        kv_delete(self.prefix, prefix=True)
 
     def _numbers(self, kind: str) -> list[int]:
         """The last parts of this run's keys below `kind`, which are numbers."""
-        return [int(key.decode().rpartition("/")[2]) for key in _internal_kv_list(f"{self.prefix}{kind}/")]
+        return [int(key.decode().rpartition("/")[2]) for key in kv_list(f"{self.prefix}{kind}/")]

@@ -28,6 +28,7 @@ from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
+from raypar.fences.fence import send_lines_to
 from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.user_code_errors import error_text
 from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity, reads_samples
@@ -138,6 +139,7 @@ class WorkerActor:
         from raypar.worker.warm_up import warm_up_process
         from raypar.worker.worker_core import WorkerCore
 
+        send_lines_to(lambda line: None)  # the reports of steps have them
         keep_freed_memory()
         register_pickled_filesystems(self.filesystems)
         self.torch_guard = guard = TorchStateGuard(threads=1)

@@ -15,14 +15,15 @@ from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_fo
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.hello_and_failure_messages import CallFailure
 from raypar.actors.plan_cache import PlanCache
-from raypar.actors.ray_memory_monitor import memory_monitor_kill_error
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import gather_answers_within
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
-from raypar.errors import ClusterError, CommError, OutOfMemory, WorkerLost, error_first_line
+from raypar.errors import ClusterError, CommError, OutOfMemory, error_first_line
 from raypar.plan import ParallelPlan
+from raypar.ray_compat.actor_errors import worker_lost_error
+from raypar.ray_compat.memory_monitor import memory_monitor_kill_error
 
 STACKS_S = 5.0
 REPEAT_CALL_S = 0.5
@@ -160,11 +161,10 @@ class WorkerCalls:
             what = f"{who}: the connection broke before its answer came: {error_first_line(error)}"
             return CallFailure("aborted", AnswerLost(what, cure="look at the network between its node and the driver's"))
         if isinstance(error, RayActorError):
-            what = f"{who} was lost: {error_first_line(error)}"
             cure = "`raypar resume` goes on from the last checkpoint, if there is one"
             if not self.machine.policy.elastic:
                 cure = f"with `elastic: true` lost workers are replaced; {cure}"
-            return CallFailure("lost", WorkerLost(what, cure=cure))
+            return CallFailure("lost", worker_lost_error(who, error, cure))
         if isinstance(error, OutOfMemoryError):
             return CallFailure("lost", memory_monitor_kill_error(who, error))
         if isinstance(error, RayError):

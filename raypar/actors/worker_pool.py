@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypar.actors.cluster_info import has_autoscaler, max_workers_per_node
+from raypar.actors.cluster_info import max_workers_per_node
 from raypar.actors.worker_actor import make_worker_actor_class
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.errors import ClusterError
+from raypar.ray_compat.autoscaler import has_autoscaler
+from raypar.ray_compat.placement_groups import placement_group_of
 
 POLL_S = 0.05
 SWEEP_S = 20.0
@@ -253,11 +254,6 @@ def list_leftover_placement_groups(run: str) -> list[dict[str, Any]]:
         for info in placement_group_table().values()
         if re.fullmatch(re.escape(run_namespace(run)) + r"-\d+", str(info["name"])) and info["state"] != "REMOVED"
     ]
-
-
-def placement_group_of(info: Mapping[str, Any]) -> PlacementGroup:
-    """The placement group of an entry of Ray's table. Ray finds it by its name only for the job that has made it."""
-    return PlacementGroup(PlacementGroupID(bytes.fromhex(info["placement_group_id"])))
 
 
 def find_existing_worker_numbers(run: str) -> list[int]:

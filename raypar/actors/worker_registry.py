@@ -15,18 +15,19 @@ from typing import Any, Protocol
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_for_answers
-from raypar.actors.autoscaler_state import list_live_node_resources, zones_of_nodes
-from raypar.actors.cluster_info import list_dead_nodes, list_draining_nodes
+from raypar.actors.cluster_info import list_dead_nodes, list_live_node_resources, zones_of_nodes
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.liveness_connection import LivenessConnections
 from raypar.actors.node_loss import NodeLossTracker
-from raypar.actors.ray_memory_monitor import memory_monitor_kill_error
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic import events as on
 from raypar.elastic.cpu_wait_deadline_extension import CpuWaitDeadlineExtension
 from raypar.elastic.suspect_nodes import SuspectNodes
-from raypar.errors import ClusterError, WorkerLost, error_first_line
+from raypar.errors import ClusterError, NodeLost
+from raypar.ray_compat.actor_errors import keep_death_reasons, worker_lost_error
+from raypar.ray_compat.memory_monitor import memory_monitor_kill_error
+from raypar.ray_compat.nodes import list_draining_nodes
 
 PING_S = 0.4
 """Time from one ping to the next."""
@@ -65,6 +66,7 @@ class WorkerRegistry:
         note: Callable[..., None],
         has_seat: Callable[[int], bool],
     ) -> None:
+        keep_death_reasons()
         self.pool = pool
         """Places, starts and kills the worker actors."""
         self.journal = journal
@@ -204,7 +206,7 @@ class WorkerRegistry:
 
     def preempted(self, number: int, error: Exception) -> bool:
         """Whether the death of a worker is no fault: it was asked to leave, or died with its node."""
-        return number in self._leaving or died_with_node(error)
+        return number in self._leaving or isinstance(error, NodeLost)
 
     def note_lost_worker(self, number: int, with_node: bool) -> dict[str, Any] | None:
         """The node-lost event, if this lost worker was its node's last one and the node is gone with it."""
@@ -340,7 +342,7 @@ class WorkerRegistry:
         if isinstance(error, OutOfMemoryError):
             self.post(on.CallFailed("lost", memory_monitor_kill_error(f"worker {number}", error), number))
         elif isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
-            self.post(on.CallFailed("lost", WorkerLost(f"worker {number} was lost: {error_first_line(error)}"), number))
+            self.post(on.CallFailed("lost", worker_lost_error(f"worker {number}", error), number))
 
     async def _look_at_nodes(self) -> None:
         """Ask Ray which nodes are draining or dead; report workers that have to leave, and nodes that are lost."""
@@ -370,11 +372,6 @@ class WorkerRegistry:
                 **self.worker_facts(number),
             )
             self.post(on.DrainRequested(number, why))
-
-
-def died_with_node(error: Exception) -> bool:
-    """Whether Ray says that a worker was lost with its node."""
-    return "its node has died" in str(error)
 
 
 async def gather_answers_within(refs: Iterable[Any], timeout_s: float) -> list[Any]:

@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     """Drain the node; exit code 0, also if the node is being drained already. Raises `ConfigError` or `ClusterError`."""
     import os
 
-    from raypar.actors.local_nodes import parse_raylet_command
     from raypar.errors import ConfigError
+    from raypar.ray_compat.raylet_options import parse_raylet_command
 
     if not args.deadline_s > 0:
         raise ConfigError(f"--deadline-s {args.deadline_s:g}", cure="give the seconds until the node leaves, more than 0")
@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if not address.rpartition(":")[2].isdigit() or "://" in address:
         raise ConfigError(f"address {address!r}", cure="give --address host:port, where the cluster's control store answers")
 
-    from raypar.actors.local_cluster_token import find_local_token, token_authentication
+    from raypar.actors.local_cluster_token import find_local_token
+    from raypar.ray_compat.authentication import token_authentication
 
     token = find_local_token(address)
     with token_authentication(token) if token is not None else contextlib.nullcontext():
@@ -62,11 +63,11 @@ def drain_node_of_cluster(word: str, address: str, known: list[dict[str, Any]], 
     import math
     import time
 
-    from raypar.actors.cluster_info import drain_node, find_node, list_draining_nodes_of_cluster, list_live_nodes
     from raypar.actors.ray_connection import check_address_answers
     from raypar.console.event_lines import short_node_id
     from raypar.console.run_status import local_time
     from raypar.errors import ClusterError, ConfigError
+    from raypar.ray_compat.nodes import drain_node, find_node, list_draining_nodes_of_cluster, list_live_nodes
 
     try:
         check_address_answers(address)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError
-from raypar.ray_auth_token import DEFAULT_FILE, find_token, token_file
+from raypar.ray_compat.auth_token import DEFAULT_FILE, find_token, token_file
 from raypar.untrusted_files import shorten
 
 DASHBOARD_PORT = 8265
@@ -30,6 +30,9 @@ ANSWER_BYTES = 256 << 20
 """Size limit of one answer, such as a log."""
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 """Environment variable with the job server's address; `ray job` reads the same one."""
+ONE_JOB = "/api/jobs/"
+"""How the paths of requests about one job begin. The server of `connect_job_server` is Ray's: a 404 there is a job that it does
+not know."""
 FORM = "http://HEAD:8265, where Ray's dashboard answers"
 """What an address looks like, for messages."""
 
@@ -227,7 +230,7 @@ class JobServer:
             text = error.read(2000).decode(errors="replace").strip()
         except OSError:
             text = ""
-        if error.code == 404 and "does not exist" in text:
+        if error.code == 404 and path.startswith(ONE_JOB):
             return NoSuchJob(f"no such job at {self.name}: {shorten(text)}")
         if 300 <= error.code < 400:
             return ClusterError(f"it redirects to {without_password(error.headers.get('Location', '?'))}: give that address")

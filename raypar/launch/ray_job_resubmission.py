@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raypar.ray_compat.settings import SUBMITTED_VARIABLE
 from raypar.run_folder import RunFolder, check_local_path, parse_storage_location
 
 if TYPE_CHECKING:
     from raypar.config import Job
 
-SUBMITTED_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable that Ray's job server gives to every job's command."""
 RUNS_FOLDER = "raypar"
 """Folder below the home directory of the user who runs the head of the cluster."""
 QUEUE_S = 24 * 3600.0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ClusterError, ConfigError, error_first_line
 from raypar.launch.cluster_jobs import NAME_KEY, ClusterJob
-from raypar.launch.job_server import ADDRESS_VARIABLE, JobServer
+from raypar.launch.job_server import ADDRESS_VARIABLE, JobServer, NoSuchJob
 from raypar.untrusted_files import printable, shorten
 
 if TYPE_CHECKING:
@@ -91,10 +91,8 @@ def find_excluding_rule(root: Path, file: Path) -> str | None:
     for part in inside.parts:
         if f"{part}/" in EXCLUDES and root.joinpath(*inside.parts[: inside.parts.index(part) + 1]).is_dir():
             return f"{part}/"
-    try:
-        from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
-    except ImportError:  # the submission says how to install it
-        return None
+    from raypar.ray_compat.job_packages import ignore_rules
+
     with_git = os.environ.get(IGNORE_GITIGNORE_VARIABLE, "0") != "1"
     rules: list[tuple[Path, Any]] = []
     for place in (*reversed(file.parents), file):
@@ -102,15 +100,15 @@ def find_excluding_rule(root: Path, file: Path) -> str | None:
             continue
         try:
             with _quiet_ray_log():
-                ray_only = get_excludes_from_ignore_files(place, include_gitignore=False)
-                both = get_excludes_from_ignore_files(place, include_gitignore=with_git)
+                here = ignore_rules(place, with_git=with_git)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the .gitignore or .rayignore in {place} cannot be read: {error_first_line(error)}",
                 cure="mend it, or remove it",
             ) from error
-        names = [".gitignore"] * (len(both) - len(ray_only)) + [".rayignore"] * len(ray_only)
-        rules += [(place / name, matches) for name, matches in zip(names, both, strict=True)]
+        if here is None:
+            return None
+        rules += [(place / name, matches) for name, matches in here]
         for source, matches in rules:
             if matches(place):
                 return str(source.relative_to(root))
@@ -200,22 +198,32 @@ def submit_job(server: JobServer, name: str, entrypoint: str, runtime_env: Mappi
 
 def submission_error(error: Exception, server: JobServer, submission_id: str | None, working_dir: Path) -> Exception:
     """The error for what Ray's client has raised."""
+    from raypar.ray_compat.job_packages import has_job_client, is_package_too_large, refused_status
+
     text = error_first_line(error)
-    if "ray[default]" in str(error) or isinstance(error, ImportError):
+    if isinstance(error, ImportError) or not has_job_client():
         return ConfigError(
             f"submitting needs Ray's job client, which is not installed here ({text})", cure="pip install 'raypar[jobs]'"
         )
-    if "already exists" in str(error):
+    if submission_id is not None and refused_status(error) is not None and _has_job(server, submission_id):
         return ConfigError(
             f"a job {submission_id!r} has been submitted to {server.name} before",
             cure="choose another --submission-id, or leave it out",
         )
-    if "exceeds the maximum size" in str(error) or "Maximum request body size" in str(error):
+    if is_package_too_large(error):
         return ConfigError(
             f"the working directory is too large to be sent: {text.rstrip('.')}{describe_largest_files(working_dir)}",
             cure="name what the job does not need in a file .rayignore there (patterns as in .gitignore), or keep it elsewhere",
         )
     return ClusterError(f"{server.name} did not take the job: {text}", cure="the head's dashboard.log says more")
+
+
+def _has_job(server: JobServer, submission_id: str) -> bool:
+    """Whether the job server knows a job of this id; False where it does not answer."""
+    try:
+        return bool(server.job(submission_id))
+    except (NoSuchJob, ClusterError):
+        return False
 
 
 def describe_largest_files(folder: Path) -> str:

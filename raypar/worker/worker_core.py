@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.transport import Routine, Transport, run_routine
 from raypar.errors import WorkerLost
+from raypar.fences.fence import said_lines
 from raypar.model.capture.module_graph import lines_about_repeated_traces
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
@@ -379,7 +380,9 @@ class WorkerCore:
         return ValidationReport(self.rank, step, losses, (time.perf_counter_ns() - start) / 1e9, self._lines_for_user())
 
     def _lines_for_user(self) -> StateWarnings:
-        """The lines that have not been reported yet: state that users' code left changed, and a model that is traced often."""
+        """The lines that have not been reported yet: state that users' code left changed, a model that is traced often, and
+        APIs that this release of a library does not have."""
+        self.guard.pass_on((line, line) for line in said_lines())
         self.guard.pass_on(lines_about_repeated_traces(self.graph).items())
         return self.guard.lines()
 

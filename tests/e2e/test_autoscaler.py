@@ -23,7 +23,7 @@ PATH = [str(ROOT / "tests"), str(ROOT)]
 
 def grows(cluster: FakeAutoscaledCluster) -> bool:
     """What a process that joins is told; a monitor that has just started says nothing yet."""
-    code = "import ray, time; from raypar.actors.cluster_info import has_autoscaler\n"
+    code = "import ray, time; from raypar.ray_compat.autoscaler import has_autoscaler\n"
     code += f"ray.init({cluster.address!r}, logging_level='ERROR'); end = time.monotonic() + 20\n"
     code += "while not has_autoscaler() and time.monotonic() < end: time.sleep(0.5)\nprint('grows:', has_autoscaler())"
     said = subprocess.run([sys.executable, "-c", code], env=cluster.env, capture_output=True, text=True, timeout=120)

@@ -428,7 +428,7 @@ def test_a_new_driver_goes_on_asking_for_the_worker_that_has_no_place_and_at_the
 RESERVE = """
 import ray
 from ray.util.placement_group import placement_group
-from raypar.actors.ray_connection import loopback_address_kept_if_needed
+from raypar.ray_compat.local_cluster import loopback_address_kept_if_needed
 with loopback_address_kept_if_needed("{address}"):
     ray.init(address="{address}", logging_level="ERROR")
 for run, resources in {{"tiny": {{"CPU": 1}}, "gone": {{"CPU": 2}}, "living": {{"memory": 1}}}}.items():

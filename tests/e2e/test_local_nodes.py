@@ -18,9 +18,10 @@ from helpers.tiny_job import write_job
 from ray._private import worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypar.actors.cluster_info import list_draining_nodes
-from raypar.actors.ray_connection import connect_ray, without_ray_death_notices
+from raypar.actors.ray_connection import connect_ray
 from raypar.cli import main
+from raypar.ray_compat.nodes import list_draining_nodes
+from raypar.ray_compat.printed_lines import without_ray_death_notices
 from raypar.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import pytest
 import ray
 from helpers.trainee import Trainee, Undisturbed
 
-from raypar.actors.cluster_info import drain_node, list_live_nodes
 from raypar.actors.ray_connection import connect_ray
+from raypar.ray_compat.nodes import drain_node, list_live_nodes
 
 LONG = ("steps=250", "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2")
 
@@ -107,7 +107,7 @@ def test_a_worker_that_gets_sigterm_hands_over_and_leaves(cluster, undisturbed, 
 def test_a_node_that_joins_gets_the_workers_that_are_wanted(tmp_path):
     """Two nodes for four workers, one of them lost: the run waits for nobody, and grows when another node comes."""
     with connect_ray(None, 4, Path(__file__).parents[1], nodes=2) as cluster:
-        from raypar.actors.local_nodes import start_raylet
+        from raypar.ray_compat.local_cluster import start_raylet
 
         trainee = Trainee(tmp_path, *LONG, "steps=500")
         late = []

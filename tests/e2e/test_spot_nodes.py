@@ -11,9 +11,9 @@ import pytest
 import ray
 from helpers.trainee import Trainee, Undisturbed
 
-from raypar.actors.local_nodes import reap_raylet, start_raylet
 from raypar.actors.ray_connection import connect_ray
 from raypar.elastic.placement_constraints import MARKET_LABEL, ZONE_LABEL
+from raypar.ray_compat.local_cluster import reap_raylet, start_raylet
 
 JOB = ("steps=250", "elastic.min_workers=1", "plan.stages=2", "plan.replicas=2")
 SAFE = f"placement={{label_selector: {{{MARKET_LABEL}: spot}}, on_demand: 2}}"

@@ -41,14 +41,14 @@ def keys(monkeypatch) -> dict[str, bytes]:
             kept[key] = value
         return there
 
-    def delete(key, del_by_prefix=False):
-        for one in [k for k in kept if k == key or (del_by_prefix and k.startswith(key))]:
+    def delete(key, prefix=False):
+        for one in [k for k in kept if k == key or (prefix and k.startswith(key))]:
             del kept[one]
 
-    monkeypatch.setattr(store, "_internal_kv_put", put)
-    monkeypatch.setattr(store, "_internal_kv_get", kept.get)
-    monkeypatch.setattr(store, "_internal_kv_del", delete)
-    monkeypatch.setattr(store, "_internal_kv_list", lambda prefix: [k.encode() for k in kept if k.startswith(prefix)])
+    monkeypatch.setattr(store, "kv_put", put)
+    monkeypatch.setattr(store, "kv_get", kept.get)
+    monkeypatch.setattr(store, "kv_delete", delete)
+    monkeypatch.setattr(store, "kv_list", lambda prefix: [k.encode() for k in kept if k.startswith(prefix)])
     return kept
 
 
@@ -346,8 +346,8 @@ def test_the_journal_knows_so_many_events_and_no_more(keys, tmp_path):
 
 def test_a_run_that_was_resumed_keeps_the_lines_of_before(tmp_path):
     Driver(tmp_path).steps(0, 30)
-    for key in (store._internal_kv_list)(""):
-        store._internal_kv_del(key.decode())
+    for key in (store.kv_list)(""):
+        store.kv_delete(key.decode())
     driver = Driver(tmp_path, first=30)
     driver.steps(30, DONE)
     DAMAGES["deleted"](tmp_path / "metrics.jsonl")
@@ -465,7 +465,7 @@ def test_a_driver_that_was_replaced_commits_nothing_more_than_the_steps_of_a_qua
     """A look at the store for every step was a tenth of a driver's processor time at 20 steps a second."""
     now, looks = [1000.0], []
     monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(store, "_internal_kv_get", lambda key: looks.append(key) or keys.get(key))
+    monkeypatch.setattr(store, "kv_get", lambda key: looks.append(key) or keys.get(key))
     old, new = Journal("r"), Journal("r")
     for step in range(10):
         old.commit(step)

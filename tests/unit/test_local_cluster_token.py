@@ -11,7 +11,8 @@ from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authe
 from raypar.actors import local_cluster_token as tokens
 from raypar.actors import ray_connection
 from raypar.errors import ClusterError, ConfigError
-from raypar.ray_auth_token import find_token
+from raypar.ray_compat import authentication
+from raypar.ray_compat.auth_token import find_token
 
 
 def test_the_users_token_is_taken_where_ray_looks_for_it_else_a_random_one(tmp_path, monkeypatch):
@@ -38,11 +39,11 @@ def test_rays_connections_show_the_token_in_the_block_and_what_was_set_before_co
         monkeypatch.delenv(name, raising=False)
     for name, value in before.items():
         monkeypatch.setenv(name, value)
-    tokens._read_variables_again()
+    authentication.read_variables_again()
     mode = get_authentication_mode()
-    with pytest.raises(ZeroDivisionError), tokens.token_authentication("of-the-run"):
+    with pytest.raises(ZeroDivisionError), authentication.token_authentication("of-the-run"):
         assert os.environ["RAY_AUTH_TOKEN"] == "of-the-run" and get_authentication_mode() == AuthenticationMode.TOKEN
-        assert AuthenticationTokenLoader.instance().get_raw_token() == "of-the-run" and tokens.shows_token()
+        assert AuthenticationTokenLoader.instance().get_raw_token() == "of-the-run" and authentication.shows_token()
         raise ZeroDivisionError
     assert {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")} == {
         "RAY_AUTH_MODE": before.get("RAY_AUTH_MODE"),
@@ -52,7 +53,7 @@ def test_rays_connections_show_the_token_in_the_block_and_what_was_set_before_co
     if "RAY_AUTH_TOKEN" in before:
         assert AuthenticationTokenLoader.instance().get_raw_token() == "mine"
     monkeypatch.undo()
-    tokens._read_variables_again()
+    authentication.read_variables_again()
 
 
 def test_another_terminal_finds_the_token_by_the_clusters_raylet_and_by_no_other(tmp_path, monkeypatch):

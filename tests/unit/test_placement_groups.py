@@ -8,7 +8,7 @@ from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
 
 from raypar.actors import first_placement, worker_pool, worker_registry
-from raypar.actors.autoscaler_state import AutoscalerAnswer, NodeResources, memory_per_worker, zones_of_nodes
+from raypar.actors.cluster_info import NodeResources, memory_per_worker, zones_of_nodes
 from raypar.actors.first_placement import FirstPlacement, make_groups
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.worker_pool import FoundGroups, WorkerPool
@@ -20,6 +20,7 @@ from raypar.elastic.start_size import StartLimits
 from raypar.errors import ClusterError
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, ModelProfile
+from raypar.ray_compat.autoscaler import AutoscalerAnswer
 
 
 class Group:

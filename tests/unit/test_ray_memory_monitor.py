@@ -7,11 +7,12 @@ import ray
 from ray.exceptions import OutOfMemoryError
 from test_run_follower import END, Driver, follow, step  # noqa: F401 - a fixture
 
-from raypar.actors import ray_memory_monitor
 from raypar.actors.driver_client import MOST_DRIVER_DEATHS, unanswering_driver_error
-from raypar.actors.ray_memory_monitor import memory_monitor_kill_error
 from raypar.actors.worker_calls import WorkerCalls
 from raypar.errors import OutOfMemory, WorkerLost
+from raypar.fences.fence import lines_sent_to
+from raypar.ray_compat import memory_monitor
+from raypar.ray_compat.memory_monitor import memory_monitor_kill_error
 
 RAYS = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: 4dcb) was \
 4.76GB used / 23.54GB limit (0.202116)
@@ -55,22 +56,26 @@ def test_the_driver_of_an_elastic_run_is_started_again_but_not_for_ever(follow):
 
 
 def test_a_driver_that_does_not_answer_on_a_full_node_is_out_of_memory(monkeypatch):
-    warnings = []
     monkeypatch.setattr("ray._private.utils.get_used_memory", lambda: 23 * 2**30)
     monkeypatch.setattr("ray._common.utils.get_system_memory", lambda: 24 * 2**30)
     monkeypatch.delenv("RAY_memory_usage_threshold", raising=False)
-    error = unanswering_driver_error("it does not answer", "look", warnings.append)
+    error = unanswering_driver_error("it does not answer", "look")
     assert isinstance(error, OutOfMemory) and "23.0 of 24.0 GB are in use, and Ray kills from 95 % on" in error.what
     monkeypatch.setattr("ray._private.utils.get_used_memory", lambda: 22 * 2**30)
-    assert ray_memory_monitor.memory_shortage_here(warnings.append) == ""
-    assert isinstance(unanswering_driver_error("it does not answer", "look", warnings.append), WorkerLost) and not warnings
+    assert memory_monitor.memory_shortage_here() == ""
+    assert isinstance(unanswering_driver_error("it does not answer", "look"), WorkerLost)
 
 
 def test_where_ray_does_not_say_how_much_memory_is_in_use_a_line_names_its_release_and_what_is_not_known(monkeypatch):
     """It was silent: a driver that was killed for memory was one that does not answer."""
     warnings = []
     monkeypatch.delattr("ray._private.utils.get_used_memory")
-    assert isinstance(unanswering_driver_error("it does not answer", "look", warnings.append), WorkerLost)
+    memory_monitor.MEMORY_IN_USE.forget()
+    with lines_sent_to(warnings.append):
+        assert isinstance(unanswering_driver_error("it does not answer", "look"), WorkerLost)
+    memory_monitor.MEMORY_IN_USE.forget()
     (line,) = warnings
-    assert line.startswith("whether Ray's memory monitor has killed the driver is not known: Ray " + ray.__version__)
-    assert "get_used_memory" in line and "cure: use ray 2.60" in line
+    assert line.startswith(
+        f"Ray {ray.__version__}: seeing whether this node is as short of memory as Ray's monitor allows is off"
+    )
+    assert "get_used_memory" in line and "cure: use Ray 2.60" in line

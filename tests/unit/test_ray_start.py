@@ -15,19 +15,22 @@ from ray.exceptions import AuthenticationError, RayTaskError
 
 from raypar.actors import driver_client
 from raypar.actors import local_nodes as nodes
-from raypar.actors.cluster_info import ClusterCapacity, autoscaler_has_node_types, require_capacity
+from raypar.actors.cluster_info import ClusterCapacity, require_capacity
 from raypar.actors.first_placement import (
     impossible_placement_error,
     make_groups,
     placement_timeout_error,
     placement_wait_text,
 )
-from raypar.actors.ray_connection import join_cluster, without_autoscaler_lines, without_idle_ray_processes
+from raypar.actors.ray_connection import join_cluster
 from raypar.cli import main
 from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.start_size import StartInputs, StartLimits
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
+from raypar.ray_compat.autoscaler import autoscaler_has_node_types
+from raypar.ray_compat.local_cluster import without_idle_ray_processes
+from raypar.ray_compat.printed_lines import without_autoscaler_lines
 
 
 @pytest.mark.parametrize("error", [Exception("The current node timed out during startup. This\ncould"), OSError("no memory")])

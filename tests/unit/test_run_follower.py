@@ -144,7 +144,7 @@ def test_a_driver_that_does_not_begin_on_a_node_without_memory_is_not_waited_for
         now_s[0] += timeout
         return [], calls
 
-    def shortage(warn):
+    def shortage():
         looks.append(now_s[0])
         return "23 of 24 GB are in use" if len(looks) in short_at else ""
 

@@ -265,24 +265,40 @@ def test_a_submitted_job_has_time_to_save_when_it_is_stopped(tmp_path):
         make_runtime_env(tmp_path, {"RAY_JOB_STOP_WAIT_TIME_S": "soon"})
 
 
-def test_what_rays_client_raises_in_words(tmp_path):
-    from raypar.launch.job_server import JobServer
+def test_what_rays_client_raises_in_words(tmp_path, monkeypatch):
+    """Known by types, HTTP codes and what the job server knows: Ray may say the same in other words."""
+    from raypar.launch.job_server import JobServer, NoSuchJob
+    from raypar.ray_compat import job_packages
+
+    known = {"first": {"status": "RUNNING"}}
+
+    class Server(JobServer):
+        def job(self, submission_id):
+            if submission_id not in known:
+                raise NoSuchJob(submission_id)
+            return known[submission_id]
 
     def said(text, kind=RuntimeError):
-        return str(submission_error(kind(text), JobServer("http://head:8265"), "first", tmp_path))
+        return str(submission_error(kind(text), Server("http://head:8265"), "first", tmp_path))
 
-    assert "pip install 'raypar[jobs]'" in said("The Ray jobs CLI & SDK require the ray[default] installation")
-    assert "a job 'first' has been submitted" in said("Job with submission_id first already exists.")
+    assert "a job 'first' has been submitted" in said("Request failed with status code 500: Traceback ... ValueError: taken")
+    assert "did not take the job: no agent" in said("no agent"), "it was not refused: its own submission may have arrived"
+    known.clear()
+    assert "did not take the job: Request failed" in said("Request failed with status code 500: a job that already exists")
+    assert "pip install 'raypar[jobs]'" in said("No module named 'aiohttp'", ImportError)
+    monkeypatch.setattr(job_packages.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'raypar[jobs]'" in said("what is needed is not installed")
+    monkeypatch.undo()
     assert ".rayignore" in said("Package size (600 MiB) exceeds the maximum size of 512 MiB.", ValueError)
     (tmp_path / "runs").mkdir()
     for place, size in (("data.bin", 7 << 20), ("code.py", 10), ("runs/never sent.bin", 9 << 20)):
         with open(tmp_path / place, "wb") as file:
             file.truncate(size)
-    for text in (
-        "Request failed with status code 413: Maximum request body size 104857600 exceeded..",
-        "exceeds the maximum size",
+    for text, kind in (
+        ("Request failed with status code 413: in other words..", RuntimeError),
+        ("Package size (600 MiB) exceeds the maximum size of 512 MiB.", ValueError),
     ):
-        assert "; its largest files are data.bin (7 MiB)\n  cure: name what the job does not need" in said(text)
+        assert "; its largest files are data.bin (7 MiB)\n  cure: name what the job does not need" in said(text, kind)
     assert "did not take the job: no agent" in said("no agent")
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-import ray
-
-from raypar.errors import OutOfMemory, error_first_line
+from raypar.errors import OutOfMemory
+from raypar.fences.fence import Fence
+from raypar.ray_compat import TESTED
 
 USED = re.compile(r"was (?P<used>[\d.]+) ?GB used / (?P<all>[\d.]+) ?GB limit")
 """How much of the node's memory was in use, in Ray's message of some hundred lines."""
 THRESHOLD = re.compile(r"exceeded threshold of \d+B \((?P<percent>[\d.]+)%")
-"""The share of that memory above which Ray kills, in the same message."""
+"""The share of that memory above which Ray kills, in the same message. Ray gives neither number otherwise: in other words the
+error says none, and is one all the same, as it is known by its type."""
 THRESHOLD_VARIABLE = "RAY_memory_usage_threshold"
 RAY_THRESHOLD = 0.95
 """The default share of a node's memory above which Ray's monitor kills."""
@@ -37,25 +38,45 @@ def memory_monitor_kill_error(who: str, error: Any) -> OutOfMemory:
     return OutOfMemory(f"{who} was killed by Ray because its node ran out of memory{numbers}", cure=KILL_CURE)
 
 
-def memory_shortage_here(warn: Callable[[str], None]) -> str:
+def _look_for_use() -> Any:
+    from ray._common import utils as common_utils
+    from ray._private import utils
+
+    assert callable(common_utils.get_system_memory) and callable(utils.get_used_memory)
+    return common_utils, utils
+
+
+MEMORY_IN_USE: Fence[Any] = Fence(
+    api="ray._private.utils.get_used_memory",
+    reason="Ray does not say why an actor that it restarts has died; its monitor compares these two numbers",
+    versions=TESTED,
+    feature="seeing whether this node is as short of memory as Ray's monitor allows",
+    without="a driver that Ray kills again and again for want of memory is only said not to answer",
+    probe=_look_for_use,
+)
+
+
+def memory_shortage_here() -> str:
     """Text such as `23.1 of 23.5 GB are in use, and Ray kills from 95 % on` if this node's use is above that; else empty.
 
     Asked because Ray does not say why an actor that it restarts has died. Only private functions of Ray say what its monitor
     counts; `warn` gets a line where they are gone or fail.
     """
-    try:
-        from ray._common.utils import get_system_memory
-        from ray._private.utils import get_used_memory
 
-        used, all_bytes = get_used_memory(), get_system_memory()
-        threshold = float(os.environ.get(THRESHOLD_VARIABLE, RAY_THRESHOLD))
-    except Exception as error:  # ImportError, AttributeError and TypeError of another release; what it reads may be missing
-        warn(
-            f"whether Ray's memory monitor has killed the driver is not known: Ray {ray.__version__} does not say how much "
-            f"memory is in use as raypar asks for it ({error_first_line(error)})\n  cure: use ray 2.60, or look at the memory "
-            "of this node"
-        )
+    def ask(modules: Any) -> str:
+        common_utils, utils = modules
+        used, all_bytes = float(utils.get_used_memory()), float(common_utils.get_system_memory())
+        threshold = memory_threshold(os.environ)
+        if used > threshold * all_bytes:
+            return f"{used / 2**30:.1f} of {all_bytes / 2**30:.1f} GB are in use, and Ray kills from {100 * threshold:g} % on"
         return ""
-    if used > threshold * all_bytes:
-        return f"{used / 2**30:.1f} of {all_bytes / 2**30:.1f} GB are in use, and Ray kills from {100 * threshold:g} % on"
-    return ""
+
+    return MEMORY_IN_USE.use(ask, "")
+
+
+def memory_threshold(environment: Mapping[str, str]) -> float:
+    """The share of a node's memory above which Ray kills; Ray's default where the variable holds no number."""
+    try:
+        return float(environment.get(THRESHOLD_VARIABLE, RAY_THRESHOLD))
+    except ValueError:
+        return RAY_THRESHOLD

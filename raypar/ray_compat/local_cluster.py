@@ -1,0 +1,272 @@
+"""Starts a local Ray cluster as raypar wants it: on the loopback address, in sessions of its own, with several raylets."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raypar.fences.fence import Fence
+from raypar.ray_compat import TESTED
+
+LOOPBACK = "127.0.0.1"
+"""Where all of a local Ray cluster listens."""
+CONNECT_S = 10.0
+"""How long the head of a cluster may take to accept a connection."""
+
+
+def start_head(cpus: int, gpus: int | None, object_store_bytes: int, folder: Path) -> None:
+    """Start a local cluster's head with its files in `folder`, and join it. `gpus`: None for all that there are.
+
+    `ray.init` has no public arguments for the folder and the address: a Ray that no longer knows these two raises
+    `RuntimeError`, which names them, and one that ignores them is found out by `start_local_ray`.
+    """
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        num_gpus=gpus,
+        include_dashboard=False,
+        object_store_memory=object_store_bytes,
+        logging_level=logging.ERROR,
+        _temp_dir=str(folder),
+        _node_ip_address=LOOPBACK,
+    )
+
+
+def is_late_start(error: Exception) -> bool:
+    """Whether Ray was only too late: it raises a bare `Exception` then. In other words the start is not tried again."""
+    return "timed out" in str(error)
+
+
+# -- further raylets -----------------------------------------------------------------------------------------------------------
+
+
+def _look_for_raylets() -> Any:
+    from ray._private import worker
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    assert callable(Node) and callable(RayParams) and hasattr(worker, "_global_node")
+    return worker
+
+
+RAYLETS: Fence[Any] = Fence(
+    api="ray._private.node.Node",
+    reason="no public API starts a further node in this process; `ray.cluster_utils.Cluster` uses this one",
+    versions=TESTED,
+    feature="starting several nodes of a local cluster",
+    without="leave --local-nodes out",
+    probe=_look_for_raylets,
+)
+
+
+def head_node() -> Any:
+    """Ray's private `Node` of the head that `ray.init` has started in this process. Raises `ClusterError`."""
+    with RAYLETS.required() as worker:
+        head = worker._global_node
+        if not (isinstance(head.node_id, str) and isinstance(head.gcs_address, str)):
+            raise TypeError("a node without its id and its cluster's address")
+        return head
+
+
+def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path, labels: Mapping[str, str] | None = None) -> Any:
+    """Start a raylet with these node labels that joins the cluster at `address`; returns Ray's private `Node`."""
+    with RAYLETS.required():
+        from ray._private.node import Node
+        from ray._private.parameter import RayParams
+
+        params = RayParams(
+            gcs_address=address,
+            node_ip_address=address.rpartition(":")[0].strip("[]"),  # on this machine: that of the cluster's head
+            num_cpus=cpus,
+            num_gpus=0,
+            object_store_memory=store_bytes,
+            temp_dir=str(folder),
+            labels=dict(labels or {}),
+            min_worker_port=0,
+            max_worker_port=0,
+            node_manager_port=0,
+            include_log_monitor=False,  # type: ignore[arg-type]  # one per machine reads all of them
+        )
+        return Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
+
+
+def reap_raylet(node: Any) -> int:
+    """The pid of a node's raylet. A thread reaps the process: workers do not notice the death of a zombie."""
+    with RAYLETS.required():
+        process = node.all_processes["raylet"][0].process
+        threading.Thread(target=process.wait, name=f"raypar-reaper-{process.pid}", daemon=True).start()
+        return int(process.pid)
+
+
+def end_raylet(node: Any) -> None:
+    """End a node's raylet, with what it has started. Failures are left to Ray: it ends with this process anyway."""
+    with contextlib.suppress(Exception):
+        node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
+
+
+# -- names of Ray that are replaced while it starts ----------------------------------------------------------------------------
+
+
+def _replaceable(module: str, name: str) -> Callable[[], Any]:
+    """A probe: the module (or `module:Class`) whose attribute `name` is callable."""
+
+    def look() -> Any:
+        import importlib
+
+        path, _, inside = module.partition(":")
+        owner = importlib.import_module(path)
+        owner = getattr(owner, inside) if inside else owner
+        if not callable(getattr(owner, name)):
+            raise TypeError(f"{name} cannot be called")
+        return owner
+
+    return look
+
+
+OWN_SESSIONS: Fence[Any] = Fence(
+    api="ray._private.services.ConsolePopen",
+    reason="Ray has no setting that starts its processes outside this process's group",
+    versions=TESTED,
+    feature="keeping signals to this process's group from Ray's processes",
+    without="a SIGTERM by Slurm, systemd or `timeout` ends Ray before the run has saved",
+    probe=_replaceable("ray._private.services", "ConsolePopen"),
+)
+LOOPBACK_ADDRESS: Fence[Any] = Fence(
+    api="ray._private.services.resolve_ip_for_localhost",
+    reason="Ray replaces 127.0.0.1 as a node's address by one that other machines reach",
+    versions=TESTED,
+    feature="keeping Ray to the loopback address",
+    without="a local Ray cluster, which other machines could reach, is not started, and none that listens there only is joined",
+    probe=_replaceable("ray._private.services", "resolve_ip_for_localhost"),
+)
+NO_API_SERVER: Fence[Any] = Fence(
+    api="ray._private.services.start_api_server",
+    reason="Ray starts the dashboard's process without a dashboard too",
+    versions=TESTED,
+    feature="leaving out the dashboard's process of a local cluster",
+    without="a local cluster starts a second later and has 80 MiB more",
+    probe=_replaceable("ray._private.services", "start_api_server"),
+)
+NO_MONITOR: Fence[Any] = Fence(
+    api="ray._private.node.Node.start_monitor",
+    reason="Ray starts the autoscaler's monitor where there are no nodes to add",
+    versions=TESTED,
+    feature="leaving out the autoscaler's process of a local cluster",
+    without="a local cluster has 80 MiB more",
+    probe=_replaceable("ray._private.node:Node", "start_monitor"),
+)
+
+NO_SIGTERM_HANDLER: Fence[Any] = Fence(
+    api="ray._private.utils.set_sigterm_handler",
+    reason="Ray replaces this process's handler of SIGTERM when it starts, with one that ends the process by SystemExit",
+    versions=TESTED,
+    feature="keeping this process's own handler of SIGTERM while Ray starts",
+    without="a SIGTERM meanwhile ends it without a line",
+    probe=_replaceable("ray._private.utils", "set_sigterm_handler"),
+)
+
+
+@contextlib.contextmanager
+def _replaced(fence: Fence[Any], name: str, instead: Callable[[Any], Any]) -> Iterator[None]:
+    """Put `instead(before)` in the place of an attribute of a fence's owner for the length of a block."""
+    owner = fence.find()
+    before = getattr(owner, name, None)
+    if before is None:
+        yield
+        return
+    setattr(owner, name, instead(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def ray_in_new_sessions() -> Iterator[None]:
+    """Have Ray start its processes outside this process's group.
+
+    Slurm, systemd and `timeout` send SIGTERM to the whole group. That would end Ray's control store at once, while this process
+    still has to finish the step and save.
+    """
+    with _replaced(OWN_SESSIONS, "ConsolePopen", lambda popen: functools.partial(popen, start_new_session=True)):
+        yield
+
+
+@contextlib.contextmanager
+def loopback_address_kept() -> Iterator[None]:
+    """Have Ray take 127.0.0.1 as a node's address, which it would replace by one that other machines reach."""
+    with _replaced(LOOPBACK_ADDRESS, "resolve_ip_for_localhost", lambda resolve: lambda host: host):
+        yield
+
+
+@contextlib.contextmanager
+def loopback_address_kept_if_needed(address: str) -> Iterator[None]:
+    """`loopback_address_kept` where the cluster at `address` listens on the loopback address only, as raypar's own do."""
+    import ray
+
+    host, _, port = address.rpartition(":")
+    if host not in ("localhost", LOOPBACK) or not port.isdigit():
+        yield
+        return
+    try:
+        socket.create_connection((ray.util.get_node_ip_address(), int(port)), timeout=CONNECT_S).close()
+    except OSError:
+        with loopback_address_kept():
+            yield
+        return
+    yield
+
+
+@contextlib.contextmanager
+def without_idle_ray_processes() -> Iterator[None]:
+    """Keep Ray from starting two processes that a local Ray cluster has no use for, and from waiting for the first of them.
+
+    That of the dashboard is started without a dashboard too, for usage statistics, which are off (`settings.QUIET`); the
+    autoscaler's monitor has no nodes to add (it also writes what `ray status` prints). Each loads Ray: a second of a processor,
+    and 80 MiB.
+    """
+    with (
+        _replaced(NO_API_SERVER, "start_api_server", lambda start: lambda *args, **rest: ("", None)),
+        _replaced(NO_MONITOR, "start_monitor", lambda start: lambda self: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def without_ray_sigterm_handler() -> Iterator[None]:
+    """Keep Ray from setting a SIGTERM handler of its own, which would end the process by `SystemExit`."""
+    with _replaced(NO_SIGTERM_HANDLER, "set_sigterm_handler", lambda set_handler: lambda handler: None):
+        yield
+
+
+def _look_for_exit() -> Any:
+    from ray._private import worker
+
+    assert callable(worker.shutdown)
+    return worker.shutdown
+
+
+EXIT: Fence[Any] = Fence(
+    api="ray._private.worker.shutdown",
+    reason="Ray registers it to be called when Python exits",
+    versions=TESTED,
+    feature="ending this process without Ray's own farewell",
+    without="with a lost control store this process may take minutes to end; kill it",
+    probe=_look_for_exit,
+)
+
+
+def forget_ray_at_exit() -> None:
+    """Keep Ray from disconnecting when this process ends: with a lost control store that blocks."""
+    shutdown = EXIT.find()
+    if shutdown is not None:
+        atexit.unregister(shutdown)

@@ -1,0 +1,170 @@
+"""The nodes of a Ray cluster as its control store lists them, those that leave, and how one is told to leave."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayError
+
+from raypar.errors import ClusterError, ConfigError
+from raypar.fences.fence import Fence
+from raypar.ray_compat import TESTED
+from raypar.ray_compat.autoscaler import ANSWER_S
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """A live node of a Ray cluster."""
+
+    node: str
+    """Ray's id of the node, in hex."""
+    ip: str
+    """Its address, which all nodes of one machine share."""
+    cpus: int
+    """Its logical CPUs."""
+    head: bool
+    """Whether it is the head of the cluster."""
+
+    def __str__(self) -> str:
+        return f"{self.node[:8]} ({self.ip}, {self.cpus} CPUs{', the head' * self.head})"
+
+
+def _look_for_node_table() -> Any:
+    from ray._raylet import GcsClient
+    from ray.core.generated import gcs_pb2
+
+    assert callable(GcsClient)  # whose methods only an object shows
+    return gcs_pb2.GcsNodeInfo.GcsNodeState.ALIVE
+
+
+NODE_TABLE: Fence[Any] = Fence(
+    api="ray._raylet.GcsClient.get_all_node_info",
+    reason="`ray.nodes` needs a process that has joined the cluster, which `raypar drain` does not",
+    versions=TESTED,
+    feature="asking a cluster for its nodes",
+    without="`raypar drain` cannot say which node is meant",
+    probe=_look_for_node_table,
+)
+
+
+def list_live_nodes(address: str) -> list[ClusterNode]:
+    """The live nodes of the cluster whose control store answers at `host:port`; this process need not have joined it.
+
+    Raises `ClusterError`.
+    """
+    with NODE_TABLE.required() as alive:
+        from ray._raylet import GcsClient
+
+        try:
+            infos: dict[Any, Any] = GcsClient(address=address).get_all_node_info(timeout=ANSWER_S)
+        except RayError as error:
+            raise ClusterError(
+                f"the Ray at {address} does not say which nodes it has: {str(error).strip().splitlines()[0]}",
+                cure="check the address; a cluster with tokens (Ray 2.59 and later) asks for RAY_AUTH_MODE=token",
+            ) from error
+        return [
+            ClusterNode(id.hex(), info.node_manager_address, int(info.resources_total.get("CPU", 0)), info.is_head_node)
+            for id, info in infos.items()
+            if info.state == alive
+        ]
+
+
+def find_node(word: str, nodes: Sequence[ClusterNode]) -> ClusterNode:
+    """The node whose id begins with `word`, or whose address is `word`. Raises `ConfigError` unless there is exactly one."""
+    found = [node for node in nodes if node.node.startswith(word.lower())] or [node for node in nodes if node.ip == word]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        what = f"{len(found)} nodes are called {word!r}"
+        raise ConfigError(what, cure=f"give more of the id: {', '.join(map(str, found))}")
+    raise ConfigError(f"no node is called {word!r}", cure=f"the nodes are {', '.join(map(str, nodes))}")
+
+
+def _look_for_draining_nodes() -> Any:
+    from ray._private import state
+    from ray._raylet import GcsClientOptions, GlobalStateAccessor
+
+    assert callable(GcsClientOptions.create) and callable(GlobalStateAccessor.get_draining_nodes)
+    assert callable(state.state.get_draining_nodes)
+    return state
+
+
+DRAINING_NODES: Fence[Any] = Fence(
+    api="ray._private.state.state.get_draining_nodes",
+    reason="no public API tells which nodes leave; Ray Train polls this one too",
+    versions=TESTED,
+    feature="seeing which nodes are being drained",
+    without="no worker moves off a node before it leaves; the run goes on when it is lost, as with a node that dies",
+    probe=_look_for_draining_nodes,
+)
+
+
+def list_draining_nodes() -> dict[str, float]:
+    """Ids in hex of the draining nodes, each with its deadline (Unix time, s; infinite if none was given). Blocks briefly.
+
+    Empty, after a warning, where only an older or newer Ray could tell. Raises Ray's errors when the head does not answer.
+    """
+    return DRAINING_NODES.use(lambda api: _moments(api.state.get_draining_nodes()), {})
+
+
+def list_draining_nodes_of_cluster(address: str) -> dict[str, float]:
+    """`list_draining_nodes` of the cluster at `host:port`, which this process need not have joined. Raises `ClusterError`."""
+    with DRAINING_NODES.required():
+        from ray._raylet import GcsClientOptions, GlobalStateAccessor
+
+        options = GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True)
+        accessor = GlobalStateAccessor(options)
+        if not accessor.connect():
+            raise ClusterError(f"the Ray at {address} does not say which nodes leave", cure="check the address")
+        return _moments(accessor.get_draining_nodes())
+
+
+def _moments(found: dict[str, int]) -> dict[str, float]:
+    """Ray's deadlines (ms, 0 for none) in seconds."""
+    return {node: at / 1000 if at > 0 else math.inf for node, at in found.items()}
+
+
+def _look_for_draining() -> Any:
+    from ray._raylet import GcsClient
+    from ray.core.generated import autoscaler_pb2
+
+    assert callable(GcsClient)
+    return autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+
+
+DRAINING: Fence[Any] = Fence(
+    api="ray._raylet.GcsClient.drain_node",
+    reason="only a hidden command of Ray (`ray drain-node`) drains nodes",
+    versions=TESTED,
+    feature="draining a node",
+    without="`raypar drain` cannot tell Ray that it leaves",
+    probe=_look_for_draining,
+)
+
+
+def drain_node(address: str, node: ClusterNode, deadline_s: float, reason: str) -> None:
+    """Tell Ray that a node leaves in `deadline_s` seconds, as a cloud does before it takes a machine back.
+
+    Ray starts nothing new on the node, leaves alone what runs there, and ends its raylet once nothing does. A run that polls
+    `list_draining_nodes` moves its workers off. Raises `ConfigError` for the head, without which there is no cluster.
+    """
+    if node.head:
+        raise ConfigError(
+            f"node {node} holds Ray's control store: a cluster does not outlive it", cure="drain one of the other nodes"
+        )
+    with DRAINING.required() as why:
+        from ray._raylet import GcsClient
+
+        try:
+            # The id must be one of the cluster: Ray says yes to any other too.
+            accepted, rejection = GcsClient(address=address).drain_node(
+                node.node, why, reason, int(1000 * (time.time() + deadline_s))
+            )
+        except RayError as error:
+            raise ClusterError(f"the Ray at {address} does not drain node {node}: {error}", cure="try again") from error
+    if not accepted:
+        raise ClusterError(f"Ray refuses to drain node {node}: {rejection}", cure="try again when nothing is in its way")

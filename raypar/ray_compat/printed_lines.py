@@ -1,0 +1,111 @@
+"""Keeps Ray from printing what raypar says in one line, or what says nothing to a run's user."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from raypar.fences.fence import CHANGED, Fence
+from raypar.ray_compat import TESTED
+
+DEATH_NOTICE = re.compile(
+    r"\s*($|Raylet is terminated|The node with node id|A worker died or was killed|Refer to the documentation on how to address"
+    r" the out of memory|\[.*\] \((raylet|gcs_server)\) )",
+    re.DOTALL,
+)
+"""How Ray's messages about dead nodes and workers begin, and the lines of its servers' logs. Ray gives them no code: in other
+words they are printed."""
+EVENTS_VARIABLE = "RAY_SCHEDULER_EVENTS"
+"""The variable by which users ask for the autoscaler's lines, or for none."""
+
+
+def _look_for_printing() -> Any:
+    from ray._private import worker
+
+    assert callable(worker.print_to_stdstream)
+    return worker
+
+
+PRINTING: Fence[Any] = Fence(
+    api="ray._private.worker.print_to_stdstream",
+    reason="Ray prints what nodes and workers have died of, also between the lines of --json, and has no setting against it",
+    versions=TESTED,
+    feature="leaving out Ray's own lines about dead nodes and workers",
+    without="they are printed to stdout",
+    probe=_look_for_printing,
+)
+
+
+@contextlib.contextmanager
+def without_ray_death_notices() -> Iterator[None]:
+    """Keep Ray from printing that a node or a worker has died: raypar says so in one line instead of twenty.
+
+    Ray prints such lines to stdout, even between the lines of `--json`. What workers print is still shown.
+    """
+    worker = PRINTING.find()
+    if worker is None:
+        yield
+        return
+    tell = worker.print_to_stdstream
+
+    def told(data: Any, *args: Any, **rest: Any) -> None:
+        try:
+            shown = _without_death_notices(data)
+        except CHANGED as error:
+            PRINTING.note_odd_answer(error)
+            shown = data
+        if shown is not None:
+            tell(shown, *args, **rest)
+
+    worker.print_to_stdstream = told
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = tell
+
+
+def _without_death_notices(data: Any) -> Any:
+    """What a process has printed, without notices; None if nothing is left."""
+    lines = data["lines"]
+    if data.get("pid") in ("raylet", "gcs_server"):
+        lines = [line for line in lines if not DEATH_NOTICE.match(str(line))]
+        data = {**data, "lines": lines}
+    return data if lines else None
+
+
+def _look_for_events() -> Any:
+    from ray._private import ray_constants
+
+    ray_constants.AUTOSCALER_EVENTS  # noqa: B018 - raises where it is gone
+    return ray_constants
+
+
+EVENTS: Fence[Any] = Fence(
+    api="ray._private.ray_constants.AUTOSCALER_EVENTS",
+    reason=f"Ray reads {EVENTS_VARIABLE} when it is imported, which may have been before",
+    versions=TESTED,
+    feature="leaving out the lines of Ray's autoscaler",
+    without="they are printed while a run waits to grow",
+    probe=_look_for_events,
+)
+
+
+@contextlib.contextmanager
+def without_autoscaler_lines() -> Iterator[None]:
+    """Keep Ray from printing what its autoscaler does, unless the user has set `RAY_SCHEDULER_EVENTS`.
+
+    While a run waits to grow, the autoscaler prints every few seconds that a placement group has no place.
+    """
+    constants = EVENTS.find() if EVENTS_VARIABLE not in os.environ else None
+    if constants is None:
+        yield
+        return
+    before = constants.AUTOSCALER_EVENTS
+    constants.AUTOSCALER_EVENTS = 0
+    try:
+        yield
+    finally:
+        constants.AUTOSCALER_EVENTS = before
