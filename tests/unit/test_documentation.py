@@ -19,20 +19,9 @@ from raypar.cli import COMMANDS, _Parser
 from raypar.config import Job
 from raypar.config.validation_errors import dotted_keys
 
-PAGES = [
-    README,
-    *GUIDES,
-    *(
-        ROOT / name
-        for name in (
-            "raypar/README.md",
-            "raypar/NUMERICS.md",
-            "raypar/DECISIONS.md",
-            "cluster/README.md",
-            "jobs/bench/README.md",
-        )
-    ),
-]
+CONTRIBUTING = ROOT / ".github/CONTRIBUTING.md"
+FOR_DEVELOPERS = [*(ROOT / ".github").rglob("*.md"), *(ROOT / "raypar").glob("*.md"), ROOT / "jobs/bench/README.md"]
+PAGES = [README, *GUIDES, ROOT / "cluster/README.md", *sorted(FOR_DEVELOPERS)]
 README_LINES, OWN_MODEL_BEFORE = 230, 90
 KEYS = set(dotted_keys(Job))
 WITHOUT_CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
@@ -117,7 +106,7 @@ def call_of_raypar(words: list[str]) -> list[str] | None:
     return words[at + 1 :]
 
 
-@pytest.mark.parametrize("page", [README, *GUIDES], ids=page_id)
+@pytest.mark.parametrize("page", [README, *GUIDES, CONTRIBUTING], ids=page_id)
 def test_commands_are_ones_that_raypar_takes(page: Path):
     for block in code_blocks(page):
         if block.language not in ("bash", "bash full", "sh") or block.file is not None:
@@ -185,12 +174,12 @@ def test_python_blocks_name_what_raypar_has(page: Path):
                 assert {word.arg for word in node.keywords} <= arguments
 
 
-@pytest.mark.parametrize("page", [README, *GUIDES], ids=page_id)
+@pytest.mark.parametrize("page", [README, *GUIDES, CONTRIBUTING], ids=page_id)
 def test_names_of_raypar_and_of_files_in_the_text_exist(page: Path):
     text = prose(page)
     names = set(re.findall(r"`raypar\.([A-Z]\w+)", text))
     assert [name for name in names if not hasattr(raypar, name)] == []
-    files = set(re.findall(r"`((?:jobs|examples|cluster|tests)/[\w./]+\.(?:py|yaml|md|sh))`", text))
+    files = set(re.findall(r"`((?:jobs|examples|cluster|tests|raypar)/[\w./]+\.(?:py|yaml|md|sh))`", text))
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
