@@ -22,6 +22,7 @@ import torch
 from helpers.strangers import (
     CASES,
     FalseAcceptor,
+    Wiretap,
     challenge_to,
     footprint,
     hello_of,
@@ -238,6 +239,59 @@ def test_a_damaged_challenge_or_answer_is_an_error_that_names_the_rank(said, sha
 
 
 # -- what only looks like the run's
+
+
+def test_a_recorded_conversation_that_is_sent_again_is_refused_at_both_ends_and_changes_nothing():
+    """Every byte that a peer has said, its proof and its tensors: in the same generation, and while the next one meets."""
+    meshes = [TcpEndpoint.listen(credential=CREDENTIAL, unix_sockets=False) for _ in range(2)]
+    real = [mesh.address for mesh in meshes]
+    host, _, port = real[0].rpartition(":")
+    door = (host, int(port))
+    tap = Wiretap(door)
+
+    def meet(generation, dialed_address=real[0], meanwhile=lambda: None):
+        """The ends of ranks 0 and 1, which dials; what happens `meanwhile` happens while rank 0 waits."""
+        how = {"size": 2, "generation": generation, "deadline_s": LIMIT_S}
+        with ThreadPoolExecutor(1) as other:
+            waiting = other.submit(meshes[0].connect, rank=0, addresses=real, **how)
+            meanwhile()
+            dialer = meshes[1].connect(rank=1, addresses=[dialed_address, real[1]], **how)
+            return [waiting.result(), dialer]
+
+    def add(ends):
+        values = [torch.arange(1000.0) + rank for rank in range(2)]
+        for handle in [end.all_reduce(value, group=[0, 1]) for end, value in zip(ends, values, strict=True)]:
+            handle.wait(LIMIT_S)
+        return all(torch.equal(value, 2 * torch.arange(1000.0) + 1) for value in values)
+
+    def again():
+        said = tap.dialer_said
+        assert len(said) > HELLO.size + PROOF_BYTES + 4000, "its tensor, too"
+        sayings = [(said, None, False), (said, None, True), (said[: HELLO.size], lambda challenge: said[HELLO.size :], False)]
+        knocks = knock([door], sayings, CLOSED_S)
+        refused(knocks, ["at once", "at once, and hangs up", "word by word"])
+
+    ends = meet(7, tap.address)
+    assert add(ends)
+    again()
+    assert add(ends), "the two go on"
+    for generation, meanwhile in ((8, again), (9, lambda: None)):
+        for end in ends:
+            end.close()
+        ends = meet(generation, meanwhile=meanwhile)
+        assert add(ends)
+    for end in ends:
+        end.close()
+    for mesh in meshes:
+        mesh.close()
+    tap.close()
+
+    def play(sock, hello):
+        sock.sendall(tap.acceptor_said)
+
+    error = dialed(play, True, 4 * HANDSHAKE_S)
+    assert isinstance(error, CommError) and re.search(r"ranks? \[?0", error.what)
+    CASES["replays"] += 7
 
 
 def test_only_who_has_the_secret_is_let_in_and_only_for_the_place_it_has_asked_for():

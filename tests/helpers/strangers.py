@@ -184,3 +184,38 @@ def memory_bytes() -> int:
     """Resident memory of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Wiretap:
+    """Stands in front of a worker's TCP port, passes on what both sides say, and keeps it."""
+
+    def __init__(self, door: tuple[str, int]) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self.dialer_said = self.acceptor_said = b""
+        self._door, self._sockets = door, list[socket.socket]()
+        self._threads = [threading.Thread(target=self._serve, daemon=True)]
+        self._threads[0].start()
+
+    def _serve(self) -> None:
+        dialer, _ = self._server.accept()
+        acceptor = socket.create_connection(self._door)
+        self._sockets = [dialer, acceptor]
+        back = threading.Thread(target=self._pass_on, args=(acceptor, dialer, "acceptor_said"), daemon=True)
+        self._threads.append(back)
+        back.start()
+        self._pass_on(dialer, acceptor, "dialer_said")
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, kept: str) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                setattr(self, kept, getattr(self, kept) + data)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Both connections must be over."""
+        for thread in list(self._threads):
+            thread.join(5)
+        for one in (self._server, *self._sockets):
+            one.close()
