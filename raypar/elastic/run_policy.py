@@ -43,6 +43,10 @@ class RunPolicy:
     """How long the cause of a broken connection is looked for before the connection itself is reported."""
     save_grace_s: float = 10.0
     """How long a failed run waits for a checkpoint that is being written."""
+    save_wait_s: float = 300.0
+    """How long a run that is done waits for a disk on which its last checkpoint cannot be written; 0: not at all."""
+    save_retry_s: float = 10.0
+    """Time from one attempt at that checkpoint to the next."""
     callbacks_s: float = 10.0
     """How long callbacks may take, after the grace of a Ctrl-C, for steps that all workers have applied."""
     abort_s: float = 1.5

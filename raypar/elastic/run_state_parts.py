@@ -71,6 +71,10 @@ class RunProgress:
     """Steps of the checkpoint that is being written."""
     save_error: Exception | None = None
     """Why the last checkpoint failed; None after one that was written."""
+    unsaved_since_s: float | None = None
+    """Since when the run is over but for its last checkpoint, which could not be written; None: it waits for no disk."""
+    retry_save_at_s: float | None = None
+    """When that checkpoint is begun again; None while it is being written."""
     validated: int | None = None
     """Steps of the last complete validation pass."""
     due: deque[Due] = field(default_factory=deque)

@@ -47,6 +47,7 @@ from raypar.elastic.step_flow import (
     end_if_saved,
     issue_steps,
     record_emitted_step,
+    retry_last_checkpoint,
 )
 from raypar.elastic.straggler_rules import begin_straggler_watch, check_stragglers
 from raypar.elastic.worker_hiring import desired_capacity_of_run, release_workers, start_workers
@@ -220,6 +221,7 @@ def continue_after_snapshot(m: RunState, event: AllWorkersCopiedState) -> None:
 def record_checkpoint(m: RunState, event: CheckpointSaved) -> None:
     """Remember a complete checkpoint."""
     m.progress.saving, m.progress.saved, m.progress.save_error = None, event.done, None
+    m.progress.unsaved_since_s = m.progress.retry_save_at_s = None
     continue_after_save(m)
 
 
@@ -229,9 +231,11 @@ def report_failed_checkpoint(m: RunState, event: CheckpointFailed) -> None:
     waited_for = m.phase is Phase.SAVING and event.done == p.emitted
     p.saving, p.save_error = None, event.error
     kept = f"the one after {p.saved} steps stays" if p.saved else "there is none yet"
-    m.decide(
-        WarnUser(f"the checkpoint after {event.done} steps could not be written ({event.error}); {kept}"), "training goes on"
-    )
+    if p.unsaved_since_s is None:  # else people know
+        m.decide(
+            WarnUser(f"the checkpoint after {event.done} steps could not be written ({event.error}); {kept}"),
+            "training goes on",
+        )
     if waited_for:
         begin_next_save_or_validation(m)
     else:
@@ -258,7 +262,7 @@ def check_save_or_validation_deadline(m: RunState, event: Tick) -> None:
         what = f"no pings are answered by {format_worker_numbers(mute)} while {m.phase.value}"
         recover_from_failure(m, CallFailed("aborted", CommTimeout(what), generation=generation))
         return
-    if not m.timer.expired:
+    if (m.phase is Phase.ENDING and retry_last_checkpoint(m)) or not m.timer.expired:
         return
     saved = m.progress.saved
     if m.stopping.interrupted:

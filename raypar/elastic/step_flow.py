@@ -14,6 +14,7 @@ from raypar.elastic.actions import (
     RunStep,
     StartCheckpoint,
     Validate,
+    WarnUser,
     WriteJournal,
 )
 from raypar.elastic.begin_recovery import begin_recovery, is_caused_by_worker_loss
@@ -138,6 +139,8 @@ def end_if_saved(m: RunState) -> None:
             p.save_error = None
             begin_recovery(m, "a worker was lost with its share of the last checkpoint; the others hold the state")
             return
+        if wait_for_disk(m):
+            return
         kept = f"the checkpoint after {p.saved} steps is good" if p.saved else "there is no earlier checkpoint"
         m.end_run("failed", f"the last checkpoint could not be written; {kept}", p.save_error)
     elif request is not None:
@@ -146,6 +149,47 @@ def end_if_saved(m: RunState) -> None:
         m.end_run("stopped", f"asked to stop after {done} steps")
     else:
         m.end_run("done", f"all {done} steps are done")
+
+
+def wait_for_disk(m: RunState) -> bool:
+    """Have the last checkpoint written again later, because it could not be written. False if the run waits no longer.
+
+    The workers hold the state: once the disk has room, or is there again, nothing is lost. After Ctrl-C nobody waits.
+    """
+    p, now_s = m.progress, m.timer.now_s
+    since_s = now_s if p.unsaved_since_s is None else p.unsaved_since_s
+    left_s = m.policy.save_wait_s - (now_s - since_s)
+    if left_s <= 0 or m.stopping.interrupted:
+        return False
+    if p.unsaved_since_s is None:
+        m.decide(
+            WarnUser(
+                f"the state after {p.emitted} steps is in the workers' memory only: it is saved as soon as its checkpoint can "
+                f"be written, which is tried every {m.policy.save_retry_s:.0f} s; {left_s:.0f} s left, then the run ends "
+                f"without it ({describe_last_checkpoint(m)})\n  cure: free disk space, or make the run folder writable"
+            ),
+            "the run would lose what was trained since then",
+        )
+    p.unsaved_since_s, p.retry_save_at_s, m.timer.deadline_s = since_s, now_s + m.policy.save_retry_s, None
+    return True
+
+
+def retry_last_checkpoint(m: RunState) -> bool:
+    """Begin the last checkpoint again if it waits for a disk and is due, or end the run after Ctrl-C. False if none waits.
+
+    If it fails again `end_if_saved` decides anew.
+    """
+    p = m.progress
+    if p.retry_save_at_s is None:
+        return False
+    if m.stopping.interrupted:
+        p.retry_save_at_s = None
+        end_if_saved(m)
+    elif m.timer.now_s >= p.retry_save_at_s:
+        p.retry_save_at_s = p.save_error = None
+        p.due = deque(["save", "end"])
+        begin_next_save_or_validation(m)
+    return True
 
 
 def describe_last_checkpoint(m: RunState) -> str:

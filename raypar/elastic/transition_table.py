@@ -151,7 +151,10 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(CheckpointSaved, [P.ENDING, P.FAILING], running_rules.record_checkpoint, [P.OVER]),
     make_transition_row(CheckpointFailed, [*TRAINING, P.VALIDATING, P.ABORTING], running_rules.report_failed_checkpoint),
     make_transition_row(
-        CheckpointFailed, [P.SAVING], running_rules.report_failed_checkpoint, [*TRAINING, P.VALIDATING, P.CLAIMING, P.OVER]
+        CheckpointFailed,
+        [P.SAVING],
+        running_rules.report_failed_checkpoint,
+        [*TRAINING, P.VALIDATING, P.ENDING, P.CLAIMING, P.OVER],
     ),
     make_transition_row(CheckpointFailed, [P.ENDING], running_rules.report_failed_checkpoint, [P.CLAIMING, P.OVER]),
     make_transition_row(CheckpointFailed, [P.FAILING], running_rules.report_failed_checkpoint, [P.OVER]),
@@ -160,8 +163,9 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(
         Tick, [P.VALIDATING], running_rules.check_save_or_validation_deadline, [P.ABORTING, P.CLAIMING, P.FAILING, P.OVER]
     ),
-    make_transition_row(
-        Tick, [P.SAVING, P.ENDING], running_rules.check_save_or_validation_deadline, [P.CLAIMING, P.FAILING, P.OVER]
+    make_transition_row(Tick, [P.SAVING], running_rules.check_save_or_validation_deadline, [P.CLAIMING, P.FAILING, P.OVER]),
+    make_transition_row(  # to `SAVING`: the last checkpoint, which could not be written, is tried again
+        Tick, [P.ENDING], running_rules.check_save_or_validation_deadline, [P.SAVING, P.CLAIMING, P.FAILING, P.OVER]
     ),
     # Aborted steps, and failure.
     make_transition_row(GroupsAborted, [P.ABORTING], running_rules.note_aborted, [P.SAVING, P.ENDING, P.OVER]),

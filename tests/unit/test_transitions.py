@@ -48,6 +48,7 @@ CTRL_C = StopRequested("Ctrl-C", interrupt=True)
 MISTAKE = CallFailed("error", RayparError("a mistake of ours", cure="none"))
 SILENT = WorkerSilent(1, 10.0)
 ENDED = Tick(unheard=frozenset({1}), ended=frozenset({1}))
+FULL = CheckpointFailed(1, OSError("full"))
 LATE_S = 10_000.0
 
 
@@ -245,7 +246,10 @@ SCENES = {
     "a checkpoint hangs": (lambda: arrive(P.SAVING), [Tick()], P.CLAIMING),
     "a checkpoint hangs after Ctrl-C": (lambda: sent(arrive(P.SAVING), CTRL_C), [Tick()], P.OVER),
     "a share of the last checkpoint is lost": (lambda: arrive(P.SAVING), [CheckpointFailed(1, WorkerLost("gone"))], P.CLAIMING),
-    "the disk is full at the end": (lambda: arrive(P.SAVING), [CheckpointFailed(1, OSError("full"))], P.OVER),
+    "the disk is full at the end": (lambda: arrive(P.SAVING), [FULL], P.ENDING),
+    "the disk is full at the end, and Ctrl-C": (lambda: sent(arrive(P.SAVING), CTRL_C), [FULL], P.OVER),
+    "the disk was full at the end a while ago": (lambda: sent(arrive(P.ENDING), FULL), [Tick()], P.SAVING),
+    "the disk is full at the end, and nobody waits": (lambda: arrive(P.ENDING, save_wait_s=0.0), [FULL], P.OVER),
     "the disk is full, three steps before the next checkpoint": (
         lambda: run(3, save_every=3),
         [CheckpointFailed(3, OSError("full"))],
