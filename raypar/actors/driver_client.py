@@ -28,6 +28,7 @@ from raypar.actors.driver_actor import ABANDONED_S, DriverActor
 from raypar.actors.driver_shutdown import CLIENT_GONE_S
 from raypar.actors.run_request import GRACE_S, RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
+from raypar.actors.temp_reserve import describe_full_temp, give_reserve_to_ray
 from raypar.actors.worker_pool import remove_leftover_placement_groups, run_namespace
 from raypar.elastic.actions import EndKind
 from raypar.errors import ActiveError, ClusterError, OutlivedError, OutOfMemory, RayparError, WorkerLost, error_first_line
@@ -359,6 +360,8 @@ class RunFollower:
         now = time.monotonic()
         if self.lost_s is None:
             self.lost_s, self.deaths = now, self.deaths + 1
+            if given := give_reserve_to_ray():
+                self._warn(given)
         step = self.last_step["step"] + 1
         what = None
         if not self.request.policy.elastic or isinstance(error, ActorDiedError):
@@ -371,6 +374,9 @@ class RunFollower:
             if isinstance(error, OutOfMemoryError):
                 raise memory_monitor_kill_error(f"the driver was lost: {what}; it", error) from error
             cure = "look at what your callbacks do, which run in it, and at the memory and the temporary folder of its machine"
+            if full := describe_full_temp():
+                what = f"{what}: {full}, and Ray starts no process while its logs have no room there"
+                cure = "free disk space there, or set TMPDIR to a folder on another disk"
             raise WorkerLost(f"the driver was lost: {what}", cure=f"{cure}; {self._how_to_resume()}") from error
         if self.started is not None:  # it died before it had begun
             self.started = call_ray(lambda: self.driver.start.remote(self.request))

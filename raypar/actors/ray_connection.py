@@ -30,6 +30,7 @@ from raypar.actors.control_store_watch import (
 from raypar.actors.local_cluster_token import choose_token, write_token_file
 from raypar.actors.local_nodes import LocalNode, cpus_per_node, start_local_nodes
 from raypar.actors.local_ray_cleanup import remove_local_ray_on_exit
+from raypar.actors.temp_reserve import room_for_new_driver
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError, error_first_line
 from raypar.ray_compat.authentication import lets_in_without_token, shows_token, token_authentication
 from raypar.ray_compat.local_cluster import (
@@ -300,6 +301,7 @@ def start_local_ray(workers: int, nodes: int = 1, gpus: bool = False) -> Iterato
                 cure="use ray 2.60, or join a running cluster (--address)",
             )
         write_token_file(folder, address, token)
+        stack.enter_context(room_for_new_driver(folder))
         yield RayConnection("own", describe_local_ray(nodes * cpus, raylets), address, host=LOOPBACK, nodes=raylets)
 
 
