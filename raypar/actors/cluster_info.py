@@ -75,9 +75,10 @@ def require_capacity(workers: int, cluster: ClusterCapacity, gpus: int = 0, plan
         )
 
 
-def list_dead_nodes() -> set[str]:
-    """Ids of the nodes that Ray has marked dead."""
-    return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
+def list_live_and_dead_nodes() -> tuple[set[str], set[str]]:
+    """Ids of the nodes that live, and of those that Ray has marked dead."""
+    nodes = {node["NodeID"]: bool(node["Alive"]) for node in ray.nodes()}
+    return {node for node, alive in nodes.items() if alive}, {node for node, alive in nodes.items() if not alive}
 
 
 @dataclass(frozen=True)

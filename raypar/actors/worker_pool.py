@@ -121,25 +121,31 @@ class WorkerPool:
         shun: Collection[str] = (),
         *,
         on_demand: bool = False,
+        note_node: Callable[[str], None] = lambda node: None,
     ) -> bool:
         """Wait until the group of these workers is placed, however long that takes. False if it was given back meanwhile.
 
         No node of `avoid()` is taken. Nodes of `shun` are taken after `SHUN_S`, if no other node has had room until then. When
-        a node is allowed again, the group is requested anew, because a group's allowed nodes cannot be changed. Raises
-        `ClusterError` if somebody else has removed the group.
+        a node is allowed again, or the group lies on one that joined after the request and is to be avoided, the group is
+        requested anew, because a group's allowed nodes cannot be changed. `note_node` is told of the nodes on which the group
+        lies before `avoid()` is asked about them. Raises `ClusterError` if somebody else has removed the group.
         """
         first, start_s = numbers[0], time.monotonic()
         excluded = {*avoid(), *shun}
         while first in self.groups:
             group = self.groups[first]
             info = (await asyncio.to_thread(placement_group_table)).get(group.id.hex(), {})
-            if info.get("state") == "CREATED":
+            placed = info.get("state") == "CREATED"
+            nodes = set(map(str, info.get("bundles_to_node_id", {}).values())) if placed else set[str]()
+            for node in nodes:
+                note_node(node)
+            if placed and not nodes & set(avoid()):
                 return first in self.groups
             if info.get("state") == "REMOVED" and self.groups.get(first) is group:
                 raise ClusterError("its placement group was removed", cure="look for who removes placement groups")
             waited_s = time.monotonic() - start_s
             excluded_now = {*avoid(), *(shun if waited_s <= SHUN_S else ())}
-            if excluded - excluded_now:
+            if placed or excluded - excluded_now:
                 excluded = excluded_now
                 await asyncio.to_thread(remove_placement_group, group)
                 new_group = await asyncio.to_thread(self._make_group, numbers, excluded, on_demand)

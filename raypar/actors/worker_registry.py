@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_for_answers
-from raypar.actors.cluster_info import list_dead_nodes, list_live_node_resources, zones_of_nodes
+from raypar.actors.cluster_info import list_live_and_dead_nodes, list_live_node_resources, zones_of_nodes
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.liveness_connection import LivenessConnections
 from raypar.actors.node_loss import NodeLossTracker
@@ -23,7 +23,7 @@ from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic import events as on
 from raypar.elastic.cpu_wait_deadline_extension import CpuWaitDeadlineExtension
-from raypar.elastic.suspect_nodes import SuspectNodes
+from raypar.elastic.suspect_nodes import FlappingNodes, SuspectNodes
 from raypar.errors import ClusterError, NodeLost
 from raypar.ray_compat.actor_errors import keep_death_reasons, worker_lost_error
 from raypar.ray_compat.memory_monitor import memory_monitor_kill_error
@@ -87,6 +87,10 @@ class WorkerRegistry:
         """Worker -> its hello, of all workers that have started."""
         self.suspect_nodes = SuspectNodes()
         """Nodes whose workers were lost or hung: no worker is started there, as Ray may not have noticed a dead node yet."""
+        self.flapping_nodes = FlappingNodes()
+        """Which nodes are too young, while nodes join and are lost soon after."""
+        self.dead_nodes: set[str] = set()
+        """Nodes whose death has been noticed."""
         self.slow_nodes: set[str] = set()
         """Nodes whose worker was a straggler: no worker is started there while another node has room."""
         self.node_of_worker: dict[int, str] = {}
@@ -146,7 +150,9 @@ class WorkerRegistry:
         try:
             if not requested:
                 await asyncio.to_thread(self.pool.request_group, numbers, {*suspect(), *slow}, on_demand=on_demand)
-            if not await self.pool.wait_until_placed(numbers, suspect, slow, on_demand=on_demand):
+            if not await self.pool.wait_until_placed(
+                numbers, suspect, slow, on_demand=on_demand, note_node=self.note_live_node
+            ):
                 return
             there = [number for number in numbers if number in self.pool.groups]
             workers = {n: self.pool.start_worker(n, begin.spec, begin.listen_host, begin.orphan_timeout_s) for n in there}
@@ -228,7 +234,12 @@ class WorkerRegistry:
 
     def suspect_nodes_now(self) -> frozenset[str]:
         """The nodes on which no worker is started at present."""
-        return self.suspect_nodes.at(time.monotonic())
+        now = time.monotonic()
+        return self.suspect_nodes.at(now) | self.flapping_nodes.at(now)
+
+    def note_live_node(self, node: str) -> None:
+        """Note a node, which may have joined since the last look at all nodes."""
+        self.flapping_nodes.see([node], time.monotonic())
 
     def avoid_slow_node_of(self, number: int) -> None:
         """Prefer other nodes to this worker's node for new workers: it computes too slowly there."""
@@ -347,7 +358,7 @@ class WorkerRegistry:
     async def _look_at_nodes(self) -> None:
         """Ask Ray which nodes are draining or dead; report workers that have to leave, and nodes that are lost."""
         try:
-            draining, dead = await asyncio.to_thread(lambda: (list_draining_nodes(), list_dead_nodes()))
+            draining, (live, dead) = await asyncio.to_thread(lambda: (list_draining_nodes(), list_live_and_dead_nodes()))
         except Exception:
             return  # the head does not answer; calls that need it will report that
         for number in list(self.pool.workers):
@@ -355,10 +366,24 @@ class WorkerRegistry:
             if hello is not None and hello.node in draining:
                 self.report_leaving_worker(number, f"node {hello.node[:8]} is being drained")
         self._drained |= set(draining)
+        self._look_for_flapping_nodes(live, dead)
         for node in dead - self._drained:
             told = self.node_losses.died(node, time.monotonic())
             if told is not None:
                 self.note("node", **told)
+
+    def _look_for_flapping_nodes(self, live: set[str], dead: set[str]) -> None:
+        """Have new nodes wait for workers while nodes join and are lost soon after, and say so."""
+        now = time.monotonic()
+        lost, self.dead_nodes = dead - self.dead_nodes, dead
+        for node in sorted(lost - self._drained):
+            if (least_age_s := self.flapping_nodes.lose(node, now)) is not None:
+                self.note(
+                    "warning",
+                    text=f"node {node[:8]} was lost soon after it had joined: a new node gets no worker before it is "
+                    f"{least_age_s:.0f} s old\n  cure: look at that machine and its network",
+                )
+        self.flapping_nodes.see(live, now)
 
     def report_leaving_worker(self, number: int, why: str) -> None:
         """Report that a worker has to leave; posts `DrainRequested`. Idempotent."""

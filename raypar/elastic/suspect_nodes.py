@@ -1,6 +1,9 @@
-"""Nodes on which no worker is started for a while, because a worker there was lost with its node or did not answer. Pure."""
+"""Nodes on which no worker is started for a while: a worker there did not answer, or nodes come and go too fast. Pure."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
 
 SUSPECT_S = 90.0
 """How long a node is suspected the first time. Ray, which places new workers, takes up to 65 s to notice that a node is dead
@@ -31,3 +34,57 @@ class SuspectNodes:
     def at(self, now_s: float) -> frozenset[str]:
         """The nodes that are suspected at this time."""
         return frozenset(node for node, until_s in self._until_s.items() if now_s < until_s)
+
+
+YOUNG_S = 120.0
+"""A node that is lost at this age or before is one that flaps."""
+LEAST_AGE_S = 30.0
+"""The age that new nodes have to reach after the first node that flapped. Each further one doubles it, up to `YOUNG_S`."""
+CALM_S = 600.0
+"""This long after the last node that flapped, beyond the age that is asked for, new nodes are trusted again."""
+
+
+class FlappingNodes:
+    """Keeps workers off new nodes while nodes flap: join, and are lost soon after.
+
+    A node that joins again has a new id, and several may share an address, so a machine that flaps is not recognised: while any
+    does, every new node has to reach an age first. Nodes that were there at the first look are not new.
+    """
+
+    def __init__(self) -> None:
+        self._seen_s: dict[str, float] = {}
+        """Node -> when it was first seen; -inf for those of the first look."""
+        self._flaps = 0
+        """Number of nodes that have flapped since it was calm."""
+        self._last_s = -math.inf
+        """When the last one was lost."""
+
+    def see(self, nodes: Iterable[str], now_s: float) -> None:
+        """Note the nodes that live now."""
+        since_s = now_s if self._seen_s else -math.inf
+        for node in nodes:
+            self._seen_s.setdefault(node, since_s)
+
+    def lose(self, node: str, now_s: float) -> float | None:
+        """Note the loss of a node. Returns the age that new nodes have to reach from now on, or None if the node was old."""
+        age_s = now_s - self._seen_s.pop(node, -math.inf)
+        if age_s > YOUNG_S:
+            return None
+        self._flaps = 1 if self._is_calm(now_s) else self._flaps + 1
+        self._last_s = now_s
+        return self.least_age_s(now_s)
+
+    def least_age_s(self, now_s: float) -> float:
+        """The age that a new node has to reach before a worker is started on it; 0 where no node has flapped."""
+        return 0.0 if self._is_calm(now_s) else self._asked_age_s()
+
+    def at(self, now_s: float) -> frozenset[str]:
+        """The nodes that are too young at this time."""
+        least_s = self.least_age_s(now_s)
+        return frozenset(node for node, seen_s in self._seen_s.items() if now_s - seen_s < least_s)
+
+    def _asked_age_s(self) -> float:
+        return float(min(LEAST_AGE_S * 2.0 ** min(self._flaps - 1, 10), YOUNG_S))
+
+    def _is_calm(self, now_s: float) -> bool:
+        return not self._flaps or now_s - self._last_s > self._asked_age_s() + CALM_S

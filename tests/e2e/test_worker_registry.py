@@ -57,8 +57,8 @@ class Worker:
 
 def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatch):
     """All workers were said not to have answered for 10 s, which ended a run that is not elastic."""
-    for asked in ("list_draining_nodes", "list_dead_nodes"):
-        monkeypatch.setattr(f"raypar.actors.worker_registry.{asked}", lambda: set())
+    monkeypatch.setattr("raypar.actors.worker_registry.list_draining_nodes", set)
+    monkeypatch.setattr("raypar.actors.worker_registry.list_live_and_dead_nodes", lambda: (set(), set()))
     monkeypatch.setattr("raypar.actors.answer_batch.ray", Call)
     workers, told = {number: Worker() for number in range(3)}, []
 

@@ -181,6 +181,29 @@ def test_a_worker_that_waits_takes_a_node_as_soon_as_that_is_not_suspected_any_m
     assert first.state == "REMOVED" and second.selector == [{"ray.io/node-id": "!in(lost)"}] * 2
 
 
+def test_a_group_that_lies_on_a_node_which_has_just_joined_is_asked_for_anew_while_nodes_flap(ray):
+    """Its node joined after the request, which could not name it."""
+    noted: list[str] = []
+
+    async def scene():
+        asked = pool()
+        asked.request_group((4, 5))
+        young = lambda: set(noted[:1]) if len(ray.groups) == 1 else set()  # noqa: E731
+        waiting = asyncio.ensure_future(asked.wait_until_placed((4, 5), young, note_node=noted.append))
+        ray.place()
+        while len(ray.groups) < 2:
+            await asyncio.sleep(0.05)
+        assert not waiting.done()
+        ray.place()
+        assert await waiting
+        assert asked.groups == {4: ray.groups[1], 5: ray.groups[1]}
+
+    asyncio.run(scene())
+    first, second = ray.groups
+    assert first.state == "REMOVED" and second.selector == [{"ray.io/node-id": "!in(node)"}] * 2
+    assert noted == ["node", "node"]
+
+
 def test_a_new_driver_finds_workers_and_demand_but_does_not_start_the_dead_again(ray):
     asked = pool()
     for numbers in ((0, 1), (2, 3), (4, 5), (6,)):

@@ -1,6 +1,6 @@
 """A node whose worker did not answer gets no new workers for a while, but not for ever: networks heal."""
 
-from raypar.elastic.suspect_nodes import MOST_SUSPECT_S, SUSPECT_S, SuspectNodes
+from raypar.elastic.suspect_nodes import CALM_S, LEAST_AGE_S, MOST_SUSPECT_S, SUSPECT_S, YOUNG_S, FlappingNodes, SuspectNodes
 
 
 def test_a_node_is_avoided_until_ray_has_noticed_its_death_and_may_be_used_again_after_that():
@@ -33,3 +33,44 @@ def test_two_workers_of_one_node_that_are_lost_together_count_once():
     nodes.suspect("a", 0.0)
     nodes.suspect("a", 1.0)
     assert nodes.at(1.0 + SUSPECT_S) == frozenset()
+
+
+def flapped(times: int) -> FlappingNodes:
+    """Two nodes stay; others join and are lost 8 s later, one every 10 s, each under a new id."""
+    nodes = FlappingNodes()
+    nodes.see(["head", "stays"], 0.0)
+    for number in range(times):
+        nodes.see(["head", "stays", f"flaps {number}"], 10.0 * number)
+        nodes.lose(f"flaps {number}", 10.0 * number + 8.0)
+    return nodes
+
+
+def test_while_nodes_flap_a_new_one_gets_no_worker_before_it_has_lived_for_a_while():
+    """A run moved to every node that joined, lost it seconds later, and recovered: 20 generations in 100 s."""
+    nodes = flapped(1)
+    nodes.see(["head", "stays", "new"], 10.0)
+    assert nodes.at(10.0) == nodes.at(9.0 + LEAST_AGE_S) == {"new"}
+    assert nodes.at(10.0 + LEAST_AGE_S) == frozenset()
+
+
+def test_each_node_that_flaps_doubles_the_age_up_to_that_of_nodes_which_do_not_flap():
+    ages_s = [flapped(times).least_age_s(10.0 * times) for times in (0, 1, 2, 3, 9, 2000)]
+    assert ages_s == [0.0, LEAST_AGE_S, 2 * LEAST_AGE_S, YOUNG_S, YOUNG_S, YOUNG_S]
+
+
+def test_nodes_that_were_there_before_the_run_or_lived_for_long_do_not_flap():
+    nodes = FlappingNodes()
+    nodes.see(["head", "old"], 5.0)
+    assert nodes.lose("old", 6.0) is None
+    nodes.see(["head", "new"], 10.0)
+    assert nodes.lose("new", 11.0 + YOUNG_S) is None
+    assert nodes.lose("never seen", 12.0) is None
+    assert nodes.least_age_s(13.0 + YOUNG_S) == 0.0
+
+
+def test_when_no_node_has_flapped_for_ten_minutes_new_nodes_are_trusted_again():
+    nodes = flapped(2)
+    assert nodes.least_age_s(18.0 + 60.0 + CALM_S) == 60.0
+    assert nodes.least_age_s(19.0 + 60.0 + CALM_S) == 0.0
+    nodes.see(["later"], 2000.0)
+    assert nodes.lose("later", 2001.0) == LEAST_AGE_S, "it begins anew"
