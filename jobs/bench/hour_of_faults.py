@@ -12,10 +12,12 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,14 +28,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from helpers import reference  # noqa: E402
-from helpers.run_processes import RunProcesses  # noqa: E402
+from helpers.run_processes import RunProcesses, kill_node  # noqa: E402
 
 from jobs.bench.tiny_run import JOB, TinyRun  # noqa: E402
 from raypar.callbacks import Callback  # noqa: E402
+from raypar.comm.tcp.handshake import CHALLENGE, HELLO, MAGIC  # noqa: E402
 from raypar.config import load_job  # noqa: E402
 from raypar.worker.norm_and_weights_hash import weights_hash  # noqa: E402
 from raypar.worker.worker_assignments import make_layer_graph  # noqa: E402
 
+RUN_PATHS = [str(ROOT), str(ROOT / "tests")]
+"""PYTHONPATH of a run."""
 LIMIT_S = 240.0
 """By when a run has ended, whatever befell it."""
 ELASTIC = "elastic={min_workers: 1, step_deadline_s: 2.0}"
@@ -284,6 +289,32 @@ def tmp_fills_and_the_driver_dies(place: Place) -> str:
 
 
 @scenario
+def tmp_is_kept_full_and_the_driver_dies(place: Place) -> str:
+    settings = (ELASTIC, FOUR, "steps=300", "checkpoint={every: 10}")
+    run = place.start(*settings, prefix=mounted(place.temp, "400m"))
+    run.wait_for_steps(40)
+    root = Path(f"/proc/{run.pid}/root{place.temp}")
+    over = threading.Event()
+
+    def keep_full() -> None:
+        with contextlib.suppress(OSError), (root / "filler-2").open("ab", buffering=0) as file:
+            while not over.wait(0.01):
+                with contextlib.suppress(OSError):
+                    while True:
+                        file.write(b"x" * 512)
+
+    fill(place, str(place.temp))
+    filling = threading.Thread(target=keep_full)
+    filling.start()
+    kill_driver(run)
+    place.finish()
+    over.set()
+    filling.join()
+    place.start(command=["resume"])
+    return place.finish()
+
+
+@scenario
 def shm_fills_while_it_trains(place: Place) -> str:
     run = place.start(ELASTIC, FOUR, "steps=300", prefix=mounted("/dev/shm", "400m"))
     run.wait_for_steps(20)
@@ -451,6 +482,201 @@ def the_run_dir_is_read_only_from_the_start(place: Place) -> str:
     only = ["unshare", "-m", "sh", "-c", f'mount --bind -o ro {disk} {disk} && exec "$@"', "sh"]
     place.start(ELASTIC, FOUR, f"run_dir={disk}", prefix=only)
     return place.finish()
+
+
+@contextlib.contextmanager
+def disk_of_its_own(place: Place) -> Iterator[tuple[Path, str]]:
+    """A new ext4 file system that becomes read-only at its first error: (where it is mounted, its loop device)."""
+    image, disk = place.folder / "image", place.folder / "disk"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-E", "lazy_itable_init=0", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop,errors=remount-ro", str(image), str(disk)], check=True)
+    device = subprocess.run(["findmnt", "-no", "SOURCE", str(disk)], check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        yield disk, Path(device).name
+    finally:
+        while subprocess.run(["umount", "-l", str(disk)], capture_output=True).returncode == 0:
+            pass
+
+
+def change_mounts(*commands: str) -> None:
+    for command in commands:
+        print(f"--- {command}", flush=True)
+        subprocess.run(command.split(), check=True)
+
+
+@scenario
+def the_run_dir_becomes_read_only_for_good(place: Place) -> str:
+    with disk_of_its_own(place) as (disk, device):
+        run = place.start(ELASTIC, FOUR, "steps=300", "checkpoint={every: 60}", f"run_dir={disk}")
+        run.folder = disk / "run"
+        run.wait_for_steps(100)
+        print("--- an error of the file system: it is read-only", flush=True)
+        Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("1")
+        return place.finish()
+
+
+@scenario
+def the_run_dir_becomes_read_only_for_a_while(place: Place) -> str:
+    with disk_of_its_own(place) as (disk, _):
+        run = place.start(ELASTIC, FOUR, "steps=400", "checkpoint={every: 60}", f"run_dir={disk}")
+        run.folder = disk / "run"
+        run.wait_for_steps(100)
+        change_mounts(f"mount --bind {disk} {disk}", f"mount -o remount,bind,ro {disk}")
+        kill("a worker", run.pids()[1][3])
+        time.sleep(10.0)
+        change_mounts(f"umount -l {disk}")
+        weights = place.finish()
+        print(f"--- steps in metrics.jsonl: {run.steps() == list(range(1, 401))}", flush=True)
+        return weights
+
+
+@scenario
+def the_disk_of_the_run_dir_is_unmounted_for_a_while(place: Place) -> str:
+    with disk_of_its_own(place) as (disk, device):
+        run = place.start(ELASTIC, FOUR, "steps=400", "checkpoint={every: 60}", f"run_dir={disk}")
+        run.folder = disk / "run"
+        run.wait_for_steps(100)
+        change_mounts(f"umount -l {disk}")
+        time.sleep(10.0)
+        print(f"--- below the mount point: {sorted(path.name for path in disk.rglob('*'))}", flush=True)
+        change_mounts(f"mount /dev/{device} {disk}")
+        weights = place.finish()
+        print(f"--- steps in metrics.jsonl: {run.steps() == list(range(1, 401))}", flush=True)
+        return weights
+
+
+@scenario
+def the_disk_of_the_run_dir_is_replaced_by_an_empty_one(place: Place) -> str:
+    with disk_of_its_own(place) as (disk, _):
+        run = place.start(ELASTIC, FOUR, "steps=300", "checkpoint={every: 60}", f"run_dir={disk}")
+        run.folder = disk / "run"
+        run.wait_for_steps(100)
+        change_mounts(f"umount -l {disk}", f"mount -t tmpfs -o size=16m tmpfs {disk}")
+        weights = place.finish()
+        print(f"--- on the new disk: {sorted(str(path.relative_to(disk)) for path in disk.rglob('*'))}", flush=True)
+        return weights
+
+
+RAY_START = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats", "--num-gpus", "0"]
+
+
+def ray_start(place: Place, *words: str) -> None:
+    """Start a node of a Ray cluster on this machine, as its user would."""
+    env = {**os.environ, **place.processes.env, "RAY_AUTH_MODE": "disabled", "TMPDIR": str(place.temp)}
+    env["PYTHONPATH"] = os.pathsep.join(RUN_PATHS)
+    subprocess.run([*RAY_START, *words], check=True, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+
+
+@scenario
+def nodes_that_flap(place: Place) -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    temp = ["--temp-dir", str(place.temp / "r")]
+    ports = [f"--{name}-port=0" for name in ("dashboard-agent-listen", "runtime-env-agent", "metrics-export")]
+    here = ["--node-ip-address", "127.0.0.1", "--object-store-memory", "100000000", *ports]
+    ray_start(place, "--head", "--port", str(port), "--include-dashboard", "false", "--num-cpus", "2", *temp, *here)
+    address = f"127.0.0.1:{port}"
+    run = place.start(ELASTIC, FOUR, "steps=1500", command=["train", "--address", address], env={"RAY_AUTH_MODE": "disabled"})
+    run.wait_for_steps(20)
+    flaps = 0
+    until = time.monotonic() + 90.0
+    while time.monotonic() < until:
+        ray_start(place, "--address", address, "--num-cpus", "2", "--resources", '{"flaps": 1}', *here)
+        time.sleep(3.0 + 3.0 * (flaps % 4))
+        for raylet in list(place.processes.raylets().values())[1:]:
+            kill_node(raylet)
+            flaps += 1
+        done, told = len(run.steps()), [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+        moves = sum(event["kind"] in ("recovering", "generation") for event in told)
+        print(f"--- {flaps} nodes have flapped, {done} steps are done, {moves} recoveries and generations", flush=True)
+    weights = place.finish()
+    place.processes.end()
+    return weights
+
+
+TCP_ONLY = """
+import socket
+_connect = socket.socket.connect
+def connect(self, address):
+    if self.family == socket.AF_UNIX and isinstance(address, bytes) and address[:1] == bytes(1):
+        raise ConnectionRefusedError
+    return _connect(self, address)
+socket.socket.connect = connect
+"""
+"""A sitecustomize.py with which the workers of one machine talk over TCP, as those of two machines do."""
+
+
+class LoopbackRecorder(threading.Thread):
+    """Records what all TCP connections over the loopback device say, from their first byte on."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
+        self._packets.setsockopt(socket.SOL_SOCKET, 33, 64 << 20)  # SO_RCVBUFFORCE
+        self._packets.bind(("lo", 0))
+        self._packets.settimeout(0.5)
+        self._begins: dict[tuple[int, int], int] = {}
+        """(source port, target port) -> sequence number before the first byte."""
+        self.said: dict[tuple[int, int], bytearray] = {}
+        """(source port, target port) -> what was said, without gaps."""
+        self.over = False
+
+    def run(self) -> None:
+        while not self.over:
+            with contextlib.suppress(TimeoutError):
+                self._note(self._packets.recv(1 << 17)[14:])
+        self._packets.close()
+
+    def _note(self, packet: bytes) -> None:
+        start = 4 * (packet[0] & 15)
+        if packet[9] != socket.IPPROTO_TCP or len(packet) < start + 20:
+            return
+        source, target, number = struct.unpack_from(">HHI", packet, start)
+        pair, data = (source, target), packet[start + 4 * (packet[start + 12] >> 4) : struct.unpack_from(">H", packet, 2)[0]]
+        if packet[start + 13] & 2:  # SYN
+            self._begins[pair], self.said[pair] = number + 1, bytearray()
+        elif data and pair in self._begins:
+            said, at = self.said[pair], (number - self._begins[pair]) % 2**32
+            if at <= len(said) < at + len(data):
+                said += data[len(said) - at :]
+
+
+@scenario
+def recorded_conversations_are_sent_again(place: Place) -> str:
+    (place.folder / "sitecustomize.py").write_text(TCP_ONLY)
+    recorder = LoopbackRecorder()
+    recorder.start()
+    run = place.start(ELASTIC, FOUR, "steps=400", env={"PYTHONPATH": os.pathsep.join([str(place.folder), *RUN_PATHS])})
+    run.wait_for_steps(40)
+    for turn in range(3):
+        heads = {pair: bytes(said) for pair, said in list(recorder.said.items()) if said[:4] == struct.pack("<I", MAGIC)}
+        dialed = {
+            pair: said for pair, said in heads.items() if HELLO.unpack_from(said)[2] < 1000
+        }  # a challenge has a nonce there
+        answers = [replay(port, said) for (_, port), said in dialed.items()]
+        kilobytes = sum(map(len, dialed.values())) // 1024
+        print(f"--- {len(answers)} conversations of {kilobytes} kB sent again; answered: {sorted(set(answers))}", flush=True)
+        if turn == 1:
+            kill("a worker", run.pids()[1][3])
+        time.sleep(1.0)
+    recorder.over = True
+    return place.finish()
+
+
+def replay(port: int, said: bytes) -> str:
+    """What comes of sending this to a port: HELLO, then the rest once it has answered."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5.0) as stranger:
+            stranger.sendall(said[: HELLO.size])
+            heard = stranger.recv(CHALLENGE.size, socket.MSG_WAITALL)
+            stranger.sendall(said[HELLO.size :])
+            more = stranger.recv(1 << 16)
+            return f"challenge of {len(heard)} bytes, then {len(more)} bytes and the end"
+    except OSError as error:
+        return type(error).__name__
 
 
 def shift_clock(place: Place, *hours: float) -> str:
