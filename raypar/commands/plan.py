@@ -375,26 +375,27 @@ def _common_pattern(names: Sequence[str]) -> str:
 def whole_bytes_on_shards(graph: Graph, spec: JobSpec, plan: ParallelPlan) -> dict[str, int]:
     """Layer -> bytes of its parameters that every shard holds whole, for stages with shards, the most bytes first.
 
-    Of a layer that is cut in part the parameters are named: `block0.down.bias`.
+    Of a layer that is cut in part, and of the model itself, the parameters are named: `block0.down.bias`.
     """
     import torch
 
     from raypar.model.layer_skeletons import parameter_shapes
     from raypar.model.tensor_parallel.layout import compute_shard_layout
+    from raypar.plan.stage_connections import owner_of
 
     most = max(stage.shards for stage in plan.stages)
     if most == 1:
         return {}
     layout, itemsize = compute_shard_layout(graph, most, dict(spec.styles)), getattr(torch, spec.dtype).itemsize
-    cut_layers = {name.rpartition(".")[0] for name in layout.cuts}
+    cut_layers = {owner_of(name) for name in layout.cuts}
     found: dict[str, int] = {}
     seen: set[str] = set()
     for stage in plan.stages:
         shapes = parameter_shapes(graph, stage.first, stage.last) if stage.shards > 1 else {}
         for name in shapes.keys() - layout.cuts.keys() - seen:
             seen.add(name)
-            owner = name.rpartition(".")[0]
-            shown = name if owner in cut_layers else owner
+            owner = owner_of(name)
+            shown = name if owner in cut_layers or not owner else owner
             found[shown] = found.get(shown, 0) + shapes[name].numel() * itemsize
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 

@@ -6,6 +6,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from raypar.cli import main
 from raypar.commands.plan import (
@@ -25,6 +27,7 @@ from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_search import predict_step
 from raypar.schedule.text_grid import text_grid
+from raypar.trainer import Trainer
 from raypar.worker.worker_assignments import make_layer_graph
 
 
@@ -140,6 +143,28 @@ def test_what_every_shard_holds_whole_is_named_with_its_mib():
     assert whole_bytes_on_shards(graph, spec, ParallelPlan.of((1, 1), layers=4)) == {}
     reasons = {"block0.norm1": "norm of a part", "block1.norm1": "norm of a part", "block0.up": "is cut"}
     assert why_whole_lines(whole, reasons) == ["  block*.norm1 (2): norm of a part"]
+
+
+class WithPositions(nn.Module):
+    """An encoder of PyTorch's beside a parameter of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(3, 8))
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x + self.positions)
+
+
+def test_a_parameter_of_the_model_itself_is_named():
+    sample = {"x": torch.zeros(3, 8), "y": torch.zeros(3, 8)}
+    spec = Trainer(
+        model=WithPositions, loss=nn.functional.mse_loss, data=[sample] * 4, steps=1, batch_size=4, microbatches=2
+    ).spec
+    graph = make_layer_graph(spec)
+    whole = whole_bytes_on_shards(graph, spec, ParallelPlan.mesh(tp=2, layers=len(graph.layers)))
+    assert whole["positions"] == 3 * 8 * 4 and "encoder.layers.0.norm1" in whole
 
 
 HEAVY = ModelProfile(tuple(replace(layer, activation_bytes=1 << 20, output_bytes=64) for layer in PROFILE.layers))
