@@ -275,6 +275,47 @@ def test_operations_that_meta_tensors_have_not_are_captured():
     check(WithoutMetaKernels, [*batches, batches[0] | {"targets": torch.tensor([[1, 2], [3, 1]])}])
 
 
+class MultipliesGraphs(nn.Module):
+    """Makes a compressed sparse matrix of the batch's edges, and its square, between its modules, as graph nets do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def weights(self, edges: Tensor) -> Tensor:
+        return torch.ones(len(edges))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        graph = torch.sparse_coo_tensor(edges.t(), self.weights(edges), (len(x), len(x))).to_sparse_csr()
+        square = graph @ graph
+        for block in self.blocks:
+            x = torch.sparse.mm(square, block(x))
+        return x
+
+
+EDGES = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [3, 1], [1, 3]])
+
+
+def test_compressed_sparse_matrices_between_units_are_the_plain_modules():
+    check(MultipliesGraphs, [{"x": noise(4, 4, 8), "edges": EDGES}, {"x": noise(4, 4, 8), "edges": EDGES[1:]}])
+
+
+CALLS: list[int] = []
+
+
+class CountsInASparseMatrix(MultipliesGraphs):
+    """Its graph has other weights in each call."""
+
+    def weights(self, edges: Tensor) -> Tensor:
+        CALLS.append(1)
+        return torch.full((len(edges),), float(len(CALLS)))
+
+
+def test_another_content_of_a_sparse_matrix_is_seen():
+    with pytest.raises(ModelError, match=r"does not do the same when it is called again.*calls _sparse_mm"):
+        capture(CountsInASparseMatrix(), {"x": noise(4, 4, 8), "edges": EDGES})
+
+
 class ReshapesInPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -356,17 +356,10 @@ class Recorder(TorchFunctionMode):
         """An argument in the call log: its value, if it depends on the batch, buffers and constants alone."""
         if not isinstance(leaf, TensorKey):
             return comparable(value) if isinstance(value, _NUMBERS) else type(value)
-        if (
-            leaf not in self._pure
-            or isinstance(value, AbsentTensor)
-            or memory_of(value) in self._uninitialised
-            or value.is_sparse
-        ):
+        if leaf not in self._pure or isinstance(value, AbsentTensor) or memory_of(value) in self._uninitialised:
             return tuple(value.shape), value.dtype
-        # Of one element `contiguous()` keeps any stride, with which `view` does not take another dtype.
         with self.watch.paused():
-            bits = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
-        return tuple(value.shape), value.dtype, hashlib.blake2b(bits).digest()
+            return tuple(value.shape), value.dtype, *map(_digest, _dense_parts(value.detach()))
 
     def _separate_results(self, name: str, unwritten: Sequence[Tensor], out: Any) -> Any:
         """The result; in evaluation mode with views in the place of arguments that training does not return as they were: of
@@ -591,6 +584,30 @@ class Recorder(TorchFunctionMode):
             passed_through=frozenset(self.passed_through),
             call_log=(*self.call_log, ("return", "its end", described)),
         )
+
+
+_SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""Layout -> the methods that give the dense tensors of which a sparse tensor consists."""
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """A dense tensor itself; those of which a sparse one consists; nothing for other layouts (nested, MKL-DNN)."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return [tensor]
+    return [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """A digest of a dense tensor's values."""
+    # Of one element `contiguous()` keeps any stride, with which `view` does not take another dtype.
+    flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return hashlib.blake2b(flat.view(torch.uint8).numpy()).digest()
 
 
 def _is_wrapped_by_functorch(tensor: Tensor) -> bool:
