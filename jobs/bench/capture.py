@@ -8,7 +8,7 @@ two, `--read` takes what earlier calls with `--json` have measured. `--large`: a
 quickstart, beside its list of layers, and `raypar plan` of a Llama of 7 G parameters without its weights. Exit code 1 when a
 limit is missed.
 
-`python jobs/bench/capture.py --package NAME ... [--limit-s S] [--total-s S] [--python FILE] [--json] [--page FILE]`
+`python jobs/bench/capture.py --package NAME ... [--limit-s S] [--total-s S] [--at-once N] [--python FILE] [--json]`
 Tries all models of a package that raypar does not know (timm, transformers, diffusers, ...: `capture_package.py`), small ones,
 in an environment that it makes: exact, refused and why, wrong or crashed. Exit code 1 if one is wrong or crashed.
 """
@@ -250,7 +250,7 @@ def try_packages(given: argparse.Namespace) -> NoReturn:
     """Carry out `--package`."""
     found = capture_package.read_results(given.read)
     for package in given.package:
-        limits = {"limit_s": given.limit_s, "total_s": given.total_s, "at_once": 2}
+        limits = {"limit_s": given.limit_s, "total_s": given.total_s, "at_once": given.at_once}
         each = capture_package.try_package(package, given.python, given.models or (), **limits)
         capture_package.merge(found, package, each)
     text = capture_package.as_text(found)
@@ -273,6 +273,7 @@ def main() -> None:
     parser.add_argument("--package", nargs="*", choices=sorted(capture_package.REQUIREMENTS), help="try its models")
     parser.add_argument("--limit-s", type=float, default=180.0, help="of one model of a package")
     parser.add_argument("--total-s", type=float, default=3600.0, help="of all models of a package")
+    parser.add_argument("--at-once", type=int, default=2, help="how many models of a package are tried side by side")
     parser.add_argument("--python", type=Path, help="of an environment that has the package already")
     given = parser.parse_args()
     if given.package is not None:

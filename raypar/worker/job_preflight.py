@@ -26,6 +26,7 @@ from raypar.model.capture.module_graph import (
     captured_outputs_on_meta,
     check_captured_evaluation,
     fields_without_target,
+    line_about_parameters_added_by_layer,
 )
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import (
@@ -123,6 +124,9 @@ def preflight(spec: JobSpec) -> PreflightResult:
         notes = (*notes, mixed)
     if not_compared is not None:
         notes = (*notes, not_compared)
+    added_by_layer = line_about_parameters_added_by_layer(graph)
+    if added_by_layer is not None:
+        notes = (*notes, added_by_layer)
     return PreflightResult(graph, samples, validation, batch, trial, notes)
 
 

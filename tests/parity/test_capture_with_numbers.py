@@ -777,3 +777,43 @@ def test_numbers_that_are_not_finite_say_nothing_of_the_record(make: Callable[[]
     """A gradient of NaN was blamed on hidden state of the model; a first step without terms was `ZeroDivisionError`."""
     (line,) = not_compared(job_of(make, loss=Ref(with_loss)))
     assert "on the first microbatches" in line
+
+
+class UsesBank(nn.Module):
+    """A block that computes its weight of a bank which other blocks have too, in one or in several operations."""
+
+    def __init__(self, bank: nn.Parameter, uses: int, *, asks: bool) -> None:
+        super().__init__()
+        self.bank, self.uses, self.asks = bank, uses, asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.asks and float(x.detach().sum()) > 1e9:  # it cannot run without values
+            return x
+        for _ in range(self.uses):
+            x = torch.tanh(x @ self.bank)
+        return x
+
+
+class SharesBank(nn.Module):
+    """Blocks with one bank of parameters, as VB-LoRA's."""
+
+    def __init__(self, uses: int, asks: bool = False) -> None:
+        super().__init__()
+        bank = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(UsesBank(bank, uses, asks=asks and number == 1) for number in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def said_of_bank(**args: Any) -> list[str]:
+    return [line for line in preflight(job_of(SharesBank, model=Ref(SharesBank, args))).notes if "several layers use" in line]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_gradients_that_are_not_added_in_the_order_of_autograd_are_said(asks: bool):
+    (line,) = said_of_bank(uses=2, asks=asks)
+    assert "several layers use blocks.0.bank, and one of them several times" in line and "the same under every plan" in line
+    assert said_of_bank(uses=1, asks=asks) == []

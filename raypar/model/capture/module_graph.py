@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,6 +198,28 @@ def buffers_written_in_capture(graph: Graph) -> frozenset[str]:
     for other models."""
     cache = traces_of(graph)
     return frozenset() if cache is None else cache.written_buffers
+
+
+def line_about_parameters_added_by_layer(graph: Graph) -> str | None:
+    """A line for the user about `parameters_added_by_layer`; None if there are none."""
+    cache = traces_of(graph)
+    names = [] if cache is None else parameters_added_by_layer(cache, graph.ties)
+    if not names:
+        return None
+    more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
+    return (
+        f"several layers use {', '.join(names[:3])}{more}, and one of them several times: the gradients of one layer's uses "
+        "are added up first, then those of the layers. This is the same under every plan; a loop of your own adds them one "
+        "after the other, so its last bits may be others (1e-7 of the largest number in float32)"
+    )
+
+
+def parameters_added_by_layer(cache: TraceCache, ties: Iterable[Sequence[str]]) -> list[str]:
+    """The parameters of several layers of which a layer sums up several gradients, so that all are added in another order than
+    autograd would add them in one process (rule 6 of the numerics contract)."""
+    parts = cache.first_trace.trace.gradient_parts
+    first_names = {id(parameter): name for name, parameter in cache.model.named_parameters()}
+    return [names[0] for names in ties if parts.get(first_names[id(cache.model.get_parameter(names[0]))], 0) > len(names)]
 
 
 def fields_without_target(graph: Graph, target: str) -> tuple[str, ...] | None:

@@ -24,6 +24,7 @@ from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, memor
 from raypar.model.capture.cures_from_settings import DRAWS_MASKS, SKIPS_LAYERS, cure_for_cache, settings_to_be_zero
 from raypar.model.capture.dataclass_structures import flatten
 from raypar.model.capture.dtype_and_device_calls import without_dtype_and_device_tensor
+from raypar.model.capture.gradient_parts import count_gradient_parts
 from raypar.model.capture.may_hide_tensors import may_hide_tensors
 from raypar.model.capture.operation_watch import OperationWatch
 from raypar.model.capture.refusal import InnerModuleUsed, Refused, user_location
@@ -143,6 +144,10 @@ class Recorder(TorchFunctionMode):
         """Whether Python code inside of the unit that runs has read values."""
         self._calls: Counter[tuple[int, str]] = Counter()
         """(number of unit calls before, function) -> number of its calls."""
+        self._parts = Counter[int]()
+        """`id` of a parameter -> gradients that autograd would add up for its uses in units that ran on random numbers."""
+        self._before_random_numbers: list[Any] = []
+        """The arguments of units that ran on random numbers: the graph of what was before ends at them."""
         self._numbers = 0
         """Number of values and constants so far."""
         self._random_state = python_random_state()
@@ -287,7 +292,8 @@ class Recorder(TorchFunctionMode):
                 try:
                     out = call(module, *args, **kwargs)
                 except (RuntimeError, NotImplementedError, ValuesNeeded, TypeError, ValueError):
-                    out = run_with_random_values(name, module, call, args, kwargs)
+                    out = run_with_random_values(name, module, call, args, kwargs, self._parts)
+                    self._before_random_numbers += tree_flatten((args, kwargs))[0]
                     self._unit_has_asked = True
             self._unit_has_asked |= self.watch.gave_dynamic_shape
             self._refuse_numbers_of_values(name, module, out)
@@ -583,7 +589,13 @@ class Recorder(TorchFunctionMode):
             facts=self.facts,
             passed_through=frozenset(self.passed_through),
             call_log=(*self.call_log, ("return", "its end", described)),
+            gradient_parts=self._gradient_parts(leaves),
         )
+
+    def _gradient_parts(self, outputs: Sequence[Any]) -> dict[str, int]:
+        """Parameter -> how many gradients autograd adds up for it."""
+        parts = self._parts + count_gradient_parts((*outputs, *self._before_random_numbers))
+        return {name: parts[id(parameter)] for name, parameter in self.model.named_parameters() if id(parameter) in parts}
 
 
 _SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
@@ -607,7 +619,8 @@ def _digest(tensor: Tensor) -> bytes:
     """A digest of a dense tensor's values."""
     # Of one element `contiguous()` keeps any stride, with which `view` does not take another dtype.
     flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
-    return hashlib.blake2b(flat.view(torch.uint8).numpy()).digest()
+    content: Any = flat.view(torch.uint8).numpy()
+    return hashlib.blake2b(content).digest()
 
 
 def _is_wrapped_by_functorch(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +13,19 @@ from torch.utils._pytree import tree_flatten, tree_map
 from raypar.errors import error_message
 from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, absent_like, random_like
 from raypar.model.capture.dataclass_structures import flatten
+from raypar.model.capture.gradient_parts import count_gradient_parts
 from raypar.model.capture.refusal import Refused, user_location
 
 
-def run_with_random_values(name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_with_random_values(
+    name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, parts: Counter[int]
+) -> Any:
     """What the unit returns, with absent tensors in the place of the results.
 
-    It runs twice, on other numbers. Raises `Refused` if the shapes of its results depend on them.
+    It runs twice, on other numbers. Adds to `parts` how many gradients autograd adds up for each of its parameters, by `id`.
+    Raises `Refused` if the shapes of its results depend on the numbers.
     """
-    found = [_run(seed, name, module, call, args, kwargs) for seed in (1, 2)]
+    found = [_run(seed, name, module, call, args, kwargs, parts if seed == 1 else Counter()) for seed in (1, 2)]
     first, second = ([_shape_or_number(value) for value in flatten(out)[0]] for out in found)
     if first != second:
         raise Refused(
@@ -41,7 +46,7 @@ def _shape_or_number(value: Any) -> Any:
     return value if isinstance(value, (int, float, complex, str)) else type(value)
 
 
-def _run(seed: int, name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _run(seed: int, name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, parts: Counter[int]) -> Any:
     generator = torch.Generator().manual_seed(seed)
 
     def real(value: Any) -> Any:
@@ -54,7 +59,10 @@ def _run(seed: int, name: str, module: nn.Module, call: Callable[..., Any], args
     try:
         for part, key, parameter in kept:
             part._parameters[key] = made[id(parameter)]
-        return call(module, *tree_map(real, args), **tree_map(real, kwargs))
+        out = call(module, *tree_map(real, args), **tree_map(real, kwargs))
+        counted = count_gradient_parts(flatten(out)[0])
+        parts.update({key: counted[id(own)] for key, own in made.items() if id(own) in counted})
+        return out
     except ValuesNeeded as error:
         raise Refused(
             f"unit {name} ({type(module).__name__}), called at {user_location()}, reads values that the capture has not got: "

@@ -165,6 +165,8 @@ class Trace:
     """Calls that returned one of their arguments, and did not write it."""
     call_log: tuple[tuple[Any, ...], ...]
     """(call, location, what its arguments are) of the events that are not pure, and of the end."""
+    gradient_parts: Mapping[str, int]
+    """Parameter -> how many gradients autograd adds up for it: one for each use in an operation, inside of units too."""
 
     @cached_property
     def output_leaves_without_tensors(self) -> tuple[Any, ...]:
