@@ -8,6 +8,7 @@ import sys
 import time
 from collections import OrderedDict
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from torch import nn
@@ -27,6 +28,24 @@ class SlowToBuild(torch.optim.AdamW):
         time.sleep(self.build_s)
 
 
+class Count:
+    """Counts calls where raypar does not look for state: a fault depends on the count, what is computed otherwise does not."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[None] = SimpleQueue()
+
+    def __deepcopy__(self, memo: object) -> "Count":
+        return Count()
+
+    def __reduce__(self) -> tuple[type["Count"], tuple[()]]:
+        return Count, ()
+
+    def add(self) -> int:
+        """One more; returns how many there are."""
+        self.calls.put(None)
+        return self.calls.qsize()
+
+
 class Recorded(nn.Module):
     """Linear and tanh; `fault` happens in the forward pass of that step's first training microbatch (counted from 0).
 
@@ -37,18 +56,18 @@ class Recorded(nn.Module):
     def __init__(self, fault: str = "", at: int = 0, sleep_s: float = 0.0, flip: str = "", slow: str = "") -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.fault, self.at, self.sleep_s, self.flip, self.calls = fault, at, sleep_s, flip, 0
+        self.fault, self.at, self.sleep_s, self.flip, self.count = fault, at, sleep_s, flip, Count()
         self.slow = slow
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and not x.is_meta:
-            self.calls += 1
-            if self.slow and self.calls == self.at + 1:
+            calls = self.count.add()
+            if self.slow and calls == self.at + 1:
                 with contextlib.suppress(FileExistsError), open(self.slow, "x") as file:
                     file.write(str(os.getpid()))
                 self.sleep_s *= 3 if Path(self.slow).read_text() == str(os.getpid()) else 1
             time.sleep(self.sleep_s)
-            if self.calls == self.at + 1:
+            if calls == self.at + 1:
                 if self.flip:
                     with contextlib.suppress(FileExistsError):
                         os.close(os.open(self.flip, os.O_CREAT | os.O_EXCL))

@@ -8,7 +8,7 @@ from unseen_models.case import Case, noise
 
 ARCHITECTURES = ("Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "DeepLabV3", "DeepLabV3Plus", "PAN", "UPerNet",
                  "Segformer")  # fmt: skip
-ENCODERS = ("resnet18", "mobilenet_v2", "timm-efficientnet-lite0")
+ENCODERS = ("resnet18", "mobilenet_v2", "tu-tf_efficientnet_lite0")
 
 
 def names() -> list[str]:

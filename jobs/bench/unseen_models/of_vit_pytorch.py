@@ -60,8 +60,46 @@ _TUPLES: dict[str, Any] = {"dims": (16, 32), "depths": (1, 2), "num_heads": (1, 
 """Arguments that some want as a number for each stage."""
 
 
+OWN: dict[str, tuple[dict[str, Any], int]] = {
+    "look_vit.LookViT": (
+        {"dim": 32, "image_size": 48, "num_classes": 10, "patch_size": 12, "highres_patch_size": 8, "heads": 2, "dim_head": 16,
+         "cross_attn_heads": 2, "cross_attn_dim_head": 16, "patch_conv_kernel_size": 3},
+        48,
+    ),
+    "max_vit.MaxViT": ({"num_classes": 10, "dim": 16, "depth": (1, 2), "dim_head": 8, "window_size": 4}, 32),
+    "max_vit_with_registers.MaxViT": ({"num_classes": 10, "dim": 16, "depth": (1, 2), "dim_head": 8, "window_size": 4}, 32),
+    "mobile_vit.MobileViT": (
+        {"image_size": (64, 64), "dims": [16, 16, 16], "channels": [8, 8, 16, 16, 16, 16, 16, 16, 16, 16, 32],
+         "num_classes": 10},
+        64,
+    ),
+    "pit.PiT": (
+        {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 16, "depth": (1, 2), "heads": 2, "mlp_dim": 32,
+         "dim_head": 8},
+        32,
+    ),
+    "regionvit.RegionViT": ({"dim": (16, 16, 32, 32), "depth": (1, 1, 2, 1), "window_size": 2, "num_classes": 10}, 64),
+    "sep_vit.SepViT": (
+        {"num_classes": 10, "dim": 16, "depth": (1, 2), "heads": (1, 2), "dim_head": 8}, 56
+    ),
+    "twins_svt.TwinsSVT": (
+        {"num_classes": 10, "s1_emb_dim": 16, "s2_emb_dim": 16, "s3_emb_dim": 32, "s4_emb_dim": 32, "s1_local_patch_size": 4,
+         "s2_local_patch_size": 4, "s3_local_patch_size": 2, "s4_local_patch_size": 1, "s1_global_k": 4, "s2_global_k": 4,
+         "s3_global_k": 2, "s4_global_k": 1, "s3_depth": 2, "s4_depth": 1},
+        64,
+    ),
+}  # fmt: skip
+"""Model -> its arguments and the size of its images, where those of the others do not do."""
+
+
 def case(name: str) -> Case:
     """A small model, and images or videos."""
+    if name in OWN:
+        arguments, own_size = OWN[name]
+        file, kind_name = name.split(".")
+        own_kind = getattr(importlib.import_module(f"vit_pytorch.{file}"), kind_name)
+        field = next(iter(inspect.signature(own_kind.forward).parameters.keys() - {"self"}))
+        return Case(lambda: own_kind(**arguments), lambda: {field: noise(2, 3, own_size, own_size)})
     file, kind_name = name.split(".")
     kind = getattr(importlib.import_module(f"vit_pytorch.{file}"), kind_name)
     parameters = inspect.signature(kind.__init__).parameters
