@@ -657,3 +657,48 @@ def test_a_unit_that_holds_nearly_all_of_a_model_is_opened():
 def test_it_stays_whole_where_its_code_cannot_be_captured():
     captured = capture(EncoderAndHead(reads=True), numbers(2)[0])
     assert [layer.name for layer in captured.layers] == ["encoder", "heads.0", "heads.1"]
+
+
+class MapsMasks(nn.Module):
+    """Makes masks by functions of single indices, as the code of many attentions does; one holds a field of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        near = [lambda query, key: (query - key).abs() < 2, lambda query, key, row=padding[0]: row[key] > 0]
+
+        def allowed(query: Tensor, key: Tensor) -> Tensor:
+            found = query.new_ones((), dtype=torch.bool)
+            for mask in near:
+                found = found & mask(query, key)
+            return found
+
+        every, count = torch.arange(x.shape[1]), x.shape[1]
+        mask = torch.vmap(torch.vmap(allowed, in_dims=(None, 0)), in_dims=(0, None))(every, every)
+        for block in self.blocks:
+            scores = torch.vmap(torch.dot)(x.reshape(-1, 8), block(x).reshape(-1, 8)).view(x.shape[:2])
+            weights = scores[:, None].expand(-1, count, -1).masked_fill(~mask, -1e9).softmax(-1)
+            x = F.dropout(weights @ x, 0.1, self.training)
+        return x
+
+
+def test_mapped_functions_are_calls_like_others():
+    paddings = [torch.tensor([each, each]) for each in ([1, 1, 1, 1, 0], [1, 1, 0, 1, 1])]
+    check(MapsMasks, [{"x": noise(2, 2, 5, 8), "padding": padding} for padding in paddings])
+
+
+class MapsAModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: self.blocks[1](row) * self.scale)(self.blocks[0](x))
+
+
+def test_a_mapped_function_that_holds_a_module_is_refused():
+    with pytest.raises(ModelError, match=r"torch\.vmap is called between units at .*with a function that holds"):
+        capture(MapsAModule(), numbers(3)[0])

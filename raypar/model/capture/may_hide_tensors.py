@@ -21,11 +21,15 @@ _PLAIN = (
 """Types whose objects contain no tensors."""
 
 
+_DEPTH = 12
+"""How many functions and containers inside each other are looked into."""
+
+
 def may_hide_tensors(value: Any, depth: int = 0) -> bool:
     """Whether an object that is no tensor may contain tensors or modules, so that a replay would use those of the trace."""
     if isinstance(value, _PLAIN):
         return False
-    if depth > 4 or isinstance(value, (Tensor, nn.Module, torch.Generator)):
+    if depth > _DEPTH or isinstance(value, (Tensor, nn.Module, torch.Generator)):
         return True
     if isinstance(value, slice):
         return any(may_hide_tensors(part, depth + 1) for part in (value.start, value.stop, value.step))

@@ -9,12 +9,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch._functorch.apis
 from torch import Tensor, nn
 
+from raypar.model.capture.mapped_functions import MappedCall
+from raypar.model.capture.may_hide_tensors import may_hide_tensors
 from raypar.model.capture.recorder import Recorder
 from raypar.model.capture.refusal import Refused, user_location
 from raypar.model.capture.trace import Trace
 
+_VMAP_OPTIONS = 4
+"""How many options of `torch.vmap` come before the arguments: the dims, the randomness, the size of a chunk."""
 _ONE_RECORDING = threading.RLock()
 """Held while classes are changed."""
 
@@ -61,6 +66,19 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
             )
         return call_script(function, *args, **kwargs)
 
+    def mapped(function: Any, *given: Any, **kwargs: Any) -> Any:
+        options, args = given[:_VMAP_OPTIONS], given[_VMAP_OPTIONS:]
+        if not recorder.is_between_units:
+            return call_mapped(function, *given, **kwargs)
+        call = MappedCall(call_mapped, function, options)
+        if may_hide_tensors(call.function):
+            raise Refused(
+                f"torch.vmap is called between units at {user_location()} with a function that holds what may hide tensors",
+                "give it what it needs as arguments; or call it inside of a module, and make that a unit (model.units)",
+            )
+        return recorder.record(call, (call.held, args, kwargs), {}, lambda: call(call.held, args, kwargs))
+
+    call_mapped = vars(torch._functorch.apis)["vmap_impl"]
     enter, call_script = torch.autocast.__enter__, torch.jit.ScriptFunction.__call__
     hooks = [
         nn.modules.module.register_module_forward_pre_hook(lambda module, args: recorder.note_inner_call(module)),
@@ -68,7 +86,8 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
             lambda module, args, out: recorder.note_inner_result(module, out), always_call=True
         ),
     ]
-    changes: list[tuple[type, str, Any]] = [
+    changes: list[tuple[Any, str, Any]] = [
+        (torch._functorch.apis, "vmap_impl", mapped),
         (base, "apply", classmethod(recorded_apply)),
         (torch.autocast, "__enter__", entered),
         (torch.jit.ScriptFunction, "__call__", called_script),
@@ -81,8 +100,8 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
         _change_class(stack, owner, name, value)
 
 
-def _change_class(stack: contextlib.ExitStack, owner: type, name: str, value: Any) -> None:
-    """Set an attribute of a class until the stack ends."""
+def _change_class(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of a class or of a module of PyTorch's until the stack ends."""
     if name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])
     else:
