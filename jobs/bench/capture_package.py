@@ -35,7 +35,7 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "timm": ("timm",),
     "torch_geometric": ("torch-geometric",),
     "torchvision": ("torchvision",),
-    "transformers": ("transformers", "torchvision"),
+    "transformers": ("transformers", "torchvision", "timm"),
     "vit_pytorch": ("vit-pytorch",),
     "x_transformers": ("x-transformers",),
 }  # fmt: skip

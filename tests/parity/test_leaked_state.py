@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
+from helpers.tiny_job import Count
 from torch import nn
 
 from raypar.callbacks import Callback, Callbacks
@@ -108,13 +109,12 @@ class Leak:
     """Leaves something behind in one of its calls."""
 
     def __init__(self, name: str, at: int = 3) -> None:
-        self.name, self.calls, self.at = name.removesuffix(" later"), 0, at
+        self.name, self.count, self.at = name.removesuffix(" later"), Count(), at
         if self.name in SELDOM:
             self.at = 1 if self.name == name else IN_TRAINING
 
     def __call__(self) -> None:
-        self.calls += 1
-        if self.calls == self.at and self.name:
+        if self.count.add() == self.at and self.name:
             (LEAKS[self.name][0] if self.name in LEAKS else GENERATORS[self.name])()
 
 
