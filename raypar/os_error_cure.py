@@ -1,4 +1,5 @@
-"""The cure for an `OSError`: the limit and what raises it where no file descriptor is left, else the caller's own cure."""
+"""The cure for an `OSError`: what raises the limit where no file descriptor is left, what to do about a read-only disk, else
+the caller's own cure."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ NO_DESCRIPTOR_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 def cure_of_os_error(error: BaseException, otherwise: str) -> str:
-    """The limit on open files, and what raises it, if that is what the error is about; else `otherwise`."""
+    """What raises the limit on open files, or makes a disk writable, if the error is about that; else `otherwise`."""
     number = getattr(error, "errno", None)
     if number == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -21,4 +22,8 @@ def cure_of_os_error(error: BaseException, otherwise: str) -> str:
         return f"{may}: `ulimit -n {most}` before the command raises that"
     if number == errno.ENFILE:
         return "this machine has as many files open as it may: end what opens them, or raise fs.file-max (sysctl)"
+    if number == errno.EROFS:
+        another = otherwise.removeprefix("free disk space").removeprefix(",").removeprefix(" or ")
+        writable = "make that disk writable again: it is mounted read-only (`dmesg` says whether after an error of its own)"
+        return f"{writable}; or {another}" if another else writable
     return otherwise

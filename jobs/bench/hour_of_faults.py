@@ -127,15 +127,15 @@ class Place:
         self.run = TinyRun(self.folder, "run", *settings, env=env, **more)
         return self.run
 
-    def finish(self) -> str:
-        """The weights of the run, which must end within `LIMIT_S`; else it is killed, and that is said."""
+    def finish(self, limit_s: float = LIMIT_S) -> str:
+        """The weights of the run, which must end within `limit_s`; else it is killed, and that is said."""
         assert self.run is not None
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + limit_s
         while time.monotonic() < until:
             self.processes.see()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self.run.finish(1.0)
-        print(f"--- HANGS: not over after {LIMIT_S:.0f} s", flush=True)
+        print(f"--- HANGS: not over after {limit_s:.0f} s", flush=True)
         self.processes.end()
         return self.run.finish()
 
@@ -515,7 +515,7 @@ def the_run_dir_becomes_read_only_for_good(place: Place) -> str:
         run.wait_for_steps(100)
         print("--- an error of the file system: it is read-only", flush=True)
         Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("1")
-        return place.finish()
+        return place.finish(LIMIT_S + 300.0)  # so long it waits for the disk
 
 
 @scenario
@@ -579,7 +579,9 @@ def nodes_that_flap(place: Place) -> str:
     here = ["--node-ip-address", "127.0.0.1", "--object-store-memory", "100000000", *ports]
     ray_start(place, "--head", "--port", str(port), "--include-dashboard", "false", "--num-cpus", "2", *temp, *here)
     address = f"127.0.0.1:{port}"
-    run = place.start(ELASTIC, FOUR, "steps=1500", command=["train", "--address", address], env={"RAY_AUTH_MODE": "disabled"})
+    elastic = "elastic={min_workers: 1, max_workers: 4, step_deadline_s: 2.0, grow_after_s: 1.0}"
+    command, env = ["train", "--address", address], {"RAY_AUTH_MODE": "disabled"}
+    run = place.start(elastic, "plan={stages: 2, replicas: 1}", "steps=1500", command=command, env=env)
     run.wait_for_steps(20)
     flaps = 0
     until = time.monotonic() + 90.0

@@ -51,7 +51,7 @@ from raypar.elastic.step_flow import (
 )
 from raypar.elastic.straggler_rules import begin_straggler_watch, check_stragglers
 from raypar.elastic.worker_hiring import desired_capacity_of_run, release_workers, start_workers
-from raypar.errors import CommTimeout
+from raypar.errors import CommTimeout, RayparError
 
 
 def ignore_event(m: RunState, event: RunEvent) -> None:
@@ -232,10 +232,9 @@ def report_failed_checkpoint(m: RunState, event: CheckpointFailed) -> None:
     p.saving, p.save_error = None, event.error
     kept = f"the one after {p.saved} steps stays" if p.saved else "there is none yet"
     if p.unsaved_since_s is None:  # else people know
-        m.decide(
-            WarnUser(f"the checkpoint after {event.done} steps could not be written ({event.error}); {kept}"),
-            "training goes on",
-        )
+        what, cure = (e.what, e.cure) if isinstance(e := event.error, RayparError) else (str(e), "")
+        text = f"the checkpoint after {event.done} steps could not be written ({what}); {kept}"
+        m.decide(WarnUser(f"{text}\n  cure: {cure}" if cure else text), "training goes on")
     if waited_for:
         begin_next_save_or_validation(m)
     else:

@@ -6,6 +6,7 @@ callback of step n asks for therefore ends the run after exactly one more step, 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from raypar.elastic.actions import (
@@ -161,7 +162,8 @@ def wait_for_disk(m: RunState) -> bool:
     left_s = m.policy.save_wait_s - (now_s - since_s)
     if left_s <= 0 or m.stopping.interrupted:
         return False
-    if p.unsaved_since_s is None:
+    minutes = [math.ceil(s / 60.0) for s in (left_s, left_s + m.policy.save_retry_s)]
+    if p.unsaved_since_s is None or minutes[0] != minutes[1]:  # again every minute
         m.decide(
             WarnUser(
                 f"the state after {p.emitted} steps is in the workers' memory only: it is saved as soon as its checkpoint can "

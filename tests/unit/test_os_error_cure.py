@@ -30,6 +30,15 @@ def test_the_cure_is_the_limit_of_the_process_or_of_the_machine():
     assert cure_of_os_error(FULL, "free disk space") == "free disk space"
 
 
+def test_a_read_only_disk_has_room_and_is_to_be_made_writable():
+    """`free disk space or set run_dir to a disk that has some`"""
+    read_only = OSError(errno.EROFS, os.strerror(errno.EROFS), "x")
+    writable = "make that disk writable again: it is mounted read-only (`dmesg` says whether after an error of its own)"
+    assert cure_of_os_error(read_only, "free disk space") == writable
+    assert cure_of_os_error(read_only, "free disk space or set run_dir to another") == f"{writable}; or set run_dir to another"
+    assert unwritable_run_dir_error(Path("runs"), read_only).cure == f"{writable}; or set run_dir to a folder you may write"
+
+
 USE_UP = """
 import os, sys, traceback
 from pathlib import Path

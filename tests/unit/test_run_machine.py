@@ -1,6 +1,7 @@
 """The run's state machine: drawn scenes first, then many random orders of events, each with the same promises."""
 
 import random
+import re
 from collections import Counter, deque
 from itertools import pairwise
 
@@ -39,7 +40,7 @@ from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
-from raypar.errors import CommTimeout, GroupAborted, UserCodeError, WorkerLost
+from raypar.errors import CheckpointError, CommTimeout, GroupAborted, UserCodeError, WorkerLost
 
 
 def test_two_steps_are_issued_ahead_and_the_next_when_one_has_been_seen():
@@ -269,6 +270,16 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_waits_for_the_disk_and_is
     assert do(machine, CheckpointSaved(1), 42.2) == [Teardown("done", "all 1 steps are done", 1)]
 
 
+def test_a_checkpoint_that_fails_is_told_with_the_cure_in_its_own_line():
+    machine = RunMachine(RunPolicy(workers=2, job_steps=9, save_every=1))
+    do(machine, WorkersReady())
+    commit(machine, 0)
+    do(machine, AllWorkersCopiedState(1))
+    told, *_ = do(machine, CheckpointFailed(1, CheckpointError("cannot write c: No space left", "free disk space")))
+    text = "the checkpoint after 1 steps could not be written (cannot write c: No space left); there is none yet"
+    assert told == WarnUser(f"{text}\n  cure: free disk space")
+
+
 def test_a_run_whose_last_checkpoint_fails_for_five_minutes_has_failed():
     machine, told = unsaved("written"), []
     for quarter in range(12, 4 * 400):
@@ -277,7 +288,9 @@ def test_a_run_whose_last_checkpoint_fails_for_five_minutes_has_failed():
             if isinstance(action, StartCheckpoint):
                 do(machine, AllWorkersCopiedState(1), quarter / 4)
                 told += [(quarter / 4, action) for action in do(machine, FULL, quarter / 4)]
-    assert {type(action) for _, action in told} == {StartCheckpoint, Teardown}
+    lines = [action.text for _, action in told if isinstance(action, WarnUser)]
+    assert [re.search(r"(\d+) s left", line)[1] for line in lines] == ["240", "180", "120", "60"]
+    assert {type(action) for _, action in told} == {StartCheckpoint, WarnUser, Teardown}
     at_s, teardown = told[-1]
     assert 300.0 <= at_s <= 315.0 and teardown.end == "failed" and teardown.error is FULL.error
     assert "no earlier checkpoint" in teardown.why
