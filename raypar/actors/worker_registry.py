@@ -89,6 +89,8 @@ class WorkerRegistry:
         """Nodes whose workers were lost or hung: no worker is started there, as Ray may not have noticed a dead node yet."""
         self.flapping_nodes = FlappingNodes()
         """Which nodes are too young, while nodes join and are lost soon after."""
+        self.told_age_s = 0.0
+        """The age of new nodes that people were last told."""
         self.dead_nodes: set[str] = set()
         """Nodes whose death has been noticed."""
         self.slow_nodes: set[str] = set()
@@ -377,7 +379,9 @@ class WorkerRegistry:
         now = time.monotonic()
         lost, self.dead_nodes = dead - self.dead_nodes, dead
         for node in sorted(lost - self._drained):
-            if (least_age_s := self.flapping_nodes.lose(node, now)) is not None:
+            least_age_s = self.flapping_nodes.lose(node, now)
+            if least_age_s is not None and least_age_s != self.told_age_s:
+                self.told_age_s = least_age_s
                 self.note(
                     "warning",
                     text=f"node {node[:8]} was lost soon after it had joined: a new node gets no worker before it is "

@@ -39,7 +39,7 @@ class SuspectNodes:
 YOUNG_S = 120.0
 """A node that is lost at this age or before is one that flaps."""
 LEAST_AGE_S = 30.0
-"""The age that new nodes have to reach after the first node that flapped. Each further one doubles it, up to `YOUNG_S`."""
+"""The age that new nodes have to reach after the second node that flapped. Each further one doubles it, up to `YOUNG_S`."""
 CALM_S = 600.0
 """This long after the last node that flapped, beyond the age that is asked for, new nodes are trusted again."""
 
@@ -66,13 +66,16 @@ class FlappingNodes:
             self._seen_s.setdefault(node, since_s)
 
     def lose(self, node: str, now_s: float) -> float | None:
-        """Note the loss of a node. Returns the age that new nodes have to reach from now on, or None if the node was old."""
+        """Note the loss of a node. Returns the age that new nodes have to reach from now on.
+
+        None if the node was old, or the first that was lost young, as any node may be once.
+        """
         age_s = now_s - self._seen_s.pop(node, -math.inf)
         if age_s > YOUNG_S:
             return None
         self._flaps = 1 if self._is_calm(now_s) else self._flaps + 1
         self._last_s = now_s
-        return self.least_age_s(now_s)
+        return self._asked_age_s() or None
 
     def least_age_s(self, now_s: float) -> float:
         """The age that a new node has to reach before a worker is started on it; 0 where no node has flapped."""
@@ -84,7 +87,7 @@ class FlappingNodes:
         return frozenset(node for node, seen_s in self._seen_s.items() if now_s - seen_s < least_s)
 
     def _asked_age_s(self) -> float:
-        return float(min(LEAST_AGE_S * 2.0 ** min(self._flaps - 1, 10), YOUNG_S))
+        return float(min(LEAST_AGE_S * 2.0 ** min(self._flaps - 2, 10), YOUNG_S)) if self._flaps > 1 else 0.0
 
     def _is_calm(self, now_s: float) -> bool:
         return not self._flaps or now_s - self._last_s > self._asked_age_s() + CALM_S

@@ -83,3 +83,21 @@ def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatc
 
     asyncio.run(scene())
     assert told == [on.WorkerSilent(1, 1.0), on.WorkerAnswered(1)], "who is silent while the others answer, and answers then"
+
+
+def test_people_are_told_of_nodes_that_flap_whenever_the_age_that_new_ones_have_to_reach_changes():
+    told = []
+    pool = SimpleNamespace(workers={})
+    registry = WorkerRegistry(
+        pool, None, told.append, lambda kind, **facts: told.append((kind, facts["text"])), {}.__contains__
+    )
+    registry._look_for_flapping_nodes({"head"}, {"dead before"})
+    for number in range(1, 7):
+        registry._look_for_flapping_nodes({"head", f"{number}"}, {"dead before"} | {f"{n}" for n in range(1, number)})
+        assert registry.suspect_nodes_now() == (frozenset() if number < 3 else {f"{number}"})
+    registry._drained.add("6")
+    registry._look_for_flapping_nodes({"head"}, {"dead before"} | {f"{n}" for n in range(1, 7)})
+    assert [(kind, text.splitlines()[0]) for kind, text in told] == [
+        ("warning", f"node {n} was lost soon after it had joined: a new node gets no worker before it is {age} s old")
+        for n, age in ((2, 30), (3, 60), (4, 120))
+    ]
