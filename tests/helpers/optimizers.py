@@ -134,6 +134,28 @@ class NormalisesInWarmup(Written):
         return gradient / (norm + 1e-6) if group["lr"] < 0.5 * self.defaults["lr"] else gradient
 
 
+class NormalisesAfter(Written):
+    """By the norm of all gradients together, or of each by itself, after `warmup_steps` steps; or in every `every`th one."""
+
+    def __init__(self, params: Any, warmup_steps: int = 0, every: int = 1, together: bool = True, **given: Any) -> None:
+        super().__init__(params, warmup_steps=warmup_steps, every=every, together=together, **given)
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] <= group["warmup_steps"] or state["step"] % group["every"]:
+            return gradient
+        among = self.trained() if group["together"] else [parameter]
+        return gradient / (float(torch.stack([p.grad.norm() for p in among]).norm()) + 1e-6)  # type: ignore[union-attr]
+
+
+class TakesSeventhOtherwise(Written):
+    """Trains the seventh parameter of each group half as fast."""
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        seventh = len(group["params"]) > 6 and parameter is group["params"][6]
+        return gradient * 0.5 if seventh else gradient
+
+
 class EstimatesDistance(Written):
     """As Prodigy and D-Adaptation: a step size, estimated over all parameters, that is the first group's."""
 
@@ -165,6 +187,100 @@ class CountsSteps(Written):
 
     def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
         return gradient / max(1, group["k"])
+
+
+class Meter:
+    """A plain object that counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seen: dict[str, list[int]] = {"calls": []}
+
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+class CountsInObject(Written):
+    """Counts in an object; the count has an effect after 60 steps."""
+
+    def __init__(self, params: Any, **given: Any) -> None:
+        super().__init__(params, **given)
+        self.meter = Meter()
+
+    def begin(self) -> None:
+        self.meter.count()
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient if self.meter.calls < 60 else gradient * 0.5
+
+
+_METER = Meter()
+
+
+class CountsGlobally(CountsInObject):
+    """The same in an object that is a global variable."""
+
+    def __init__(self, params: Any, **given: Any) -> None:
+        Written.__init__(self, params, **given)
+
+    def begin(self) -> None:
+        _METER.count()
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient if _METER.calls % 100 < 60 else gradient * 0.5
+
+
+class CountsInClass(CountsInObject):
+    """The same in its class."""
+
+    calls = 0
+
+    def begin(self) -> None:
+        type(self).calls += 1
+
+
+class CountsInClosure(CountsInObject):
+    """The same in a variable of a function."""
+
+    def __init__(self, params: Any, **given: Any) -> None:
+        Written.__init__(self, params, **given)
+        calls = 0
+
+        def count() -> int:
+            nonlocal calls
+            calls += 1
+            return calls
+
+        self.count = count
+
+    def begin(self) -> None:
+        self.calls = self.count()
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient if self.calls < 60 else gradient * 0.5
+
+
+class CachesInClass(Written):
+    """Has a table in its class, made in the first step: no state."""
+
+    TABLE: dict[int, float] = {}  # noqa: RUF012
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient * self.TABLE.setdefault(parameter.dim(), 0.5 + parameter.dim())
+
+
+class KeepsListLater(Written):
+    """Keeps a list for each parameter from a step on, or once a weight is so large."""
+
+    def __init__(self, params: Any, after: int = 0, above: float = 0.0, **given: Any) -> None:
+        super().__init__(params, after=after, above=above, **given)
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] > group["after"] and parameter.abs().max() >= group["above"]:
+            state["factors"] = [gradient]
+        return gradient
 
 
 class Keeps(Written):

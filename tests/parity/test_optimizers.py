@@ -1,5 +1,6 @@
 """Every optimizer trains as in one process, under every plan, resumed and joined; or it is refused before the run, by name."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from raypar.comm.buffer_pool import BufferPool
 from raypar.errors import CheckpointError, ConfigError
 from raypar.launch.chosen_plan import choose_plan
+from raypar.model.python_state import read_content
 from raypar.plan import ParallelPlan
 from raypar.planner.candidate_plans import enumerate_candidates
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER
@@ -23,12 +25,11 @@ from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.state.mirror import StateCopy
 from raypar.worker.step.optimizer_state import (
     OptimizerState,
-    fingerprint,
     names_with_patterns,
     read_optimizer_state,
     write_optimizer_state,
 )
-from raypar.worker.step.optimizer_trial import OptimizerKind
+from raypar.worker.step.optimizer_trial import OptimizerKind, try_optimizer
 
 UNDECAYED = (("*.bias", {"weight_decay": 0.1}),)
 """A group beside that of all others."""
@@ -93,11 +94,96 @@ def test_state_that_cannot_be_kept_is_refused_before_the_run_by_name(what: str):
     assert found.value.cure
 
 
+SHAPES = {f"{layer}.{kind}": shape for layer in range(6) for kind, shape in (("weight", (6, 4)), ("bias", (6,)))}
+"""Parameters of a model of twelve."""
+OUTSIDE = {
+    optimizers.CountsInModule: "keeps something in global variable '_calls' of helpers.optimizers, which its steps change",
+    optimizers.CountsGlobally: "keeps something in global variable '_METER' of helpers.optimizers, which its steps change",
+    optimizers.CountsInClass: "keeps something in class attribute 'calls' of helpers.optimizers.CountsInClass, which its",
+    optimizers.CountsInObject: "'meter', an attribute of the optimizer, which a step has changed, is a Meter, neither",
+    optimizers.CountsInClosure: "'count', an attribute of the optimizer, which a step has changed, is a function, neither",
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE, ids=lambda kind: kind.__name__)
+def test_state_in_objects_classes_globals_and_functions_is_refused_by_name_however_late_it_has_an_effect(kind):
+    with pytest.raises(ConfigError, match=re.escape(OUTSIDE[kind])) as found:
+        try_optimizer(spec(kind), SHAPES)
+    assert "in optimizer.state[p], in param_groups" in found.value.cure
+
+
+def test_a_table_that_the_first_step_makes_is_no_state():
+    optimizers.CachesInClass.TABLE.clear()
+    assert try_optimizer(spec(optimizers.CachesInClass), SHAPES).kind is OptimizerKind.ELEMENTWISE
+
+
+class Hides(torch.optim.SGD):
+    """Counts where nobody looks: in a list that is found through the frames of its caller."""
+
+    def step(self, closure=None):
+        calls = globals().setdefault("HIDDEN" + "_CALLS", [0])
+        calls[0] += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-group["lr"] / calls[0])
+
+
 def test_state_that_nobody_can_see_is_found_because_a_resumed_optimizer_goes_on_otherwise():
     with pytest.raises(
-        ConfigError, match=r"CountsInModule goes on otherwise once its state was saved and loaded: the weights of"
+        ConfigError, match="Hides goes on otherwise once its state was saved and loaded, after 6 steps: in a trial"
     ):
-        preflight(job_of(spec(optimizers.CountsInModule)))
+        try_optimizer(spec(Hides, (), lr=0.1), SHAPES)
+
+
+LATE = {
+    "a warmup": {"warmup_steps": 50},
+    "a long warmup": {"warmup_steps": 2000},
+    "a very long warmup": {"warmup_steps": 3_000_000},
+    "in every 250th step": {"every": 250},
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_an_optimizer_that_couples_parameters_late_is_found(what: str):
+    trial = try_optimizer(spec(optimizers.NormalisesAfter, **LATE[what]), SHAPES)
+    assert trial.kind is OptimizerKind.COUPLED
+    assert re.match(r"in a trial of [\d,]+ steps the weights of \S+ differ by", trial.difference)
+    trial = try_optimizer(spec(optimizers.NormalisesAfter, together=False, **LATE[what]), SHAPES)
+    assert trial.kind is OptimizerKind.PER_PARAMETER
+
+
+def test_an_optimizer_that_takes_the_seventh_parameter_otherwise_is_found():
+    trial = try_optimizer(spec(optimizers.TakesSeventhOtherwise, ()), SHAPES)
+    assert trial.kind is OptimizerKind.COUPLED
+    assert "with all 12 parameters and with 6 of them alone" in trial.difference
+
+
+@pytest.mark.parametrize("after", [20, 30_000])
+def test_state_that_can_be_kept_at_first_only_is_refused_before_the_run(after: int):
+    with pytest.raises(ConfigError, match=r"KeepsListLater after \d+ steps: optimizer state 'factors' of \S+ is a list"):
+        try_optimizer(spec(optimizers.KeepsListLater, after=after), SHAPES)
+
+
+class EndsAfter(torch.optim.SGD):
+    """Knows how many steps it will make, and refuses more."""
+
+    steps = 0
+
+    def __init__(self, params, lr, total_steps):
+        super().__init__(params, lr)
+        self.done, self.total_steps = 0, total_steps
+
+    def step(self, closure=None):
+        self.done += 1
+        if self.done > self.total_steps:
+            raise RuntimeError("enough")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("total", [12, 50, 1000])
+def test_an_optimizer_may_refuse_to_go_on_after_its_last_step(total: int):
+    trial = try_optimizer(spec(EndsAfter, (), lr=0.1, total_steps=total), SHAPES)
+    assert trial.kind is OptimizerKind.ELEMENTWISE and trial.shared == ("the attribute 'done'",)
 
 
 def test_an_optimizer_that_counts_only_steps_with_gradients_is_not_for_stages():
@@ -186,7 +272,7 @@ def test_the_mirror_has_what_parameters_share_and_keeps_names_apart():
             pairs = [(found.parameters[n], state.parameters[n]) for n in names]
             pairs += [(found.groups[pattern], state.groups[pattern]) for pattern in set(names.values())]
             assert all(one.keys() == other.keys() for one, other in pairs)
-            assert all(fingerprint(one[key]) == fingerprint(other[key]) for one, other in pairs for key in one)
+            assert all(read_content(one[key]) == read_content(other[key]) for one, other in pairs for key in one)
 
 
 def test_a_checkpoint_of_format_1_is_read_and_training_goes_on_from_it():

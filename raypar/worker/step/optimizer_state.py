@@ -1,22 +1,20 @@
 """Reads and writes an optimizer's state: of each parameter, of each group of parameters, and of the optimizer itself.
 
-State of groups and of the optimizer is found by comparison: entries of `param_groups` and attributes that have changed since
-the optimizer was made. The learning rate is not state: the job sets it before every step.
+State of groups and of the optimizer is found by comparison: entries of `param_groups` and attributes that hold something else
+than when the optimizer was made, objects in them too. The learning rate is not state: the job sets it before every step.
 """
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
 from raypar.errors import CheckpointError, RayparError, with_article
+from raypar.model.python_state import PythonState, read_content
 from raypar.worker.checkpoint.manifest import DTYPES
 from raypar.worker.checkpoint.safetensors_header import MAX_ELEMENTS
 from raypar.worker.checkpoint.state_key import ATTRIBUTE, GROUP, OPTIMIZER, StateKey, why_unusable_name
@@ -74,7 +72,7 @@ class OptimizerState:
                 mine = found[place[1]]
                 theirs, other = shared.setdefault(place, mine), first.setdefault(place, name)
                 for entry in sorted({*mine, *theirs}):
-                    if fingerprint(mine.get(entry)) != fingerprint(theirs.get(entry)):
+                    if read_content(mine.get(entry)) != read_content(theirs.get(entry)):
                         raise RayparError(
                             f"{other} and {name} come with unequal {entry!r}, which they share: "
                             f"{theirs.get(entry)} and {mine.get(entry)}",
@@ -86,20 +84,29 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class GivenValues:
-    """Entries of `param_groups` and attributes as they were when an optimizer was made, by their fingerprints."""
+    """What entries of `param_groups` and attributes held when an optimizer was made (`read_content`)."""
 
     groups: tuple[Mapping[str, object], ...]
-    """Of each group: key -> fingerprint."""
+    """Of each group: key -> what it held."""
     attributes: Mapping[str, object]
-    """Name -> fingerprint."""
+    """Name -> what it held."""
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> GivenValues:
-        own = _parameters_of(optimizer)
+        known = _read_elsewhere(optimizer)
         return GivenValues(
-            tuple({key: fingerprint(value, own) for key, value in _entries(group)} for group in optimizer.param_groups),
-            {name: fingerprint(value, own) for name, value in _attributes(optimizer)},
+            tuple(
+                {key: read_content(value, known, SHARED_BYTES) for key, value in _entries(group)}
+                for group in optimizer.param_groups
+            ),
+            {name: read_content(value, known, SHARED_BYTES) for name, value in _attributes(optimizer)},
         )
+
+
+def state_of_code(optimizer: torch.optim.Optimizer) -> PythonState:
+    """What an optimizer's code keeps outside of it: in its class, in global variables, in variables of functions."""
+    attributes = [value for _, value in _attributes(optimizer)]
+    return PythonState({}, code=(type(optimizer), *attributes), called=("step",), known=_read_elsewhere(optimizer))
 
 
 def names_with_patterns(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -118,9 +125,9 @@ def named_optimizer_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn
 
 def read_optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
     """The optimizer's state. Raises `CheckpointError` for state that cannot be kept, by name."""
-    named, own, given = named_optimizer_parameters(optimizer), _parameters_of(optimizer), getattr(optimizer, GIVEN)
+    named, known, given = named_optimizer_parameters(optimizer), _read_elsewhere(optimizer), getattr(optimizer, GIVEN)
     for key in optimizer.state:
-        if not isinstance(key, Tensor) or id(key) not in own:
+        if not isinstance(key, Tensor) or id(key) not in known:
             raise _cannot_keep(
                 f"optimizer.state[{key!r}]" if isinstance(key, (str, int)) else "optimizer.state", "of no parameter"
             )
@@ -132,21 +139,23 @@ def read_optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
     groups: dict[str, dict[str, Value]] = {}
     for group, were in zip(optimizer.param_groups, given.groups, strict=True):
         what = f" of the optimizer group {group['raypar_pattern']!r}, which a step has changed,"
-        groups[group["raypar_pattern"]] = _changed(_entries(group), were, own, what)
+        groups[group["raypar_pattern"]] = _changed(_entries(group), were, known, what)
     attributes = _changed(
-        _attributes(optimizer), given.attributes, own, ", an attribute of the optimizer, which a step has changed,"
+        _attributes(optimizer), given.attributes, known, ", an attribute of the optimizer, which a step has changed,"
     )
     return OptimizerState(parameters, groups, attributes)
 
 
-def _changed(now: Iterable[tuple[str, Any]], given: Mapping[str, object], own: frozenset[int], what: str) -> dict[str, Value]:
-    """The values that have other fingerprints than those given. Raises `CheckpointError` for what cannot be kept."""
+def _changed(
+    now: Iterable[tuple[str, Any]], given: Mapping[str, object], known: Mapping[int, Any], what: str
+) -> dict[str, Value]:
+    """The values that hold something else than those given. Raises `CheckpointError` for what cannot be kept."""
     found: dict[str, Value] = {}
     present = dict(now)
     for name in given.keys() - present.keys():
         raise _cannot_keep(f"{name!r}{what}", "removed")
     for name, value in present.items():
-        if name in given and fingerprint(value, own) == given[name]:
+        if name in given and read_content(value, known, SHARED_BYTES) == given[name]:
             continue
         why = why_unusable_name(name) or why_not_kept(value)
         if why is None and isinstance(value, Tensor) and value.nbytes > SHARED_BYTES:
@@ -206,35 +215,6 @@ def why_not_kept(value: Any) -> str | None:
     return f"{with_article(type(value).__name__)}, neither tensor nor number"
 
 
-def fingerprint(value: Any, parameters: frozenset[int] = frozenset()) -> object:
-    """A value that is equal for two tensors, numbers, texts, generators or containers of them only if they are bit-identical.
-
-    Other objects have the fingerprint of their class. `parameters`: ids of tensors whose content does not count.
-    """
-    if isinstance(value, Tensor):
-        if id(value) in parameters or value.layout != torch.strided or value.is_meta:
-            return "tensor", "parameter"
-        if value.nbytes > SHARED_BYTES:
-            return "tensor", value.dtype, tuple(value.shape), id(value), value._version
-        bits = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-        return "tensor", value.dtype, tuple(value.shape), bits
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, numpy.generic)):
-        return type(value).__name__, repr(value)
-    if isinstance(value, Mapping):
-        return type(value).__name__, tuple((fingerprint(k), fingerprint(v, parameters)) for k, v in value.items())
-    if isinstance(value, (list, tuple)) or type(value).__name__ == "deque":
-        return type(value).__name__, tuple(fingerprint(item, parameters) for item in value)
-    if isinstance(value, (set, frozenset)):
-        return type(value).__name__, tuple(sorted(repr(fingerprint(item, parameters)) for item in value))
-    if isinstance(value, torch.Generator):
-        return "Generator", hashlib.sha256(value.get_state().numpy().tobytes()).digest()
-    if isinstance(value, random.Random):
-        return "Random", value.getstate()
-    if isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
-        return "numpy Generator", repr(value.bit_generator.state if hasattr(value, "bit_generator") else value.get_state())
-    return "object", type(value).__name__
-
-
 def _entries(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The entries of a group that may be state of the optimizer."""
     return [(key, value) for key, value in group.items() if _may_be_state(group, key)]
@@ -250,8 +230,11 @@ def _attributes(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(optimizer).items() if name not in _NOT_ATTRIBUTES]
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+def _read_elsewhere(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+    """`id` of what an attribute may lead to without keeping it: the optimizer, its state, its groups, its parameters."""
+    groups = optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return {id(each): "of the optimizer" for each in (optimizer, optimizer.state, groups, *groups, *parameters)}
 
 
 def _no_state(what: str) -> CheckpointError:
