@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raypar.atomic_write import DISK_FULL_ERRNOS, explain_write_errors, regular_file_opener
+from raypar.atomic_write import DISK_FULL_ERRNOS, explain_write_errors, regular_file_opener, replace_file_atomically
 from raypar.errors import ConfigError
 from raypar.os_error_cure import cure_of_os_error
 from raypar.read_run_lines import FILE_BYTES, Line, merge_jsonl_lines, read_valid_lines
@@ -402,6 +402,22 @@ class RunFolder:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                     raise
             yield
+
+    def read_documents_of_start(self) -> dict[Path, bytes]:
+        """Path -> content, of the files that the process which starts a run writes once: the job, its plan, its cluster."""
+        found = {}
+        for path in (self.job, self.why_no_job, self.plan, self.cluster):
+            with contextlib.suppress(OSError):
+                found[path] = path.read_bytes()
+        return found
+
+    def put_back(self, documents: Mapping[Path, bytes]) -> bool:
+        """Write those of `documents` that are gone: the folder's disk was replaced, or somebody has removed them. Returns
+        whether any was. Raises `OSError`."""
+        gone = {path: content for path, content in documents.items() if not os.path.lexists(path)}
+        for path, content in gone.items():
+            replace_file_atomically(path, content)
+        return bool(gone)
 
     def append_line(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Append one JSON line to `metrics` or `events`."""

@@ -6,13 +6,13 @@ import contextlib
 import json
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.atomic_write import write_text_atomically
-from raypar.errors import InputError, OutOfMemory, UserCodeError
+from raypar.errors import ConfigError, InputError, OutOfMemory, UserCodeError
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
 from raypar.launch.launch_options import EventHandler, LaunchOptions
@@ -166,12 +166,16 @@ def _connect_and_follow(
                         watch.on_silence = lambda silent: notice.replace(killed_while_silent_text(*where) if silent else None)
                     queue = stack.enter_context(_placement_turn(folder.name, chosen.plan.world, options, tell))
 
+                documents = {} if folder.shared is not None else folder.read_documents_of_start()
+
                 def tell_and_watch(event: dict[str, Any]) -> None:
                     nonlocal begun
                     begun = begun or event["kind"] in ("step", "checkpoint")
                     if queue is not None and (begun or event.get("stage") == "started"):
                         queue.leave()
                     tell(event)
+                    if event["kind"] == "checkpoint":
+                        _put_documents_back(folder, documents, until_disconnected, tell)
 
                 result = _follow(request, folder, tell_and_watch, tell.note_driver_answer)
                 after.enter_context(after_the_run(describe_end(result)))
@@ -180,6 +184,23 @@ def _connect_and_follow(
         finally:
             if not begun and not folder.metrics.exists():  # on a full disk metrics.jsonl may be missing after steps
                 shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _put_documents_back(
+    folder: RunFolder, documents: Mapping[Path, bytes], held: contextlib.ExitStack, tell: EventHandler
+) -> None:
+    """Write the run's job, plan and cluster again where they are gone from its folder, and hold the folder's lock in `held`.
+
+    Without them a run whose disk was replaced could be neither resumed nor exported, though its later checkpoints are there.
+    """
+    with contextlib.suppress(OSError, ConfigError):  # the next checkpoint tries again
+        if not folder.put_back(documents):
+            return
+        names = ", ".join(path.name for path in documents)
+        text = f"files of {folder.path} were removed: those of {names} that were gone are written again"
+        tell({"kind": "warning", "text": f"{text}\n  cure: leave the files of a run alone while it trains"})
+        if folder.job in documents:
+            held.enter_context(folder.hold_lock())
 
 
 def _placement_turn(

@@ -3,8 +3,11 @@
 import contextlib
 import os
 import random
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,6 +150,34 @@ def test_a_run_that_cannot_begin_leaves_no_run_folder(tmp_path, monkeypatch, cap
     assert main(["train", str(write_job(tmp_path))]) == 1
     assert "is active" in capfd.readouterr().err
     assert not (tmp_path / "runs/tiny").exists()
+
+
+def test_a_run_whose_disk_was_replaced_can_be_resumed_and_nobody_else_trains_in_it_meanwhile(tmp_path, monkeypatch, capfd):
+    """Checkpoints, metrics and events were written to the new disk; job.yaml, without which no command takes it, was not."""
+    folder = tmp_path / "runs/tiny"
+
+    @contextlib.contextmanager
+    def connected(*arguments):
+        yield RayConnection("own", "a local Ray cluster", "nowhere:0")
+
+    def follows(request, folder, tell, on_answer):
+        before = {path: path.read_bytes() for path in (folder.job, folder.plan, folder.cluster)}
+        shutil.rmtree(folder.path)
+        (folder.path / "checkpoints/step_00000001").mkdir(parents=True)
+        tell({"kind": "checkpoint", "step": 1, "path": str(folder.path / "checkpoints/step_00000001")})
+        assert before == {path: path.read_bytes() for path in before}
+        second = [sys.executable, "-m", "raypar", "resume", str(folder.path)]
+        refused = subprocess.run(second, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+        assert refused.returncode == 2 and f"process {os.getpid()}, which was started" in refused.stderr, refused.stderr
+        return Result({}, str(folder.path), "stopped", 1)
+
+    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
+    monkeypatch.setattr("raypar.actors.cluster_info.cluster_capacity", lambda: ClusterCapacity(1, 5, 5, None))
+    monkeypatch.setattr("raypar.launch.launch_run._follow", follows)
+    assert main(["train", str(write_job(tmp_path))]) == 0
+    out = capfd.readouterr().out
+    assert f"files of {folder} were removed: those of job.yaml, plan.json, cluster.json that were gone are written again" in out
 
 
 def test_an_address_where_nothing_listens_is_an_error_at_once(tmp_path, monkeypatch, capfd):
