@@ -70,6 +70,9 @@ class TensorParallelLayout:
     """Qualified module name -> its collectives over shards."""
     costs: Mapping[str, tuple[ShardWorkShare, ...]] = field(default_factory=dict)
     """Qualified module name -> by shard, its share of the layer."""
+    values_in_parts: Mapping[str, int] | None = field(default_factory=dict)
+    """Value between layers of which each shard computes with an even part -> the dim that is cut. So it is under every plan:
+    also where a stage ends there, and the value is sent whole. None: not known yet (`find_values_in_parts`)."""
 
     def operations(self, *, sequence: bool) -> frozenset[CollectiveName]:
         """The kinds of collectives that the layers run over shards; `sequence`: under sequence parallelism."""

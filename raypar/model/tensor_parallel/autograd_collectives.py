@@ -85,6 +85,19 @@ class _Join(torch.autograd.Function):
         return (None if gradient is None else as_aligned(select_ranges(gradient, ctx.dim, ctx.mine))), None, None, None
 
 
+class _ContiguousPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        aligned = as_aligned(x)
+        return x.view_as(x) if aligned is x else aligned
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None]:
+        (gradient,) = gradients
+        return (None if gradient is None else as_aligned(gradient),)
+
+
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
@@ -143,6 +156,11 @@ def reduce_scatter_to_shards(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
 def scatter_to_shards(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
     """This shard's even part, along `dim`, of a value that all shards hold whole; the gradients of the parts are gathered."""
     return _Split.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def as_contiguous_part(x: Tensor) -> Tensor:
+    """This shard's part as `scatter_to_shards` of the joined value gives it, and its gradient likewise: contiguous, aligned."""
+    return _ContiguousPart.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather_from_shards(x: Tensor, dim: int, held: Sequence[IndexRanges], group: ShardGroup) -> Tensor:

@@ -17,7 +17,7 @@ from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.autograd_collectives import select_ranges
 from raypar.model.tensor_parallel.einops_backend import let_einops_take_parts
 from raypar.model.tensor_parallel.group import ShardGroup
-from raypar.model.tensor_parallel.local_part_layout import FEATURES, sequence_part_layout
+from raypar.model.tensor_parallel.local_part_layout import FEATURES, LocalPartLayout, sequence_part_layout
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.plan.shard_ranges import even_ranges_by_shard
@@ -84,7 +84,7 @@ def build_shard_modules(
             if whole:
                 _cut_parameters(module, layer, canonical, layout, group.shard)
             module = _replace_layers(module, layer, layout, group)
-            module.forward = _LayerBoundary(module.forward, layer, group, edges)
+            module.forward = _LayerBoundary(module.forward, layer, group, edges, layout.values_in_parts)
         modules[layer.name] = module
     return modules
 
@@ -123,7 +123,7 @@ def _replace_layers(root: nn.Module, layer: Layer, layout: TensorParallelLayout,
 
 
 class _StageEdges:
-    """Which values of a stage leave it. Only those that do not may stay in parts between layers."""
+    """Which values of a stage leave it."""
 
     def __init__(self, graph: Graph, first: int, last: int) -> None:
         made = {value for layer in graph.layers[first:last] for value in layer.outputs}
@@ -139,15 +139,25 @@ class _LayerBoundary:
     """The forward of a layer on a shard: turns plain tensors into values in parts on the way in, and back on the way out.
 
     Values that come into the stage or leave it are whole on every shard. Of a captured model, features that a column layer
-    makes and a later layer of the stage reads stay in parts: both may be modules of one `nn.Sequential`.
+    makes and a later layer reads (both may be modules of one `nn.Sequential`) are in parts there (`values_in_parts` of the
+    layout): kept so within a stage; joined and cut again between stages. Either way layers and gradients see the same part in
+    memory of the same form, so a stage's end does not decide which kernels compute with it.
 
     Under sequence parallelism floating point values of 3
     dims ([batch, sequence, features]) are cut along dim 1 where they come in, stay cut between the layers, and are joined where
     they leave. What the loss alone reads may leave cut along its last dim; `sharded_loss` reads it so.
     """
 
-    def __init__(self, forward: Callable[..., Any], layer: Layer, group: ShardGroup, edges: _StageEdges) -> None:
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        layer: Layer,
+        group: ShardGroup,
+        edges: _StageEdges,
+        values_in_parts: Mapping[str, int] | None,
+    ) -> None:
         self._forward, self._layer, self._group, self._edges = forward, layer, group, edges
+        self._values_in_parts = values_in_parts
 
     def __call__(self, *inputs: Tensor) -> Any:
         group = self._group
@@ -161,7 +171,12 @@ class _LayerBoundary:
     def _enter(self, name: str, x: Tensor) -> Tensor | ShardedValue:
         group, part = self._group, self._group.value_layouts.get(name)
         if part is not None:
-            return ShardedValue(x, part, group)
+            return ShardedValue(autograd_collectives.as_contiguous_part(x) if part.axis == FEATURES else x, part, group)
+        dim = (self._values_in_parts or {}).get(name)
+        if dim is not None and not group.sequence_parallel:
+            even = even_ranges_by_shard(x.shape[dim], group.size)[group.shard]
+            mine = autograd_collectives.scatter_to_shards(x, dim, group)
+            return ShardedValue(mine, LocalPartLayout(dim, x.shape[dim], even, FEATURES), group)
         if group.sequence_parallel and x.is_floating_point() and x.dim() == 3:
             return ShardedValue(
                 autograd_collectives.scatter_to_shards(x, 1, group),
@@ -181,12 +196,13 @@ class _LayerBoundary:
             group.output_layouts[name] = part
             return made.local
         if part.axis == FEATURES and self._layer.own_names is not None and not group.sequence_parallel:
-            if name not in self._edges.leaving:
+            even = even_ranges_by_shard(part.size, group.size)
+            known = self._values_in_parts is None or self._values_in_parts.get(name) == part.dim
+            if known and part.ranges == even[group.shard] and name not in self._edges.read_by_loss:
+                if name in self._edges.leaving:
+                    return autograd_collectives.gather_from_shards(made.local, part.dim, even, group)
                 group.value_layouts[name] = part
                 return made.local
-            even = even_ranges_by_shard(part.size, group.size)
-            if part.ranges == even[group.shard] and name not in self._edges.read_by_loss:
-                return autograd_collectives.gather_from_shards(made.local, part.dim, even, group)
         if not by_sequence:
             raise ModelError(
                 f"layer {self._layer.name!r} returns {name!r} {list(made.shape)} cut along dim {part.dim}",

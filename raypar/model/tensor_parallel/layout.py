@@ -18,6 +18,7 @@ from raypar.model.tensor_parallel.infer_styles import infer_styles
 from raypar.model.tensor_parallel.infer_styles_by_structure import add_styles_by_structure
 from raypar.model.tensor_parallel.layout_of_styles import layout_of_styles, modules_with_parameters
 from raypar.model.tensor_parallel.library_plan import library_styles
+from raypar.model.tensor_parallel.prove_styles import find_values_in_parts
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
 from raypar.model.tensor_parallel.styles.whole import WholeStyle
@@ -53,7 +54,7 @@ def _compute_layout(graph: Graph, shards: int, styles: Mapping[str, str], *, inf
         chosen |= add_styles_by_structure(graph, named, given)
     layout = layout_of_styles(graph.layers, modules, chosen, shards)
     _check_ties(graph, layout)
-    return layout
+    return replace(layout, values_in_parts=find_values_in_parts(graph, layout))
 
 
 def make_model_outline_with_layouts(graph: Graph, shards: Iterable[int], styles: Mapping[str, str]) -> ModelOutline:

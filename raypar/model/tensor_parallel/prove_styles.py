@@ -7,22 +7,26 @@ without an error compute what the whole layers do.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from raypar.errors import PlanError, RayparError
-from raypar.model.capture.module_graph import build_without_values
+from raypar.model.capture.module_graph import build_without_values, recorded_values
 from raypar.model.graph import Graph
+from raypar.model.layer_skeletons import shared_skeleton
 from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.layout_of_styles import layout_of_styles, modules_with_parameters
+from raypar.model.tensor_parallel.local_part_layout import FEATURES
 from raypar.model.tensor_parallel.no_transport import NoTransport
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
 from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 
 
 def find_why_styles_fail(
@@ -49,7 +53,7 @@ def find_why_styles_fail(
             continue
         for shard in (0, shards - 1):
             try:
-                _run(graph, [(first, last)], layout, shard, values)
+                layout = replace(layout, values_in_parts=_run(graph, [(first, last)], unknown_parts(layout), shard, values))
                 if last - first > 1:  # each layer may be in a stage of its own
                     _run(graph, [(i, i + 1) for i in range(first, last)], layout, shard, values)
             except RayparError as error:
@@ -57,11 +61,46 @@ def find_why_styles_fail(
     return None
 
 
+def find_values_in_parts(graph: Graph, layout: TensorParallelLayout) -> dict[str, int]:
+    """The values between layers of a captured model that are in parts under this layout, and their cut dims.
+
+    Layers from each with a column layer and no row layer on, to one with a row layer, run without values. Where users' code
+    does not run so, nothing is found, and a value in parts is an error where it leaves its layer.
+    """
+    names = [
+        {layout.styles.get(layer.qualify(path), "") for path, _ in shared_skeleton(layer).named_modules()}
+        for layer in graph.layers
+    ]
+    begins = [any(style.startswith("column") for style in each) and "row" not in each for each in names]
+    values = recorded_values(graph) if layout.shards > 1 and any(begins) else {}
+    found: dict[str, int] = {}
+    last = 0
+    for first in (number for number, does in enumerate(begins) if does and values):
+        if first < last:
+            continue
+        last = next((number + 1 for number in range(first, len(names)) if "row" in names[number]), len(names))
+        try:
+            found |= _run(graph, [(first, last)], unknown_parts(layout), 0, values)
+        except RayparError:
+            continue  # said where it is checked (`check_shards_on_meta`)
+        except USER_CODE_ERRORS as error:
+            reraise_ctrl_c(error)
+    return found
+
+
+def unknown_parts(layout: TensorParallelLayout) -> TensorParallelLayout:
+    """The layout, of which it is not known yet which values are in parts."""
+    return replace(layout, values_in_parts=None)
+
+
 def _run(
     graph: Graph, stages: Sequence[tuple[int, int]], layout: TensorParallelLayout, shard: int, values: Mapping[str, Tensor]
-) -> None:
-    """Run the layers as one shard does. Raises `ModelError` for an operation that is impossible or wrong on a part."""
-    found = dict(values)
+) -> dict[str, int]:
+    """Run the layers as one shard does; returns the values that stayed in parts between them, and their cut dims.
+
+    Raises `ModelError` for an operation that is impossible or wrong on a part.
+    """
+    found, in_parts = dict(values), dict[str, int]()
     with torch.enable_grad(), meta_operations_without_dynamo(), preserve_random_state():
         for first, last in stages:
             group = ShardGroup(NoTransport(shard, layout.shards), range(layout.shards))
@@ -74,3 +113,5 @@ def _run(
                     made = modules[layer.name](*(found[name] for name in layer.inputs))
                     found.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
                 access.refuse_mixed_use()
+            in_parts |= {name: part.dim for name, part in group.value_layouts.items() if part.axis == FEATURES}
+    return in_parts
