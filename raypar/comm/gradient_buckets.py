@@ -14,6 +14,7 @@ from raypar.comm.collectives import ALIGN, even_slices
 from raypar.comm.communicator_key import FAST_REDUCTION_CHANNELS
 from raypar.comm.transport import Handle, Transport
 from raypar.plan.addition_tree import TreeNode, addition_tree_children, fold_tree
+from raypar.torch_compat.multi_tensor import copy_all
 
 SubtreeSums = Mapping[TreeNode, Sequence[Tensor | None] | Mapping[int, Tensor | None]]
 """Node of the addition tree -> parameter index -> sum of its gradients over the node's blocks; None: no gradient."""
@@ -222,7 +223,7 @@ class CanonicalBucket(GradientBucket):
                     for place, lo, hi in places:
                         _put(place, [term[lo:hi] for term in flat])
         if to:
-            torch._foreach_copy_(to, source)
+            copy_all(to, source)
 
     def post_first(self) -> Handle:
         """See `GradientBucket.post_first`."""
@@ -253,7 +254,7 @@ def _fill(views: Sequence[Tensor], layout: BucketLayout, rows: Sequence[SubtreeS
             for term in terms[2:]:
                 view.add_(term)
     if to:
-        torch._foreach_copy_(to, source)
+        copy_all(to, source)
 
 
 class FastBucket(GradientBucket):

@@ -52,6 +52,8 @@ class _Found(Generic[API]):
     """Whether the probe has run."""
     missing: str = ""
     """Why the API is not used; empty if it is."""
+    usable: bool = False
+    """Whether `asked` and not `missing`."""
     said: bool = False
     """Whether the user has been told so."""
 
@@ -88,14 +90,19 @@ class Fence(Generic[API]):
 
     def find(self) -> API | None:
         """The API; None, after a warning, where this release does not have it. Only the first call looks."""
-        self._look()
-        if self._found.missing:
-            self._warn(self._found.missing)
-        return None if self._found.missing else self._found.api
+        found = self._found
+        if found.usable:
+            return found.api
+        self.look()
+        if found.missing:
+            self._warn(found.missing)
+        return found.api
 
     def require(self) -> API:
         """The API. Raises `error` where this release does not have it: nothing can be done without."""
-        self._look()
+        if self._found.usable:
+            return self._found.api  # type: ignore[return-value]
+        self.look()
         if self._found.missing:
             raise self._missing_error(self._found.missing)
         return self._found.api  # type: ignore[return-value]
@@ -130,10 +137,10 @@ class Fence(Generic[API]):
     def forget(self) -> None:
         """Have the next use look for the API again. For tests, which put something in its place."""
         found = self._found
-        found.api, found.asked, found.missing, found.said = None, False, "", False
+        found.api, found.asked, found.missing, found.usable, found.said = None, False, "", False, False
 
-    def _look(self) -> None:
-        """Run the probe, if it has not run."""
+    def look(self) -> None:
+        """Run the probe, if it has not run, and say nothing: for a probe that must not run in the middle of something."""
         found = self._found
         if found.asked:
             return
@@ -143,7 +150,7 @@ class Fence(Generic[API]):
                     found.api = self.probe()
                 except CHANGED as error:
                     found.missing = _reason(error)
-                found.asked = True
+                found.asked, found.usable = True, not found.missing
 
     def _warn(self, why: str) -> None:
         """Say that the API is missing, once."""

@@ -24,13 +24,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from raypar.errors import ModelError
 from raypar.model.layer_skeletons import replace_tensors
 from raypar.model.model_function_allocations import uninitialised_fill_value
-from raypar.model.without_dynamo import meta_operations_without_dynamo, without_dynamo
+from raypar.torch_compat.dispatch import (
+    OTHER_STRIDES,
+    TorchDispatchMode,
+    schema_of,
+    without_dispatch_modes,
+    without_torch_function,
+)
+from raypar.torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
+from raypar.torch_compat.storages import count_storage_holders, storage_id, view_base
+from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo, without_dynamo
 
 T = TypeVar("T")
 
@@ -47,9 +54,6 @@ _FILLS = frozenset(
     for name in ("normal", "uniform", "bernoulli", "random", "exponential", "cauchy", "log_normal", "geometric")
 )
 """Random operations that overwrite all of their first argument without reading it."""
-
-_OTHER_STRIDES = frozenset(f"aten::{name}" for name in ("_linalg_svd", "linalg_eig", "_fft_r2c", "poisson", "_standard_gamma"))
-"""Operations whose meta kernels predict other strides than the CPU's results have: they run on values, at once."""
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OWN_GENERATOR = object()
@@ -135,7 +139,7 @@ class OperationRecording:
         if not isinstance(value, Tensor) or not value.is_meta:
             return False
         try:
-            return value.untyped_storage()._cdata in self._memories
+            return storage_id(value) in self._memories
         except NotImplementedError as error:
             raise Undeferrable(f"a tensor without memory of its own, as torch.func.vmap makes them ({error})") from error
 
@@ -143,18 +147,18 @@ class OperationRecording:
         """How operations refer to a tracked tensor. Raises `Undeferrable` where its geometry does not say its values."""
         if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
             raise Undeferrable("a conjugated, negated or sparse view")
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor)
         return DeferredView(key, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def track(self, tensor: Tensor, real: torch.UntypedStorage | None = None) -> DeferredView:
         """Track the memory of a new meta tensor, whose values are `real` if they are known already."""
         storage = tensor.untyped_storage()
-        self._memories[storage._cdata] = DeferredStorage(storage, real_storage=real)
+        self._memories[storage_id(tensor)] = DeferredStorage(storage, real_storage=real)
         return self.view(tensor)
 
     def stand_in(self, value: Tensor) -> Tensor:
         """A new tracked tensor that shares the memory of the real tensor `value`."""
-        with _disable_current_modes():
+        with without_dispatch_modes():
             return self._stand_in(value)
 
     def _stand_in(self, value: Tensor) -> Tensor:
@@ -177,27 +181,27 @@ class OperationRecording:
 
     def is_real(self, tensor: Tensor) -> bool:
         """Whether the memory of a tracked tensor is real already."""
-        return self._memories[tensor.untyped_storage()._cdata].real_storage is not None
+        return self._memories[storage_id(tensor)].real_storage is not None
 
     def has_other_users(self, tensors: Collection[Tensor]) -> bool:
         """Whether other tensors than these lie in tracked memory: in variables, or kept by PyTorch for a view."""
-        ours = Counter(tensor.untyped_storage()._cdata for tensor in tensors if self.tracks(tensor))
-        users = torch._C._storage_Use_Count
-        return any(users(key) > 1 + ours[key] for key in self._memories)
+        ours = Counter(storage_id(tensor) for tensor in tensors if self.tracks(tensor))
+        held = {key: count_storage_holders(key) for key in self._memories}
+        return any(number is None or number > 1 + ours[key] for key, number in held.items())
 
     # -- computing -------------------------------------------------------------------------------------------------------
 
     def values(self, tensor: Tensor) -> Tensor:
         """A tracked tensor's values after the operations so far; in memory of their own, unless its memory is real already."""
         view = self.view(tensor)
-        with _disable_current_modes():
+        with without_dispatch_modes():
             return view.as_tensor(self._compute(view.storage_key))
 
     def make_real(self, tensor: Tensor) -> Tensor:
         """Make the memory of a tracked tensor real for good; returns the real tensor, whose changes others see."""
         view = self.view(tensor)
         memory = self._memories[view.storage_key]
-        with _disable_current_modes():
+        with without_dispatch_modes():
             memory.real_storage = self._compute(view.storage_key)
             return view.as_tensor(memory.real_storage)
 
@@ -281,7 +285,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():  # PyTorch's own code has to see the real devices
+        with without_torch_function():  # PyTorch's own code has to see the real devices
             try:
                 return self._call(func, args, dict(kwargs or {}))
             except NotImplementedError as error:  # perhaps of the meta device only: the CPU may have a kernel
@@ -289,7 +293,7 @@ class _Operations(TorchDispatchMode):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of one operation: run as it is, recorded, or computed at once, by what it reads and writes."""
-        recording, name = self.recording, func._schema.name
+        recording, name = self.recording, schema_of(func).name
         leaves, tree = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not tensors:
@@ -308,7 +312,7 @@ class _Operations(TorchDispatchMode):
             any(map(self._has_large_values, tensors))
             or not all(map(recording.tracks, written))  # a small tensor, which has to be right from now on
             or not _gives_tensors(func)  # a number, which the code is about to look at
-            or name in _OTHER_STRIDES
+            or name in OTHER_STRIDES
         ):
             return self._at_once(func, leaves, tree, written)
         return self._record(func, leaves, tree, written)
@@ -331,7 +335,7 @@ class _Operations(TorchDispatchMode):
     def _factory(self, func: Any, leaves: list[Any], tree: Any) -> Any:
         """Run an operation without tensors among its arguments; a large result becomes a tracked tensor."""
         args, kwargs = tree_unflatten(leaves, tree)
-        if not _gives_tensors(func) or "device" not in {a.name for a in func._schema.arguments}:
+        if not _gives_tensors(func) or "device" not in {a.name for a in schema_of(func).arguments}:
             return func(*args, **kwargs)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "cpu":
             if torch.device(kwargs["device"]) == META:
@@ -366,7 +370,7 @@ class _Operations(TorchDispatchMode):
             random = _generator_of(leaves).get_state()
             if recording.draws:
                 self._move_generator(func, leaves, tree)
-        overwrites = random is not None and func._schema.name in _FILLS
+        overwrites = random is not None and schema_of(func).name in _FILLS
         if overwrites:
             made = leaves[0]
         else:
@@ -394,7 +398,7 @@ class _Operations(TorchDispatchMode):
 
     def _move_generator(self, func: Any, leaves: list[Any], tree: Any) -> None:
         """Advance the generator as the operation does."""
-        if func._schema.name in _FILLS:
+        if schema_of(func).name in _FILLS:
             rest = [self._scratch_like(leaves[0]), *map(self._with_values, leaves[1:])]
         else:
             rest = [self._with_values(leaf) for leaf in leaves]
@@ -532,7 +536,7 @@ def materialise_hidden_tensors(registered: Collection[Tensor], recording: Operat
     gc.collect()  # what only cycles still hold is not needed
     alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and recording.tracks(value)]
     known = {id(tensor) for each in registered for tensor in (each, each.grad)}
-    known |= {id(each._base) for each in (*registered, *alive)}  # PyTorch itself keeps these, for their views
+    known |= {id(view_base(each)) for each in (*registered, *alive)}  # PyTorch itself keeps these, for their views
     for found in alive:
         if id(found) in known:
             continue
@@ -549,9 +553,9 @@ def materialise_hidden_tensors(registered: Collection[Tensor], recording: Operat
 
 def _is_view(func: Any) -> bool:
     """Whether an operation returns a view of its argument, or turns its argument into one: no values are read or written."""
-    if torch.Tag.inplace_view in func.tags or func._schema.name in ("aten::set_", "aten::lift_fresh"):
-        return bool(func._schema.name != "aten::resize_")
-    returns = func._schema.returns
+    if torch.Tag.inplace_view in func.tags or schema_of(func).name in ("aten::set_", "aten::lift_fresh"):
+        return bool(schema_of(func).name != "aten::resize_")
+    returns = schema_of(func).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
@@ -565,14 +569,14 @@ def _is_random(func: Any) -> bool:
 
 
 def _gives_tensors(func: Any) -> bool:
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     return bool(returns) and all("Tensor" in str(r.type) for r in returns)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments that the operation changes."""
     found = []
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = kwargs.get(argument.name) if argument.name in kwargs else args[place] if place < len(args) else None
             found += [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)]

@@ -24,6 +24,7 @@ from raypar.model.model_function_allocations import call_counting_allocations
 from raypar.model.random_state import RandomState, preserve_random_state, seed_all
 from raypar.plan.seeds import seed_of
 from raypar.plan.stage_connections import LATER_USE
+from raypar.torch_compat.modules import reset_function
 
 CallGuard = Callable[[str], contextlib.AbstractContextManager[Any]]
 """guard(caller): a context for one call of the user's code; on exit it restores process state that the call left changed.
@@ -280,9 +281,7 @@ def _initialise(graph: Graph, layer: Layer, module: nn.Module, seed: int, guard:
         if all(LATER_USE in each for each in own):  # none, or values of an earlier layer
             continue
         name = layer.qualify(path)
-        reset: Callable[[], Tensor | None] | None = getattr(part, "reset_parameters", None) or getattr(
-            part, "_reset_parameters", None
-        )
+        reset = reset_function(part)
         if reset is None:
             raise ModelError(
                 f"{name} ({type(part).__name__}) owns parameters but has no reset_parameters()",

@@ -16,12 +16,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from raypar.errors import ModelError, with_article
 from raypar.model.graph import Graph, Layer, join_names
-from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan import ModelOutline
+from raypar.torch_compat.autograd import has_hooks_on_sums
+from raypar.torch_compat.modules import NormBase, caches_of
+from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 
 STATE_DTYPES = (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
@@ -107,7 +108,7 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
             "and buffers only",
             cure="use nn.Parameter or a plain tensor, and let the module do what the class does",
         )
-    if tensor.requires_grad and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+    if tensor.requires_grad and has_hooks_on_sums(tensor):
         raise ModelError(
             f"{name} has a hook on its gradient, which workers do not call: they sum gradients themselves",
             cure="do it in forward: to train some elements only, use mask * w + (1 - mask) * w.detach() there",
@@ -192,7 +193,7 @@ def persistent_buffers(graph: Graph) -> set[str]:
         for layer in graph.layers
         for module in [shared_skeleton(layer)]
         for path, _ in module.named_buffers()
-        if path.rpartition(".")[2] not in module.get_submodule(path.rpartition(".")[0])._non_persistent_buffers_set
+        if path.rpartition(".")[2] not in caches_of(module.get_submodule(path.rpartition(".")[0]))
     }
 
 
@@ -216,17 +217,17 @@ def buffers_of_several_layers(graph: Graph) -> frozenset[str]:
     return frozenset(name for shared in names.values() if len(shared) > 1 for name in shared)
 
 
-def norms_with_running_statistics(module: nn.Module) -> Iterator[tuple[str, _NormBase]]:
+def norms_with_running_statistics(module: nn.Module) -> Iterator[tuple[str, NormBase]]:
     """(path, norm) of every norm in `module` whose forward changes running averages in training.
 
     Norms that a constructor has put into evaluation mode stay in it, and change nothing.
     """
     for path, part in module.named_modules():
-        if isinstance(part, _NormBase) and part.track_running_stats and part.training and part.running_mean is not None:
+        if isinstance(part, NormBase) and part.track_running_stats and part.training and part.running_mean is not None:
             yield path, part
 
 
-def statistics_of(path: str, norm: _NormBase) -> frozenset[str]:
+def statistics_of(path: str, norm: NormBase) -> frozenset[str]:
     """Qualified names of the running averages of the norm at `path`, and of its count of calls."""
     names = ("running_mean", "running_var", "num_batches_tracked")
     return frozenset(join_names(path, name) for name in names if norm._buffers.get(name) is not None)

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from raypar.model.without_dynamo import without_dynamo
+from raypar.torch_compat.dispatch import TorchDispatchMode, schema_of
+from raypar.torch_compat.storages import storage_id
+from raypar.torch_compat.without_dynamo import without_dynamo
 
 T = TypeVar("T")
 
@@ -51,18 +52,14 @@ class AllocationWatch(TorchDispatchMode):
             value = uninitialised_fill_value(func, made)
             if value is not None:
                 made.fill_(value)
-            if func._schema.name == "aten::copy_" and _memory_of(args[1]) not in self._made:
+            if schema_of(func).name == "aten::copy_" and storage_id(args[1]) not in self._made:
                 self.loaded_bytes += made.nbytes
-            if not any(a.alias_info is not None for a in func._schema.returns):
-                self._made.add(_memory_of(made))
+            if not any(a.alias_info is not None for a in schema_of(func).returns):
+                self._made.add(storage_id(made))
                 self.nbytes += made.nbytes
                 if self.limit_bytes is not None and self.nbytes > self.limit_bytes:
                     raise AllocationLimitExceeded(f"{self.nbytes} bytes")
         return made
-
-
-def _memory_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 _UNINITIALISED = frozenset(
@@ -72,7 +69,7 @@ _UNINITIALISED = frozenset(
 
 def uninitialised_fill_value(func: Any, made: Tensor) -> float | int | None:
     """The number with which to fill `made` if the ATen operation `func` leaves it uninitialised; None if it has values."""
-    if func._schema.name not in _UNINITIALISED:
+    if schema_of(func).name not in _UNINITIALISED:
         return None
     return math.nan if made.is_floating_point() or made.is_complex() else 0
 

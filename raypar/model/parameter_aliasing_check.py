@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from raypar.errors import ModelError
 from raypar.model.graph import join_names
 from raypar.model.layer_skeletons import norms_with_running_statistics
+from raypar.torch_compat.modules import KEPT_BY_MODULES, KEPT_BY_RECURRENT_LAYERS, has_compiled_call, is_compiled_wrapper
+from raypar.torch_compat.storages import storage_id
 
 Replaced = Literal["nothing", "parameters", "all"]
 """Which state does not begin with the model function's values; `all`: parameters and buffers."""
-_OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_flat_weights", "_flat_weight_refs"}
+_OWN = KEPT_BY_MODULES | KEPT_BY_RECURRENT_LAYERS
 """Attributes of modules that are known: registered tensors, and what PyTorch's recurrent layers keep of theirs."""
 
 
@@ -58,8 +60,7 @@ def refuse_parameter_aliasing(layers: Collection[tuple[str, nn.Module]], replace
 
 def _refuse_compiled(where: str, module: nn.Module) -> None:
     """Raises `ModelError` for a module that is compiled as an object: the code keeps that object's parameters."""
-    wrapper = type(module).__module__.startswith("torch._dynamo.")  # what torch.compile(module) returns
-    if wrapper or module._compiled_call_impl is not None:
+    if is_compiled_wrapper(module) or has_compiled_call(module):
         raise ModelError(
             f"{where or 'the model'} is a compiled module, and compiled code would keep the parameters of the model "
             "function, which workers do not train",
@@ -213,7 +214,7 @@ def refuse_shared_statistics(layer: str, module: nn.Module, seen: MutableMapping
 
 def _memory(tensor: Tensor) -> int:
     """A number that is equal for tensors that share memory, real ones and recorded ones (`model.deferred_init`)."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
+    return storage_id(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.model.graph import join_names
+from raypar.torch_compat.modules import HOOKS_OF_MODULES
 from raypar.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 
 MOST_BYTES = 64 << 20
@@ -62,7 +63,7 @@ _BY_TEXT = frozenset((bool, float, complex))
 """Types of values for which their texts stand: 1, 1.0 and True are not the same, nor are 0.0 and -0.0."""
 _OTHERS = frozenset(("torch", "numpy", "raypar", "builtins")) | frozenset(sys.stdlib_module_names)
 """Names of packages whose functions and classes are not looked into."""
-_OF_MODULES = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
+_OF_MODULES = frozenset(vars(nn.Module())) - frozenset(HOOKS_OF_MODULES)
 """Attributes that every `nn.Module` has: not state of users' code. Those for hooks are not among them."""
 _ITERATORS = (
     *(each for each in vars(itertools).values() if isinstance(each, type)),

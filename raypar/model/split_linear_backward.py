@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.model.transposed_linear import is_linear, is_transposed_linear
+from raypar.torch_compat.autograd import innermost_transform, will_execute
 
 
 class LinearLike(Protocol):
@@ -144,10 +145,7 @@ def will_accumulate_weight_gradient(ctx: Any) -> bool:
     node = ctx.next_functions[1][0]
     while node is not None and node.name() == "ToCopyBackward0":  # of `cast_for_autocast`
         node = node.next_functions[0][0]
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # `grad` of the weight itself
-        return False
+    return will_execute(node)
 
 
 # -- under torch.autocast ----------------------------------------------------------------------------------------------------
@@ -199,10 +197,6 @@ class CastMarkingStash(list[DeferredWeightGradient]):
     def append(self, deferred: DeferredWeightGradient) -> None:
         """Pass on, marked with `cast`."""
         self._stash.append(replace(deferred, cast_token=self._cast))
-
-
-_innermost_transform = torch._C._functorch.peek_interpreter_stack
-"""The `torch.func` transform that is running; None outside of all."""
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -268,7 +262,7 @@ def _forward(linear: Any, stash: Callable[[], Stash]) -> Callable[[Tensor], Tens
     def forward(x: Tensor) -> Tensor:
         # Weight gradients are autograd's own for a part of a value (`tensor_parallel.sharded_value.ShardedValue`), which is no
         # tensor, and inside of `torch.func.vmap` and its like, which take no autograd function such as this one.
-        if not torch.is_grad_enabled() or not isinstance(x, Tensor) or _innermost_transform() is not None:
+        if not torch.is_grad_enabled() or not isinstance(x, Tensor) or innermost_transform() is not None:
             plain: Tensor = type(linear).forward(linear, x)
             return plain
         operands: tuple[Any, ...] = (x, linear.weight, linear.bias)

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "read_run_lines": "untrusted_files run_folder_schema errors",
     "fences": "errors",
     "ray_compat": "fences errors ray",
+    "torch_compat": "fences errors torch",
     "user_code_errors": "errors",
     "traceback_filter": "errors",
     "keys_of_other_frameworks": "",
@@ -31,9 +32,10 @@ MAY_IMPORT = {
     "elastic": "plan errors",
     "telemetry": "plan errors",
     "redact_secrets": "",
-    "comm": "plan errors torch numpy cupy",
-    "model": "plan comm errors user_code_errors torch numpy",
-    "worker": "schedule model comm plan planner.model_profile planner.kept_storages errors fences user_code_errors torch numpy "
+    "comm": "plan errors torch_compat torch numpy cupy",
+    "model": "plan comm errors user_code_errors torch_compat torch numpy",
+    "worker": "schedule model comm plan planner.model_profile planner.kept_storages errors fences "
+    "torch_compat user_code_errors torch numpy "
     "safetensors untrusted_files token_files storage os_error_cure",
     "actors": "worker model elastic planner comm schedule plan telemetry redact_secrets run_folder read_run_lines atomic_write "
     "callbacks storage errors fences ray_compat untrusted_files os_error_cure "

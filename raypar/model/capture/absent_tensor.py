@@ -8,9 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from raypar.model.without_dynamo import without_dynamo
+from raypar.torch_compat.dispatch import (
+    CTC_LOSS,
+    LOCAL_SCALAR,
+    PACK_PADDED_SEQUENCE,
+    make_wrapper,
+    no_torch_function,
+    schema_of,
+    without_torch_dispatch,
+)
+from raypar.torch_compat.pytree import tree_leaves, tree_map
+from raypar.torch_compat.storages import storage_id
+from raypar.torch_compat.without_dynamo import without_dynamo
 
 META = torch.device("meta")
 
@@ -29,19 +39,11 @@ class AbsentTensor(Tensor):
     @staticmethod
     def __new__(cls, meta: Tensor, requires_grad: bool = False) -> AbsentTensor:
         """The absent tensor of a meta tensor."""
-        made: AbsentTensor = Tensor._make_wrapper_subclass(
-            cls,
-            meta.size(),
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            device=torch.device("cpu"),
-            requires_grad=requires_grad,
-        )
+        made: AbsentTensor = make_wrapper(cls, meta, requires_grad)
         made.meta = meta
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The tensor in messages."""
@@ -52,7 +54,7 @@ class AbsentTensor(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation on meta tensors. Raises `ValuesNeeded` for one that reads values."""
-        if func is torch.ops.aten._pack_padded_sequence.default and not isinstance(args[1], AbsentTensor):
+        if func is PACK_PADDED_SEQUENCE and not isinstance(args[1], AbsentTensor):
             packed, batch_sizes = func(args[0].meta, *args[1:])  # which reads the values of the lengths alone
             return AbsentTensor(packed), batch_sizes
         if func is torch.ops.aten.index.Tensor:
@@ -81,7 +83,7 @@ class AbsentTensor(Tensor):
         if func is torch.ops.aten.convolution.default:
             made = _in_layout_of_cpu(made, args)
         if _changes_its_own_shape(func):  # shape and strides of the wrapper change too
-            with torch._C._DisableTorchDispatch():
+            with without_torch_dispatch():
                 func(*args, **(kwargs or {}))
         return tree_map(to_absent, made)
 
@@ -110,7 +112,7 @@ def _run_on_random_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
     Raises `ValuesNeeded` if the shapes of its results depend on them, or if it writes or returns its arguments, or numbers.
     """
-    schema = func._schema
+    schema = schema_of(func)
     if schema.is_mutable or any(each.alias_info is not None or str(each.type) != "Tensor" for each in schema.returns):
         raise ValuesNeeded(str(func)) from error
     found = []
@@ -136,10 +138,10 @@ def _real(value: Any, generator: torch.Generator) -> Any:
 
 READ_VALUES = frozenset(
     (
-        torch.ops.aten._local_scalar_dense.default,
+        LOCAL_SCALAR,
         torch.ops.aten.equal.default,
         torch.ops.aten.nonzero.default,
-        torch.ops.aten._pack_padded_sequence.default,
+        PACK_PADDED_SEQUENCE,
     )
 )
 """Operations that read values: what they return, or what C++ code does next, depends on them."""
@@ -164,7 +166,7 @@ def has_dynamic_shape(func: Any, args: Sequence[Any]) -> bool:
         return False
     if func is torch.ops.aten.index.Tensor:  # an index of integers gives its own shape
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    if func is torch.ops.aten._ctc_loss.Tensor:  # the lengths of the targets decide the shape of what is kept for the backward
+    if func is CTC_LOSS:  # the lengths of the targets decide the shape of what is kept for the backward
         return isinstance(args[3], AbsentTensor)
     return True
 
@@ -180,4 +182,4 @@ def memory_of(tensor: Tensor) -> int:
     within = tensor.meta if isinstance(tensor, AbsentTensor) else tensor
     if within.layout is not torch.strided:
         return id(within)
-    return int(within.untyped_storage()._cdata)
+    return storage_id(within)

@@ -7,7 +7,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten
+
+from raypar.torch_compat.pytree import TreeSpec, register_pytree_node, tree_flatten
 
 _NOT_ONLY_ATTRIBUTES = (type, Tensor, nn.Module, dict, list, tuple)
 """Classes whose objects hold more than their attributes say, dataclasses or not."""

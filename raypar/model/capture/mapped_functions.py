@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from raypar.model.without_dynamo import is_filled_cell
+from raypar.torch_compat.without_dynamo import is_filled_cell
 
 _DEPTH = 12
 """How many functions inside each other are looked into."""

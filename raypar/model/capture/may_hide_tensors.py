@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from raypar.model.without_dynamo import is_filled_cell
+from raypar.torch_compat.without_dynamo import is_filled_cell
 
 _PLAIN = (
     int, float, complex, str, bytes, bool, type(None), type(...), range, enum.Enum, numpy.generic, numpy.ndarray,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
 
 from raypar.errors import ModelError
 from raypar.model.capture.absent_tensor import absent_like
@@ -32,6 +31,8 @@ from raypar.model.layer_skeletons import (
 )
 from raypar.model.parameter_aliasing_check import refuse_parameter_aliasing
 from raypar.plan.stage_connections import LATER_USE
+from raypar.torch_compat.modules import caches_of, has_backward_hooks
+from raypar.torch_compat.pytree import tree_unflatten
 
 
 class _Container(nn.Module):
@@ -473,7 +474,7 @@ def _put(shell: nn.Module, path: str, skeleton: nn.Module) -> None:
     elif last in there._parameters:
         here.register_parameter(last, there._parameters[last])
     else:
-        here.register_buffer(last, there._buffers[last], persistent=last not in there._non_persistent_buffers_set)
+        here.register_buffer(last, there._buffers[last], persistent=last not in caches_of(there))
 
 
 def _refuse_distant_statistics(first_trace: CutTrace, shells: Sequence[nn.Module], skeleton: nn.Module) -> None:
@@ -558,7 +559,7 @@ def _refuse_hooks_of_glue(model: nn.Module, units: Mapping[str, nn.Module]) -> N
     """Raises `ModelError` for backward hooks of modules that are no units: workers never call these modules."""
     for name, module in model.named_modules():
         inside = any(name == unit or name.startswith(unit + ".") for unit in units)
-        if not inside and (module._backward_hooks or module._backward_pre_hooks):
+        if not inside and has_backward_hooks(module):
             raise ModelError(
                 f"{name or 'the model'} ({type(module).__name__}) has a backward hook, and is divided into layers",
                 cure="put the hook on modules that run whole, or name this one as a unit (model.units)",

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from raypar.model.capture.absent_tensor import READ_VALUES, AbsentTensor, has_dynamic_shape, memory_of
 from raypar.model.capture.refusal import Refused, user_location
-from raypar.model.without_dynamo import without_dynamo
+from raypar.torch_compat.dispatch import TorchDispatchMode, schema_of
+from raypar.torch_compat.pytree import tree_flatten
+from raypar.torch_compat.without_dynamo import without_dynamo
 
 
 @without_dynamo
@@ -104,7 +104,7 @@ class OperationWatch(TorchDispatchMode):
             for value in given:
                 self._refuse_hidden(value)
         varies = draws or any(isinstance(value, AbsentTensor) for value in given) or not memories.isdisjoint(self._maker)
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             for value in _written(func, args, kwargs or {}):
                 self._refuse_parameter_write(value)
                 if varies:
@@ -150,7 +150,7 @@ class OperationWatch(TorchDispatchMode):
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors into which an operation writes."""
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from (each for each in tree_flatten(value)[0] if isinstance(each, Tensor))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch._functorch.apis
 from torch import Tensor, nn
 
 from raypar.model.capture.mapped_functions import MappedCall
@@ -17,6 +16,7 @@ from raypar.model.capture.may_hide_tensors import may_hide_tensors
 from raypar.model.capture.recorder import Recorder
 from raypar.model.capture.refusal import Refused, user_location
 from raypar.model.capture.trace import Trace
+from raypar.torch_compat.autograd import custom_function_apply, unvalidated_distributions, vmap_implementation
 
 _VMAP_OPTIONS = 4
 """How many options of `torch.vmap` come before the arguments: the dims, the randomness, the size of a chunk."""
@@ -39,8 +39,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
     """Let the recorder see calls that no function mode sees, until the stack ends."""
     # `Function.apply` calls that of its base, also where a name was bound to it before: `reverse = Reverse.apply`.
-    base = torch.autograd.function._SingleLevelFunction
-    apply = vars(torch._C._FunctionBase)["apply"]
+    base, apply = custom_function_apply()
 
     def recorded_apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
         original = apply.__get__(None, kind)
@@ -78,7 +77,8 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
             )
         return recorder.record(call, (call.held, args, kwargs), {}, lambda: call(call.held, args, kwargs))
 
-    call_mapped = vars(torch._functorch.apis)["vmap_impl"]
+    mapping = vmap_implementation()
+    call_mapped: Any = mapping[1] if mapping is not None else None
     enter, call_script = torch.autocast.__enter__, torch.jit.ScriptFunction.__call__
     hooks = [
         nn.modules.module.register_module_forward_pre_hook(lambda module, args: recorder.note_inner_call(module)),
@@ -87,11 +87,11 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
         ),
     ]
     changes: list[tuple[Any, str, Any]] = [
-        (torch._functorch.apis, "vmap_impl", mapped),
+        *([(mapping[0], "vmap_impl", mapped)] if mapping is not None else []),
         (base, "apply", classmethod(recorded_apply)),
         (torch.autocast, "__enter__", entered),
         (torch.jit.ScriptFunction, "__call__", called_script),
-        (torch.distributions.Distribution, "_validate_args", False),  # which reads values, and changes none
+        *unvalidated_distributions(),  # to validate reads values, and changes none
         *_changes_of_modules(recorder),
     ]
     for hook in hooks:

@@ -17,7 +17,6 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from raypar.errors import with_article
 from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, memory_of
@@ -44,6 +43,9 @@ from raypar.model.capture.trace import (
     form_of,
 )
 from raypar.model.capture.unit_attributes import UnitAttributes
+from raypar.torch_compat.autograd import is_wrapped_by_transform
+from raypar.torch_compat.dispatch import NESTED_TENSORS, PACKING
+from raypar.torch_compat.pytree import tree_flatten, tree_map
 
 MOST_UNIT_SECONDS = 60.0
 """How long a unit may run while it is recorded: without values, or on small random numbers."""
@@ -73,10 +75,10 @@ _FIXED_SHAPES = (
     "place of boolean indices"
 )
 _CURES_BY_OPERATION = {
-    "_pack_padded_sequence": "give the lengths as a field of the batch; or put packing, the recurrent net and "
+    PACKING: "give the lengths as a field of the batch; or put packing, the recurrent net and "
     "pad_packed_sequence(..., total_length=...) inside a module, and make that a unit (model.units)",
     "sparse": "multiply sparse tensors inside a module that returns dense ones, and make that a unit (model.units)",
-    "_nested_tensor": "make nn.TransformerEncoder with enable_nested_tensor=False",
+    NESTED_TENSORS: "make nn.TransformerEncoder with enable_nested_tensor=False",
 }
 """Part of the name of an operation that needs values -> its own cure."""
 
@@ -223,7 +225,7 @@ class Recorder(TorchFunctionMode):
         """The key of a tensor that nothing recorded has made. Raises for one that depends on the forward."""
         if id(value) in self.made_inside:
             raise InnerModuleUsed(self.made_inside[id(value)][0])
-        hidden = isinstance(value, AbsentTensor) or value.is_meta or value.requires_grad or _is_wrapped_by_functorch(value)
+        hidden = isinstance(value, AbsentTensor) or value.is_meta or value.requires_grad or is_wrapped_by_transform(value)
         if hidden or self.watch.has_made(value):
             raise Refused(
                 f"a tensor {list(value.shape)} that is used at {user_location()} was made where the capture does not look",
@@ -268,7 +270,7 @@ class Recorder(TorchFunctionMode):
     def _read_sizes(self, func: Any, args: tuple[Any, ...]) -> None:
         """Read the values by which the batch decides the shape of a result, as Python code might: the lengths of sequences that
         are packed, the number of elements that a mask leaves."""
-        if getattr(func, "__name__", "") == "_pack_padded_sequence":
+        if getattr(func, "__name__", "") == PACKING:
             self.record(Tensor.tolist, (args[1],), {}, args[1].tolist)
             self._sizes_are_read = True
         if func is Tensor.__getitem__ and self._keys.get(id(args[0])) not in self._pure:
@@ -621,10 +623,6 @@ def _digest(tensor: Tensor) -> bytes:
     flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
     content: Any = flat.view(torch.uint8).numpy()
     return hashlib.blake2b(content).digest()
-
-
-def _is_wrapped_by_functorch(tensor: Tensor) -> bool:
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def _changes_gradient_state(call: Any) -> bool:

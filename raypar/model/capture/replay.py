@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from raypar.errors import ModelError
 from raypar.model.capture.layer_programs import LayerProgram
 from raypar.model.capture.trace import Event, ModuleArgument, TensorKey, Trace, form_of
+from raypar.torch_compat.pytree import tree_flatten, tree_unflatten
 
 CPU = torch.device("cpu")
 

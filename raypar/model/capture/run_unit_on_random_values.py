@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
 from raypar.errors import error_message
 from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, absent_like, random_like
 from raypar.model.capture.dataclass_structures import flatten
 from raypar.model.capture.gradient_parts import count_gradient_parts
 from raypar.model.capture.refusal import Refused, user_location
+from raypar.torch_compat.pytree import tree_flatten, tree_map
 
 
 def run_with_random_values(

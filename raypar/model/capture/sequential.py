@@ -31,6 +31,7 @@ from raypar.model.parameter_aliasing_check import (
     tensors_in_functions,
 )
 from raypar.model.random_state import RandomState
+from raypar.torch_compat.modules import MODEL_OF_WRAPPER, has_compiled_call, has_hooks
 
 _ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.Graph"
 
@@ -194,22 +195,17 @@ def _whole_module_error(module: nn.Module) -> ModelError:
 
 def _wrapped_module_name(module: nn.Module) -> str | None:
     """Attribute in which a wrapper of PyTorch's has the model itself; None for a model."""
-    inner = next((name for name in _WRAPPED if isinstance(getattr(module, name, None), nn.Module)), None)
+    inner = next((name for name in MODEL_OF_WRAPPER if isinstance(getattr(module, name, None), nn.Module)), None)
     return inner if type(module).__module__.startswith("torch.") else None
-
-
-_WRAPPED = ("_orig_mod", "module")
-"""Attribute in which `torch.compile`, and `DataParallel` and `DistributedDataParallel`, have the model itself."""
 
 
 def _own_calls(chain: nn.Sequential) -> str | None:
     """What calling the chain does besides calling its layers one after the other; None if nothing."""
-    hooks = chain._forward_hooks, chain._forward_pre_hooks, chain._backward_hooks, chain._backward_pre_hooks
-    if any(hooks):
+    if has_hooks(chain):
         return "hooks of its own"
     if "forward" in vars(chain) or type(chain).__call__ is not nn.Sequential.__call__:
         return "a forward of its own"
-    return "a compiled form (torch.compile)" if chain._compiled_call_impl is not None else None
+    return "a compiled form (torch.compile)" if has_compiled_call(chain) else None
 
 
 def replace_builds_by_skeletons(

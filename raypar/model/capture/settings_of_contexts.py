@@ -9,6 +9,7 @@ import numpy
 import torch
 
 from raypar.model.capture.trace import CpuAutocastSetting
+from raypar.torch_compat.process_state import mkldnn_flags, saved_tensors_hooks
 
 
 def cpu_autocast_setting() -> CpuAutocastSetting:
@@ -18,7 +19,7 @@ def cpu_autocast_setting() -> CpuAutocastSetting:
 
 def settings_of_contexts() -> dict[str, Any]:
     """What contexts and functions other than `no_grad` and the CPU's autocast change -> its value."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensors_hooks()
     # Those of checkpoint() and save_on_cpu() change no number; a record leaves them out, and plan.recompute saves the memory.
     changes_no_number = hooks is None or getattr(hooks[0], "__module__", "").startswith(("torch.", "raypar."))
     return {
@@ -34,7 +35,7 @@ def settings_of_contexts() -> dict[str, Any]:
         "the default dtype": torch.get_default_dtype(),
         "which algorithms are allowed (use_deterministic_algorithms)": torch.are_deterministic_algorithms_enabled(),
         "the precision of float32 products (set_float32_matmul_precision)": torch.get_float32_matmul_precision(),
-        "whether oneDNN is used (torch.backends.mkldnn.flags)": torch._C._get_mkldnn_enabled(),
+        "whether oneDNN is used (torch.backends.mkldnn.flags)": mkldnn_flags()[0],
         "the number of threads (set_num_threads)": torch.get_num_threads(),
     }
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+
+from raypar.torch_compat.pytree import tree_flatten
 
 TensorKind = Literal["value", "parameter", "buffer", "field", "constant"]
 """Where a tensor comes from: an event of the trace, the model's state, the batch, or code that no event made."""

@@ -30,7 +30,8 @@ from raypar.model.capture.units import coarsen_units, refine_units
 from raypar.model.graph import join_names
 from raypar.model.layer_skeletons import norms_with_running_statistics, statistics_of
 from raypar.model.random_state import preserve_random_state
-from raypar.model.without_dynamo import meta_operations_without_dynamo
+from raypar.torch_compat.modules import caches_of
+from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, is_chain_of_users, reraise_ctrl_c
 
 MOST_TRACES = 32
@@ -315,7 +316,7 @@ class TraceCache:
         for name, module, _ in self._glue_modules(attributes):
             for key, former in formers[id(module._buffers)].items():
                 now = module._buffers.get(key)
-                is_cache = key in module._non_persistent_buffers_set and not isinstance(now, AbsentTensor)
+                is_cache = key in caches_of(module) and not isinstance(now, AbsentTensor)
                 if now is not former and not is_cache:
                     raise ModelError(
                         f"the forward of {name or type(module).__name__} assigns a new tensor to its buffer {key!r} between "
@@ -445,9 +446,7 @@ class _StateBefore:
 
     def replaced_buffers(self) -> frozenset[str]:
         """Names of the buffers in whose place the forward has put other tensors; caches (persistent=False) apart."""
-        caches = {
-            join_names(path, key) for path, module in self.model.named_modules() for key in module._non_persistent_buffers_set
-        }
+        caches = {join_names(path, key) for path, module in self.model.named_modules() for key in caches_of(module)}
         now = dict(self.model.named_buffers())
         return frozenset(name for name, buffer, *_ in self._buffers if now.get(name) is not buffer and name not in caches)
 

@@ -18,6 +18,7 @@ from raypar.model.split_linear_backward import is_autocast_enabled
 from raypar.model.tensor_parallel.autograd_collectives import first_derivative_only
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.sharded_value import ShardedValue, implements, unsupported_on_part_error
+from raypar.torch_compat.multi_tensor import assert_on_device
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -92,7 +93,7 @@ def _cross_entropy(
     total = logits.part_layout.size
     wrong = (target != ignore_index) & ((target < 0) | (target >= total))
     if wrong.device.type != "cpu":  # nothing waits for the device
-        torch._assert_async(~wrong.any(), "a target is out of bounds")
+        assert_on_device(~wrong.any(), "a target is out of bounds")
     elif wrong.any():
         raise IndexError(f"Target {int(target[wrong].flatten()[0])} is out of bounds: there are {total} classes.")
     rows = logits.local.movedim(classes, -1).reshape(-1, logits.local.shape[classes])

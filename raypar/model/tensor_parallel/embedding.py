@@ -5,7 +5,6 @@ Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from raypar.model.tensor_parallel.local_part_layout import sequence_part_layout
 from raypar.model.tensor_parallel.sharded_module_base import ShardedModule
 from raypar.model.tensor_parallel.sharded_value import ShardedValue
 from raypar.plan.shard_ranges import IndexRanges
+from raypar.torch_compat.multi_tensor import assert_on_device
 
 
 class VocabularyEmbedding(ShardedModule):
@@ -40,7 +40,7 @@ class VocabularyEmbedding(ShardedModule):
         """The embedded ids. Raises `IndexError` for an id outside the vocabulary, as `nn.Embedding` does."""
         inside = ((ids >= 0) & (ids < self.num_embeddings)).all()
         if ids.device.type != "cpu":  # nothing waits for the device
-            torch._assert_async(inside, f"index out of range in {self.name}")
+            assert_on_device(inside, f"index out of range in {self.name}")
         elif not inside:
             raise IndexError(
                 f"index out of range in {self.name}: ids {int(ids.min())} to {int(ids.max())}, not all "

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from raypar.comm.buffer_pool import ALIGNED, CPU
+from raypar.torch_compat.storages import count_holders
 
 _SMALL = 4
 """Gradients are kept, though activations could use their memory, if the activations are at most a fourth of them."""
-
-_storage_users = getattr(torch._C, "_storage_Use_Count", None)
-"""PyTorch's count of the tensors and Python objects that hold a storage; not public (CUDA graph trees use it)."""
 
 
 class KeptGradientMemory:
@@ -50,7 +48,7 @@ class KeptGradientMemory:
             return None
         if not _is_all_of_a_block(kept):
             return None
-        return kept if _holders(kept) == _sole() else None
+        return kept if count_holders(kept) == _sole() else None
 
 
 def _is_all_of_a_block(tensor: Tensor) -> bool:
@@ -58,19 +56,10 @@ def _is_all_of_a_block(tensor: Tensor) -> bool:
     return memory.nbytes() == tensor.nbytes and memory.resizable()
 
 
-def _holders(tensor: Tensor) -> tuple[int, int, int, int] | None:
-    """Numbers of holders: of the tensor (Python object, C++ object), of its storage (both, too). None if they are not known."""
-    if _storage_users is None:
-        return None
-    memory = tensor.untyped_storage()
-    uses: int = tensor._use_count()  # type: ignore[attr-defined]
-    return sys.getrefcount(tensor), uses, sys.getrefcount(memory), _storage_users(memory._cdata)
-
-
 def _sole() -> tuple[int, int, int, int]:
-    """The numbers of holders of a tensor that one variable holds, as the caller of `_holders` does."""
+    """The numbers of holders of a tensor that one variable holds, as the caller of `count_holders` does."""
     alone = torch.empty(1)
-    return _holders(alone) or (0, 0, 0, 0)
+    return count_holders(alone) or (0, 0, 0, 0)
 
 
 class LinearKeepingGradientMemory(Protocol):

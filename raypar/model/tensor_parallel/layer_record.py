@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from raypar.model.capture.module_graph import build_without_values
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.styles.attention import is_plain_attention
 from raypar.model.tensor_parallel.styles.style import is_plain_embedding, is_plain_linear
-from raypar.model.without_dynamo import meta_operations_without_dynamo
+from raypar.torch_compat.pytree import tree_leaves
+from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from raypar.model.tensor_parallel.build_shard_modules import build_shard_modules
 from raypar.model.tensor_parallel.group import ShardGroup
 from raypar.model.tensor_parallel.no_transport import NoTransport
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
-from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan.shard_ranges import count_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 from raypar.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 
 

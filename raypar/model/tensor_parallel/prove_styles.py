@@ -24,8 +24,8 @@ from raypar.model.tensor_parallel.local_part_layout import FEATURES
 from raypar.model.tensor_parallel.no_transport import NoTransport
 from raypar.model.tensor_parallel.parameter_misuse import ParameterMisuseDetector
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
-from raypar.model.without_dynamo import meta_operations_without_dynamo
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 from raypar.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import _pop_mode as _pop_function_mode
-from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 
 from raypar.errors import UserCodeError
+from raypar.torch_compat import process_state
+from raypar.torch_compat.process_state import float32_precision, saved_tensors_hooks
 from raypar.worker.process.environment_and_signals_guard import EnvironmentGuard
 
 _PRECISIONS = (
@@ -29,9 +29,6 @@ _PRECISIONS = (
 _PARALLEL_GRAIN = 32768
 """Elements below which PyTorch runs an elementwise operation in one thread."""
 
-_C = torch._C
-_float32_precision: Callable[[str, str], str] = _C._get_fp32_precision_getter
-_saved_tensors_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
 _SMALLEST = 1e-310
 """A denormal double: times 1 it is 0 if the processor flushes denormal numbers."""
 
@@ -62,7 +59,7 @@ def _read_autocast_depth() -> int:
 
 def read_autocast_state() -> AutocastState:
     """The present `AutocastState` of this thread."""
-    enabled = _C._is_any_autocast_enabled()
+    enabled = process_state.is_any_autocast_enabled()
     kinds = tuple([kind for kind in _AUTOCAST_KINDS if torch.is_autocast_enabled(kind)]) if enabled else ()
     caches, depth = torch.is_autocast_cache_enabled(), _read_autocast_depth()
     return AutocastState(enabled, kinds, torch.get_autocast_dtype("cpu"), caches, depth)
@@ -94,7 +91,7 @@ class GlobalTorchState(NamedTuple):
     """Whether `torch.autograd.graph.saved_tensors_hooks` are entered; of the thread."""
     anomaly: tuple[bool, bool]
     """`torch.autograd.set_detect_anomaly`, and whether it refuses NaN; of the process."""
-    deterministic: tuple[bool, bool, bool]
+    deterministic: process_state.Flags
     """`torch.use_deterministic_algorithms`, its `warn_only`, whether memory is filled; of the process."""
     flush_denormal: bool
     """`torch.set_flush_denormal`; of the thread. Threads that OpenMP starts meanwhile keep it for ever."""
@@ -103,42 +100,32 @@ class GlobalTorchState(NamedTuple):
 
     "none" (never set) computes as "ieee" does, so both are recorded as "none".
     """
-    mkldnn: tuple[bool, bool]
+    mkldnn: process_state.Flags
     """`torch.backends.mkldnn.enabled` and `deterministic`; of the process."""
-    cudnn: tuple[bool, bool, bool]
+    cudnn: process_state.Flags
     """`torch.backends.cudnn.enabled`, `benchmark` and `deterministic`; of the process."""
-    attention: tuple[bool, bool, bool, bool]
+    attention: process_state.Flags
     """`torch.backends.cuda.enable_flash_sdp` and its like (efficient, math, cuDNN); of the process, on CPUs too."""
 
 
 def read_global_torch_state() -> GlobalTorchState:
     """The present `GlobalTorchState` of this thread and process."""
-    precision = _float32_precision
     return GlobalTorchState(
         torch.is_inference_mode_enabled(),
         torch.is_grad_enabled(),
         read_autocast_state(),
         torch.get_default_dtype(),
         torch.get_num_threads(),
-        _C._len_torch_function_stack(),
-        _C._len_torch_dispatch_stack(),
-        _saved_tensors_hooks(True) is not None,
+        process_state.count_function_modes(),
+        process_state.count_dispatch_modes(),
+        saved_tensors_hooks() is not None,
         (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        (
-            _C._get_deterministic_algorithms(),
-            _C._get_deterministic_algorithms_warn_only(),
-            _C._get_deterministic_fill_uninitialized_memory(),
-        ),
+        process_state.deterministic_flags(),
         _SMALLEST * 1.0 == 0.0,
-        tuple(["none" if (found := precision(*place)) == "ieee" else found for place in _PRECISIONS]),
-        (_C._get_mkldnn_enabled(), _C._get_mkldnn_deterministic()),
-        (_C._get_cudnn_enabled(), _C._get_cudnn_benchmark(), _C._get_cudnn_deterministic()),
-        (
-            _C._get_flash_sdp_enabled(),
-            _C._get_mem_efficient_sdp_enabled(),
-            _C._get_math_sdp_enabled(),
-            _C._get_cudnn_sdp_enabled(),
-        ),
+        tuple(["none" if (found := float32_precision(*place)) == "ieee" else found for place in _PRECISIONS]),
+        process_state.mkldnn_flags(),
+        process_state.cudnn_flags(),
+        process_state.attention_flags(),
     )
 
 
@@ -148,14 +135,14 @@ PerCallState = tuple[object, ...]
 _QUICK: tuple[Callable[[], object], ...] = (
     torch.is_inference_mode_enabled,
     torch.is_grad_enabled,
-    _C._is_any_autocast_enabled,
+    process_state.is_any_autocast_enabled,
     _read_autocast_depth,
     torch.get_default_dtype,
     torch.get_num_threads,
-    _C._len_torch_function_stack,
-    _C._len_torch_dispatch_stack,
+    process_state.count_function_modes,
+    process_state.count_dispatch_modes,
     torch.is_anomaly_enabled,
-    _C._get_deterministic_algorithms,
+    process_state.is_deterministic,
 )
 
 
@@ -164,7 +151,7 @@ def read_per_call_state() -> PerCallState:
 
     Read through a table, because looking the names up in torch takes longer than the calls.
     """
-    return (*[read() for read in _QUICK], _saved_tensors_hooks(True) is not None, _SMALLEST * 1.0 == 0.0)
+    return (*[read() for read in _QUICK], saved_tensors_hooks() is not None, _SMALLEST * 1.0 == 0.0)
 
 
 def select_per_call_state(state: GlobalTorchState) -> PerCallState:
@@ -199,13 +186,6 @@ DEFAULT_TORCH_STATE = state_with_default_contexts()
 
 # -- restoring ---------------------------------------------------------------------------------------------------------------
 
-_LEFT_INFERENCE_MODE: list[Any] = []
-"""Objects that hold inference mode at a value. PyTorch restores the mode when one is freed, so they are kept for ever."""
-
-
-def _set_inference(value: bool) -> None:
-    _LEFT_INFERENCE_MODE.append(_C._InferenceMode(value))
-
 
 def _set_autocast(value: AutocastState) -> None:
     """Restore the state of `autocast`, and clear its cache of cast weights."""
@@ -222,50 +202,18 @@ def _set_autocast(value: AutocastState) -> None:
 
 def _set_function_modes(value: int) -> None:
     torch.set_default_device(None)
-    while _C._len_torch_function_stack() > value:
-        _pop_function_mode()
-
-
-def _set_dispatch_modes(value: int) -> None:
-    while _C._len_torch_dispatch_stack() > value:
-        _pop_dispatch_mode()
+    process_state.leave_function_modes(value)
 
 
 def _set_saved_tensors_hooks(value: bool) -> None:
     assert not value, "no hooks are entered between calls"
-    while _saved_tensors_hooks(True) is not None:
-        _C._autograd._pop_saved_tensors_default_hooks()
-
-
-def _set_deterministic(value: tuple[bool, bool, bool]) -> None:
-    on, warn_only, fill = value
-    _C._set_deterministic_algorithms(on, warn_only=warn_only)
-    _C._set_deterministic_fill_uninitialized_memory(fill)
+    process_state.leave_saved_tensors_hooks()
 
 
 def _set_precisions(value: tuple[str, ...]) -> None:
     torch.set_float32_matmul_precision("highest")  # also behind the older API, which the setters below do not reach
     for place, precision in zip(_PRECISIONS, value, strict=True):
-        _C._set_fp32_precision_setter(*place, precision)
-
-
-def _set_mkldnn(value: tuple[bool, bool]) -> None:
-    _C._set_mkldnn_enabled(value[0])
-    _C._set_mkldnn_deterministic(value[1])
-
-
-def _set_cudnn(value: tuple[bool, bool, bool]) -> None:
-    _C._set_cudnn_enabled(value[0])
-    _C._set_cudnn_benchmark(value[1])
-    _C._set_cudnn_deterministic(value[2])
-
-
-def _set_attention(value: tuple[bool, bool, bool, bool]) -> None:
-    flash, efficient, plain, cudnn = value
-    _C._set_sdp_use_flash(flash)
-    _C._set_sdp_use_mem_efficient(efficient)
-    _C._set_sdp_use_math(plain)
-    _C._set_sdp_use_cudnn(cudnn)
+        process_state.set_float32_precision(*place, precision)
 
 
 @dataclass(frozen=True)
@@ -283,7 +231,9 @@ class RestorableSetting:
 _FOR_ALL = "such settings hold for all layers, whichever worker has them; leave it out"
 
 SETTINGS: Mapping[str, RestorableSetting] = {
-    "inference": RestorableSetting(_set_inference, "torch.inference_mode()", "enter it by `with torch.inference_mode():`"),
+    "inference": RestorableSetting(
+        process_state.set_inference, "torch.inference_mode()", "enter it by `with torch.inference_mode():`"
+    ),
     "grad": RestorableSetting(
         torch.set_grad_enabled,
         "torch.set_grad_enabled({})",
@@ -301,7 +251,7 @@ SETTINGS: Mapping[str, RestorableSetting] = {
         "torch.set_default_device or `with torch.device(...)`",
         "give device=... to what makes tensors, or use `with torch.device(...):`",
     ),
-    "dispatch_modes": RestorableSetting(_set_dispatch_modes, "a TorchDispatchMode", "enter it by `with`"),
+    "dispatch_modes": RestorableSetting(process_state.leave_dispatch_modes, "a TorchDispatchMode", "enter it by `with`"),
     "saved_tensors_hooks": RestorableSetting(
         _set_saved_tensors_hooks, "torch.autograd.graph.saved_tensors_hooks", "enter them by `with saved_tensors_hooks(...):`"
     ),
@@ -311,7 +261,7 @@ SETTINGS: Mapping[str, RestorableSetting] = {
         "use `with torch.autograd.detect_anomaly():`, in `raypar debug`",
     ),
     "deterministic": RestorableSetting(
-        _set_deterministic, "torch.use_deterministic_algorithms (on, warn_only, fill memory) = {}", _FOR_ALL
+        process_state.set_deterministic, "torch.use_deterministic_algorithms (on, warn_only, fill memory) = {}", _FOR_ALL
     ),
     "flush_denormal": RestorableSetting(torch.set_flush_denormal, "torch.set_flush_denormal({})", _FOR_ALL),
     "precisions": RestorableSetting(
@@ -320,13 +270,13 @@ SETTINGS: Mapping[str, RestorableSetting] = {
         _FOR_ALL,
     ),
     "mkldnn": RestorableSetting(
-        _set_mkldnn, "torch.backends.mkldnn (enabled, deterministic) = {}", "use `with mkldnn.flags(...):`"
+        process_state.set_mkldnn, "torch.backends.mkldnn (enabled, deterministic) = {}", "use `with mkldnn.flags(...):`"
     ),
     "cudnn": RestorableSetting(
-        _set_cudnn, "torch.backends.cudnn (enabled, benchmark, deterministic) = {}", "use `with cudnn.flags(...):`"
+        process_state.set_cudnn, "torch.backends.cudnn (enabled, benchmark, deterministic) = {}", "use `with cudnn.flags(...):`"
     ),
     "attention": RestorableSetting(
-        _set_attention,
+        process_state.set_attention,
         "torch.backends.cuda.enable_..._sdp (flash, efficient, math, cudnn) = {}",
         "use `with torch.nn.attention.sdpa_kernel(...):`",
     ),

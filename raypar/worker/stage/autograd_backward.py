@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import graph
 from torch.autograd.graph import GradientEdge
 
-_run_engine = getattr(graph, "_engine_run_backward", None)
-"""The private function that `torch.autograd.backward` calls; None in releases of PyTorch that do not have it."""
+from raypar.torch_compat.autograd import backward_engine, root_metadata
 
 
 def run_autograd_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
@@ -20,20 +18,20 @@ def run_autograd_backward(roots: Sequence[Tensor | GradientEdge], gradients: Seq
     the first gradient: half a processor-second in each process. Here all shapes are numbers. Roots or gradients that are not
     plain tensors of equal shapes are passed to `torch.autograd.backward`, which also raises its own errors for them.
     """
-    plain = _run_engine is not None and all(map(_is_plain, roots, gradients))
-    if not plain:
+    run_engine = backward_engine()
+    if run_engine is None or not all(map(_is_plain, roots, gradients)):
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]  # it takes both kinds in one list
         return
     starts = tuple(
         torch.ones_like(r) if isinstance(r, Tensor) and g is None else g for r, g in zip(roots, gradients, strict=True)
     )
-    _run_engine(tuple(roots), starts, False, False, (), allow_unreachable=True, accumulate_grad=True)  # type: ignore[misc]
+    run_engine(tuple(roots), starts, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _is_plain(root: Tensor | GradientEdge, gradient: Tensor | None) -> bool:
     """Whether `torch.autograd.backward` would start at the root with just this gradient (None: 1), without casts or errors."""
     if isinstance(root, GradientEdge):
-        value = root.node._input_metadata[root.output_nr]
+        value = root_metadata(root.node, root.output_nr)
         if value.is_nested_tensor or value.is_cpp_nested_tensor or not value.dtype.is_floating_point or gradient is None:
             return False
         shape = value.shape

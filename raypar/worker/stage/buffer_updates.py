@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from raypar.errors import UserCodeError
 from raypar.model.graph import BufferPolicy
 from raypar.model.layer_skeletons import norms_with_running_statistics
+from raypar.torch_compat.modules import NormBase
 from raypar.worker.stage.running_statistics import (
     STATISTICS,
     NormCall,
@@ -60,7 +60,7 @@ class BufferUpdates:
     """What becomes of buffers that no norm has as its running statistics."""
     by_microbatch: dict[int, BufferUpdate]
     """Microbatch -> its update; of the microbatches that ran here, and once exchanged those of all replicas."""
-    _norms: dict[str, _NormBase]
+    _norms: dict[str, NormBase]
     """Path -> norm with running statistics."""
     _recorders: list[RunningNorm]
     """What stands in for the norms' forwards."""

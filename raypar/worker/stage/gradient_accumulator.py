@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from raypar.errors import ModelError
 from raypar.plan.addition_tree import TreeNode, addition_tree_children, covering_nodes
+from raypar.torch_compat.multi_tensor import add_all
 
 Row = list[Tensor | None]
 """One tensor for each use of a parameter; None: no gradient."""
@@ -234,7 +234,7 @@ class GradientAccumulator:
                     added.append(y)
                 a[use] = b[use] = None
             if into:
-                torch._foreach_add_(into, added)
+                add_all(into, added)
             node = parent
 
     def _confirm_once(self, joined: BlockAddedToSibling, uses: Sequence[int], gradients: Row) -> None:

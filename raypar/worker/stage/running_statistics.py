@@ -18,11 +18,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
 from raypar.errors import ModelError, UserCodeError, with_article
+from raypar.torch_compat.modules import BatchNorm, InstanceNorm, NormBase, dims_without_batch
 
 Arithmetic = Literal["dense", "mixed", "strided"]
 """How PyTorch's kernel computes an update. `dense`: of a contiguous input (channels_last too); `mixed`: of one in bfloat16, the
@@ -51,7 +50,7 @@ class RunningNorm:
 
     path: str
     """The norm's path in its layer."""
-    norm: _NormBase
+    norm: NormBase
     """The norm."""
     take: Callable[[NormCall], None] | None
     """Takes the statistics of a call; None: they are dropped, because the call repeats one that has been counted."""
@@ -60,7 +59,7 @@ class RunningNorm:
     _has_own_forward: bool
     """Whether a subclass or the user has replaced PyTorch's forward, so that it may normalise something else than its input."""
 
-    def __init__(self, path: str, norm: _NormBase) -> None:
+    def __init__(self, path: str, norm: NormBase) -> None:
         self.path, self.norm, self.take = path, norm, None
         self._forward = norm.forward
         self._has_own_forward = "forward" in vars(norm) or type(norm).forward not in _PYTORCH_FORWARDS
@@ -99,7 +98,7 @@ class RunningNorm:
 
     def _call_of(self, x: Tensor, mean: Tensor, variance: Tensor) -> NormCall:
         """What a call has left in the stand-ins. `x`: what was normalised."""
-        if isinstance(self.norm, _InstanceNorm):
+        if isinstance(self.norm, InstanceNorm):
             return self._call_of_instances(x, mean)
         arithmetic = arithmetic_of(x, mean.dtype)
         if arithmetic == "strided" and x.dtype == torch.float32:
@@ -109,7 +108,7 @@ class RunningNorm:
     def _call_of_instances(self, x: Tensor, averages: Tensor) -> NormCall:
         """The statistics by instance: PyTorch updates the averages for each, then takes the mean of these. It keeps none, so
         its kernel computes them again."""
-        if not self._has_own_forward and x.dim() == self.norm._get_no_batch_dim():  # type: ignore[operator]
+        if not self._has_own_forward and x.dim() == dims_without_batch(self.norm):
             x = x.unsqueeze(0)
         if self.norm.weight is None and x.dtype != averages.dtype:
             raise UserCodeError(
@@ -124,7 +123,7 @@ class RunningNorm:
         return NormCall(self.path, arithmetic_of(instances, mean.dtype), mean.view(shape), variance.view(shape))
 
 
-_PYTORCH_FORWARDS = (nn.modules.batchnorm._BatchNorm.forward, _InstanceNorm.forward)
+_PYTORCH_FORWARDS = (BatchNorm.forward, InstanceNorm.forward)
 """The forwards that normalise their argument itself."""
 
 
@@ -214,14 +213,14 @@ def _dims_in_memory_order(x: Tensor) -> list[int]:
     return fastest_first[::-1]
 
 
-def _running_averages(norm: _NormBase) -> tuple[Tensor, Tensor]:
+def _running_averages(norm: NormBase) -> tuple[Tensor, Tensor]:
     """The buffers of a norm that keeps statistics: mean and variance."""
     assert norm.running_mean is not None and norm.running_var is not None
     return norm.running_mean, norm.running_var
 
 
 @torch.no_grad()
-def fold_norm_calls(norms: Mapping[str, _NormBase], calls: Sequence[NormCall]) -> None:
+def fold_norm_calls(norms: Mapping[str, NormBase], calls: Sequence[NormCall]) -> None:
     """Fold calls of norms (path -> norm), in order, into the norms' running averages, in place; count those of batch norms.
 
     The n-th calls of all norms are added together, for speed; each norm's own calls stay in their order.
@@ -252,20 +251,21 @@ def fold_norm_calls(norms: Mapping[str, _NormBase], calls: Sequence[NormCall]) -
         norm = norms[path]
         for running, folded in zip(_running_averages(norm), averages[path], strict=True):
             running.copy_(folded)
-        if norm.num_batches_tracked is not None and not isinstance(norm, _InstanceNorm):
+        if norm.num_batches_tracked is not None and not isinstance(norm, InstanceNorm):
             norm.num_batches_tracked.add_(len(own))
 
 
-def _counted_batches(norm: _NormBase) -> int:
+def _counted_batches(norm: NormBase) -> int:
     """How many calls a norm has counted; asked only where its momentum depends on it."""
     return int(norm.num_batches_tracked) if norm.momentum is None and norm.num_batches_tracked is not None else 0
 
 
-def _factor(norm: _NormBase, count: int) -> float:
+def _factor(norm: NormBase, count: int) -> float:
     """The weight of call number `count`, from 1: the momentum, or 1 / count for a cumulative average."""
-    if norm.momentum is not None:
-        return norm.momentum
-    return 0.0 if isinstance(norm, _InstanceNorm) or norm.num_batches_tracked is None else 1.0 / float(count)
+    momentum: float | None = norm.momentum
+    if momentum is not None:
+        return momentum
+    return 0.0 if isinstance(norm, InstanceNorm) or norm.num_batches_tracked is None else 1.0 / float(count)
 
 
 def _fold_together(

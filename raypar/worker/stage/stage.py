@@ -20,6 +20,7 @@ from raypar.model.split_linear_backward import DeferredWeightGradient, Stash
 from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePolicy
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.plan import MicrobatchRouting
+from raypar.torch_compat.autograd import has_gradient_hooks
 from raypar.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.autograd_backward import run_autograd_backward
@@ -76,7 +77,7 @@ class StageLayer:
         It would be called with the sum of the gradients of all readers in this stage: another sum under another plan.
         """
         for name in self.shared:
-            if values[name]._backward_hooks is not None:
+            if has_gradient_hooks(values[name]):
                 raise UserCodeError(
                     f"layer {self.layer.name!r} registers a hook on its input {name!r}, which others read too: which of their "
                     "gradients the hook is called with would depend on the plan",

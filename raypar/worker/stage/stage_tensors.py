@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import canonical_names
+from raypar.torch_compat.modules import caches_of
 
 
 class ParameterUse(NamedTuple):
@@ -129,7 +130,7 @@ def _in_order_of_use(layer: Layer, paths: Iterable[str], canonical: Mapping[str,
 def layer_buffers(module: nn.Module) -> tuple[LayerBuffer, ...]:
     """Every buffer of a layer once, under its first path."""
     return tuple(
-        LayerBuffer(path, owner, key, tensor, key not in owner._non_persistent_buffers_set)
+        LayerBuffer(path, owner, key, tensor, key not in caches_of(owner))
         for path, tensor in module.named_buffers()
         for owner, key in [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2])]
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from raypar.errors import UserCodeError
+from raypar.torch_compat.autograd import has_gradient_hooks, share_hooks, share_hooks_of_leaf
 from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED
 
 Hook = Callable[[Tensor | None], None]
@@ -39,14 +40,9 @@ def own_tensor(output: Tensor, hooks: Hooks, *, is_value: bool) -> Tensor:
     register, in one stage as in two; and if it is a leaf (a parameter). A leaf's gradient would come at another time than that
     of what a layer computes, and autocast would keep one cast of it for several readers.
     """
-    if is_value or output.is_leaf or output._backward_hooks is not None:
+    if is_value or output.is_leaf or has_gradient_hooks(output):
         output = alias_of(output)
-    # This does what `Tensor.register_hook` does, except for the handle that removes the hook: the handle's Python code takes a
-    # third of a percent of a small GPT's step. Then the tensor forgets the dict: hooks that users' code registers on it must
-    # not go into `hooks`, and so to the tensors of other microbatches.
-    output._backward_hooks = hooks  # type: ignore[assignment]
-    output.grad_fn._register_hook_dict(output)  # type: ignore[union-attr]
-    output._backward_hooks = None
+    share_hooks(output, hooks)
     return output
 
 
@@ -57,7 +53,7 @@ def alias_received(value: Tensor, hooks: Hooks) -> Tensor:
     none, because it would copy a gradient that somebody else refers to.
     """
     leaf = value.detach().requires_grad_()
-    leaf._backward_hooks = hooks  # type: ignore[assignment]  # of the leaf: called after those that users' code registers on the alias
+    share_hooks_of_leaf(leaf, hooks)
     alias = alias_of(leaf)
     leaf.requires_grad_(False)
     return alias

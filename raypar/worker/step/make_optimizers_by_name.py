@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ConfigError, PlanError, UserCodeError, error_message
-from raypar.model.without_dynamo import without_dynamo
 from raypar.plan.pieces import Piece
+from raypar.torch_compat.without_dynamo import without_dynamo
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.checkpoint.manifest import ALL_PARAMETERS
 from raypar.worker.job_spec import OptimizerSpec

@@ -27,6 +27,7 @@ from raypar.plan.global_loss_and_norm import VoteResult, mean_loss
 from raypar.plan.ownership import Ownership
 from raypar.plan.seeds import seed_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
+from raypar.torch_compat.multi_tensor import scale_all
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_squared_gradients
@@ -347,7 +348,7 @@ class StepCommit:
                 if gradient is not None:
                     unscaled[id(gradient)] = gradient
         if unscaled:
-            torch._foreach_mul_(list(unscaled.values()), factor)
+            scale_all(list(unscaled.values()), factor)
         for parameter, gradient in shared:
             parameter.grad = gradient.clone()
 

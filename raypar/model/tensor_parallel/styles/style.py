@@ -22,6 +22,7 @@ from raypar.plan.tensor_parallel_layout import (
     TensorParallelLayout,
     shard_slice_shape,
 )
+from raypar.torch_compat.modules import has_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +150,7 @@ def _has_weight(module: nn.Module) -> bool:
 
 def is_replaceable(module: nn.Module) -> bool:
     """Whether a sharded layer can replace the module: no hooks, no forward set on the object."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return "forward" not in vars(module) and not any(hooks)
+    return "forward" not in vars(module) and not has_hooks(module)
 
 
 def style_misfit_error(style: ShardingStyle, name: str, module: nn.Module) -> PlanError:

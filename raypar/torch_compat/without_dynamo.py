@@ -11,18 +11,40 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
-from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
+from torch.optim.optimizer import Optimizer
+
+from raypar.fences.fence import Fence
+from raypar.torch_compat import TESTED
 
 T = TypeVar("T", bound=type)
 
-_DISABLED = torch._disable_dynamo(lambda: None).__code__  # type: ignore[attr-defined]
-"""The code object of every method that PyTorch wraps in `torch._disable_dynamo`."""
-_STEP = _use_grad_for_differentiable(lambda: None).__code__
-"""The code object of every `step` that sets the gradient mode between two breaks of dynamo's graph."""
+
+def _look_for_wrappers() -> tuple[CodeType, CodeType]:
+    from torch.optim import optimizer
+
+    def nothing() -> None:
+        """Is wrapped."""
+
+    disabled: Any = torch._disable_dynamo(nothing)  # type: ignore[attr-defined]
+    step: Any = optimizer._use_grad_for_differentiable(nothing)
+    assert isinstance(disabled.__wrapped__, FunctionType) and isinstance(step.__wrapped__, FunctionType)
+    return disabled.__code__, step.__code__
+
+
+WRAPPERS: Fence[tuple[CodeType, CodeType]] = Fence(
+    api="torch._disable_dynamo",
+    reason="PyTorch loads its compiler only to tell it what not to compile, and has no setting against it",
+    versions=TESTED,
+    feature="leaving out PyTorch's compiler where nothing is compiled",
+    without="each process takes more than a processor-second and 70 MiB more when it starts",
+    probe=_look_for_wrappers,
+)
+"""The code objects of every method that PyTorch wraps in `torch._disable_dynamo`, and of every `step` that sets the gradient
+mode between two breaks of dynamo's graph."""
 _REFERENCE_MODULES = ("torch._refs", "torch._decomp", "torch._prims", "torch._prims_common", "torch._meta_registrations")
 """Modules, with those below them, in which PyTorch implements operations on meta tensors in Python."""
 _DISABLED_VARIANT = "__dynamo_disable"
@@ -51,8 +73,8 @@ def without_dynamo(kind: T) -> T:
 
 def _plain(method: Any) -> Callable[..., Any] | None:
     """What `method` does without dynamo; None if it does not call it."""
-    code = getattr(method, "__code__", None)
-    if code is not _DISABLED and code is not _STEP:
+    code, wrappers = getattr(method, "__code__", None), WRAPPERS.find()
+    if wrappers is None or code not in wrappers:
         return None
     wrapped: Callable[..., Any] = method.__wrapped__
 
@@ -60,7 +82,7 @@ def _plain(method: Any) -> Callable[..., Any] | None:
         with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
             return wrapped(optimizer, *args, **kwargs)
 
-    return wrapped if code is _DISABLED else step
+    return wrapped if code is wrappers[0] else step
 
 
 def _unless_loaded(method: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,6 +143,9 @@ def _references() -> tuple[FunctionType, ...]:
 
 def _disabled_functions(values: Iterable[Any]) -> Iterator[FunctionType]:
     """The functions that `torch._disable_dynamo` wraps among the values, in tables and inside of other wrappers."""
+    wrappers = WRAPPERS.find()
+    if wrappers is None:
+        return
     left, seen = list(values), set[int]()
     while left:
         value = left.pop()
@@ -134,7 +159,7 @@ def _disabled_functions(values: Iterable[Any]) -> Iterator[FunctionType]:
         held = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
         inside = {name: cell.cell_contents for name, cell in held.items() if is_filled_cell(cell)}
         left.extend(each for each in inside.values() if isinstance(each, FunctionType))
-        if value.__code__ is _DISABLED and isinstance(inside.get("fn"), FunctionType):
+        if value.__code__ is wrappers[0] and isinstance(inside.get("fn"), FunctionType):
             yield inside["fn"]
 
 

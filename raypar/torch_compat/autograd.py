@@ -1,0 +1,243 @@
+"""The inside of PyTorch's autograd: its engine, its nodes and hooks, and where custom functions are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.errors import ModelError
+from raypar.fences.fence import Fence
+from raypar.torch_compat import TESTED
+
+# -- the engine ----------------------------------------------------------------------------------------------------------------
+
+
+def _look_for_engine() -> Any:
+    from torch.autograd import graph
+
+    run: Any = graph._engine_run_backward
+    x = torch.ones(1, requires_grad=True)
+    (node,) = [(x * 2).grad_fn]
+    metadata: Any = node._input_metadata[0]  # type: ignore[union-attr]
+    assert callable(run) and list(metadata.shape) == [1] and metadata.dtype == torch.float32
+    assert not metadata.is_nested_tensor and not metadata.is_cpp_nested_tensor
+    return run
+
+
+ENGINE: Fence[Any] = Fence(
+    api="torch.autograd.graph._engine_run_backward",
+    reason="`torch.autograd.backward` loads sympy to compare shapes that are numbers anyway",
+    versions=TESTED,
+    feature="running a backward pass without loading sympy",
+    without="each worker's first backward pass takes half a second more",
+    probe=_look_for_engine,
+)
+
+
+def backward_engine() -> Callable[..., Any] | None:
+    """The function that `torch.autograd.backward` calls once it has checked its arguments; None in a PyTorch without it."""
+    return ENGINE.find()
+
+
+def root_metadata(node: Any, output: int) -> Any:
+    """Shape, dtype and kind of the tensor that an output of a node of the graph is. Only where there is a `backward_engine`."""
+    return node._input_metadata[output]
+
+
+def _look_for_execution() -> Any:
+    return torch._C._will_engine_execute_node
+
+
+EXECUTION: Fence[Any] = Fence(
+    api="torch._C._will_engine_execute_node",
+    reason="a custom function's backward is not told for whom it runs, and PyTorch's checkpointing asks this too",
+    versions=TESTED,
+    feature="computing weight gradients later than input gradients",
+    without="schedules that put them off (zb-h1, zb-v) compute both at once: the same numbers, with larger bubbles",
+    probe=_look_for_execution,
+)
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the running backward pass reaches a node. False, after a warning, in a PyTorch that does not say."""
+    ask = EXECUTION.find()
+    try:
+        return bool(ask is not None and ask(node))
+    except RuntimeError:  # `torch.autograd.grad` of the weight itself
+        return False
+
+
+# -- nodes and hooks -----------------------------------------------------------------------------------------------------------
+
+
+def _look_for_hooks() -> Any:
+    called: list[Tensor] = []
+    leaf = torch.ones(1, requires_grad=True)
+    value: Any = leaf * 1
+    assert value._backward_hooks is None and leaf._post_accumulate_grad_hooks is None
+    value._backward_hooks = {0: called.append}
+    value.grad_fn._register_hook_dict(value)
+    value._backward_hooks = None
+    return True
+
+
+HOOKS: Fence[Any] = Fence(
+    api="torch.Tensor._backward_hooks",
+    reason="`register_hook` makes a handle for each value of each microbatch, a third of a percent of a small GPT's step",
+    versions=TESTED,
+    feature="sharing the hooks of values between microbatches",
+    without="each value has a hook of its own, which takes a third of a percent of a step",
+    probe=_look_for_hooks,
+)
+
+
+def has_gradient_hooks(tensor: Any) -> bool:
+    """Whether users' code has registered a hook on the gradient of a tensor."""
+    return HOOKS.find() is not None and tensor._backward_hooks is not None
+
+
+def has_hooks_on_sums(parameter: Any) -> bool:
+    """Whether a parameter has hooks that are called with its gradient, or once that is added up."""
+    return HOOKS.find() is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def share_hooks(value: Any, hooks: dict[int, Any]) -> None:
+    """Have autograd call the hooks in the dict, as it is then, with the gradient of a value that an operation has made.
+
+    This does what `Tensor.register_hook` does, except for the handle that removes the hook. Then the tensor forgets the dict:
+    hooks that users' code registers on it must not go into `hooks`, and so to the tensors of other microbatches.
+    """
+    if HOOKS.find() is None:
+        value.register_hook(_call_all(hooks))
+        return
+    value._backward_hooks = hooks
+    value.grad_fn._register_hook_dict(value)
+    value._backward_hooks = None
+
+
+def share_hooks_of_leaf(leaf: Any, hooks: dict[int, Any]) -> None:
+    """`share_hooks` of a leaf: they are called after those that users' code registers on what is made of it."""
+    if HOOKS.find() is None:
+        leaf.register_hook(_call_all(hooks))
+        return
+    leaf._backward_hooks = hooks
+
+
+def _call_all(hooks: dict[int, Any]) -> Callable[[Tensor], None]:
+    def call(gradient: Tensor) -> None:
+        for hook in list(hooks.values()):
+            hook(gradient)
+
+    return call
+
+
+# -- torch.func, custom functions, distributions -------------------------------------------------------------------------------
+
+
+def _look_for_transforms() -> Any:
+    functorch = torch._C._functorch
+    assert functorch.peek_interpreter_stack() is None and functorch.is_functorch_wrapped_tensor(torch.empty(0)) is False
+    return functorch
+
+
+TRANSFORMS: Fence[Any] = Fence(
+    api="torch._C._functorch.peek_interpreter_stack",
+    reason="nothing public says whether a transform of torch.func is running",
+    versions=TESTED,
+    feature="noticing torch.func",
+    without="a layer that calls torch.func on a linear layer, or between units of a captured model, is not refused or computed "
+    "apart; leave torch.func out",
+    probe=_look_for_transforms,
+)
+
+
+def innermost_transform() -> Any:
+    """The `torch.func` transform that is running; None outside of all."""
+    functorch = TRANSFORMS.find()
+    return None if functorch is None else functorch.peek_interpreter_stack()
+
+
+def is_wrapped_by_transform(tensor: Tensor) -> bool:
+    """Whether a transform of torch.func has made this tensor."""
+    functorch = TRANSFORMS.find()
+    return functorch is not None and bool(functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _look_for_vmap() -> Any:
+    from torch._functorch import apis
+
+    if not callable(vars(apis)["vmap_impl"]):
+        raise TypeError("vmap_impl cannot be called")
+    return apis
+
+
+VMAP: Fence[Any] = Fence(
+    api="torch._functorch.apis.vmap_impl",
+    reason="`torch.vmap` is bound by name in users' code, so that only what it calls can be seen",
+    versions=TESTED,
+    feature="recording torch.vmap",
+    without="a forward that calls it between units is refused; call it inside of a module, and make that a unit (model.units)",
+    probe=_look_for_vmap,
+)
+
+
+def vmap_implementation() -> tuple[Any, Callable[..., Any]] | None:
+    """(the module whose `vmap_impl` every call of `torch.vmap` ends in, that function); None in a PyTorch without."""
+    apis = VMAP.find()
+    return None if apis is None else (apis, vars(apis)["vmap_impl"])
+
+
+def _look_for_apply() -> Any:
+    base: Any = torch.autograd.function._SingleLevelFunction
+    assert base in torch.autograd.Function.__mro__
+    return base, vars(torch._C._FunctionBase)["apply"]
+
+
+APPLY: Fence[Any] = Fence(
+    api="torch.autograd.function._SingleLevelFunction",
+    reason="no function mode sees the call of a custom autograd function",
+    versions=TESTED,
+    feature="recording custom autograd functions",
+    without="no forward can be recorded: such a function would be taken for fixed; write the model as nn.Sequential",
+    probe=_look_for_apply,
+    error=ModelError,
+)
+
+
+def _look_for_validation() -> Any:
+    kind: Any = torch.distributions.Distribution
+    assert isinstance(kind._validate_args, bool)
+    return kind
+
+
+VALIDATION: Fence[Any] = Fence(
+    api="torch.distributions.Distribution._validate_args",
+    reason="`set_default_validate_args` cannot be undone without knowing what was set before",
+    versions=TESTED,
+    feature="recording distributions",
+    without="a forward that makes one is refused, as it reads values: give it validate_args=False",
+    probe=_look_for_validation,
+)
+
+
+def unvalidated_distributions() -> list[tuple[type, str, bool]]:
+    """(class, attribute, value) with which distributions do not look at the values that they are given."""
+    kind = VALIDATION.find()
+    return [] if kind is None else [(kind, "_validate_args", False)]
+
+
+def custom_function_apply() -> tuple[type, Any]:
+    """(the class whose `apply` every custom function inherits, what that calls). Raises `ModelError`."""
+    found: tuple[type, Any] = APPLY.require()
+    return found
+
+
+for _fence in (
+    ENGINE,
+    HOOKS,
+    TRANSFORMS,
+):
+    _fence.look()  # now: not while a model's operations are watched

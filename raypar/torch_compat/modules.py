@@ -1,0 +1,151 @@
+"""What `torch.nn.Module` keeps of a module in attributes of its own: hooks, buffers that are no state, compiled calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from raypar.errors import ModelError
+from raypar.fences.fence import Fence
+from raypar.torch_compat import TESTED
+
+KEPT_BY_MODULES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+"""The dicts of registered tensors and modules, which every pickle of a module holds, and the names of buffers that are no
+state."""
+KEPT_BY_RECURRENT_LAYERS = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""What PyTorch's recurrent layers keep of their weights in attributes. In other words these are attributes like any other: a
+model with such a layer is refused, by the attribute's name."""
+MODEL_OF_WRAPPER = ("_orig_mod", "module")
+"""Attribute in which `torch.compile`, and `DataParallel` and `DistributedDataParallel`, have the model itself. In other words
+the message does not say where the model is."""
+HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _look_for_module_hooks() -> Any:
+    module = nn.Identity()
+    for name in HOOKS_OF_MODULES:
+        assert not getattr(module, name)
+    handle = module.register_forward_hook(lambda *given: None)
+    assert len(module._forward_hooks) == 1
+    handle.remove()
+    return True
+
+
+MODULE_HOOKS: Fence[Any] = Fence(
+    api="torch.nn.Module._forward_hooks",
+    reason="nothing public says whether a module has hooks",
+    versions=TESTED,
+    feature="seeing the hooks of modules",
+    without="hooks of modules that raypar takes apart or replaces are not called, and not refused either; leave them out",
+    probe=_look_for_module_hooks,
+)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks, forward or backward."""
+    return MODULE_HOOKS.find() is not None and any(getattr(module, name) for name in HOOKS_OF_MODULES)
+
+
+def has_backward_hooks(module: Any) -> bool:
+    """Whether a module has hooks on its backward pass."""
+    return MODULE_HOOKS.find() is not None and bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def _look_for_persistence() -> Any:
+    module: Any = nn.Module()
+    module.register_buffer("a", torch.empty(0), persistent=False)
+    module.register_buffer("b", torch.empty(0))
+    assert set(module._non_persistent_buffers_set) == {"a"} and set(module.state_dict()) == {"b"}
+    return True
+
+
+PERSISTENCE: Fence[Any] = Fence(
+    api="torch.nn.Module._non_persistent_buffers_set",
+    reason="only `state_dict` says publicly which buffers are state, and users override it",
+    versions=TESTED,
+    feature="knowing which buffers are caches",
+    without="no model with buffers can be read",
+    probe=_look_for_persistence,
+    error=ModelError,
+)
+
+
+def caches_of(module: nn.Module) -> frozenset[str]:
+    """Names of a module's own buffers that are no state (`persistent=False`). Raises `ModelError` if PyTorch does not say."""
+    PERSISTENCE.require()
+    return frozenset(module._non_persistent_buffers_set)
+
+
+def reset_function(module: nn.Module) -> Callable[[], Any] | None:
+    """The function that gives a module's own parameters new values: `reset_parameters`, which PyTorch's attention and users'
+    code spell with an underscore, too. None without one."""
+    found: Callable[[], Any] | None = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found
+
+
+def _look_for_compiled_calls() -> Any:
+    assert nn.Identity()._compiled_call_impl is None
+    return True
+
+
+COMPILED_CALLS: Fence[Any] = Fence(
+    api="torch.nn.Module._compiled_call_impl",
+    reason="nothing public says whether `module.compile()` was called",
+    versions=TESTED,
+    feature="seeing that a module is compiled as an object",
+    without="one that is would keep the parameters of the model function, which are not trained; compile functions instead",
+    probe=_look_for_compiled_calls,
+)
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return COMPILED_CALLS.find() is not None and module._compiled_call_impl is not None
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether a module is what `torch.compile(module)` returns."""
+    return type(module).__module__.startswith("torch._dynamo.")
+
+
+def _look_for_norms() -> Any:
+    from torch.nn.modules import batchnorm, instancenorm
+
+    norm = nn.InstanceNorm1d(1)
+    assert isinstance(norm, batchnorm._NormBase) and isinstance(norm, instancenorm._InstanceNorm)
+    assert isinstance(nn.BatchNorm1d(1), batchnorm._BatchNorm) and norm._get_no_batch_dim() == 2
+    return batchnorm._NormBase, batchnorm._BatchNorm, instancenorm._InstanceNorm
+
+
+NORMS: Fence[Any] = Fence(
+    api="torch.nn.modules.batchnorm._NormBase",
+    reason="norms with running statistics, users' own among them, share only this class",
+    versions=TESTED,
+    feature="knowing norms with running statistics",
+    without="no model can be read: their statistics would be those of one replica",
+    probe=_look_for_norms,
+    error=ModelError,
+)
+
+NormBase: Any
+"""The base of all norms with running statistics."""
+BatchNorm: Any
+"""The base of batch norms."""
+InstanceNorm: Any
+"""The base of instance norms."""
+NormBase, BatchNorm, InstanceNorm = NORMS.require()
+
+
+def dims_without_batch(norm: Any) -> int:
+    """Number of dims of an instance norm's input that has no batch."""
+    return int(norm._get_no_batch_dim())
+
+
+for _fence in (
+    MODULE_HOOKS,
+    PERSISTENCE,
+):
+    _fence.look()  # now: not while a model's operations are watched
