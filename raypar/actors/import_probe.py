@@ -12,13 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 from raypar.errors import RayparError
+from raypar.fences.fence import look_at_room
 
 
 def probe_torch() -> dict[str, Any]:
-    """For which CUDA PyTorch was built, and the names of the GPUs that it sees."""
+    """For which CUDA PyTorch was built, the names of the GPUs that it sees, and what it lacks of the APIs that raypar uses."""
     import torch
 
-    return {"cuda": torch.version.cuda, "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cuda": torch.version.cuda, "gpus": gpus, "lacks": list_missing_apis("torch_compat")}
 
 
 def probe_torchvision() -> dict[str, Any]:
@@ -38,10 +40,15 @@ def probe_nccl() -> dict[str, Any]:
 
 
 def probe_ray() -> dict[str, Any]:
-    """Nothing, if Ray can be imported."""
+    """What Ray lacks of the private APIs that raypar uses, if it can be imported."""
     import ray
 
-    return {"version": str(ray.__version__)}
+    return {"version": str(ray.__version__), "lacks": list_missing_apis("ray_compat")}
+
+
+def list_missing_apis(room: str) -> list[tuple[str, str]]:
+    """(what is off with the installed release, cure)."""
+    return [(error.what, error.cure) for error in look_at_room(room)]
 
 
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {

@@ -162,6 +162,13 @@ def check_ray(ray: Mapping[str, Any] | NotKnown) -> list[Finding]:
     return []
 
 
+def check_private_apis(name: str, library: Mapping[str, Any] | NotKnown) -> list[Finding]:
+    """What is off because the installed release of a library has no longer what raypar uses beyond its public API."""
+    if isinstance(library, NotKnown):
+        return []
+    return [Finding("warning", f"{name}'s private APIs", what, cure) for what, cure in library.get("lacks") or ()]
+
+
 def check_shm(facts: FolderFacts | NotKnown) -> list[Finding]:
     """/dev/shm, where Ray's object store lies."""
     if isinstance(facts, NotKnown):

@@ -17,6 +17,8 @@ def examine(facts: DoctorFacts, address: str | None) -> list[Finding]:
     return [
         *machine.check_versions(facts.versions),
         *machine.check_ray(facts.ray),
+        *machine.check_private_apis("PyTorch", facts.torch),
+        *machine.check_private_apis("Ray", facts.ray),
         *machine.check_gpus(facts.gpus, facts.torch, facts.environment),
         *machine.check_nccl(facts.nccl, has_gpus, facts.versions),
         *machine.check_torchvision(facts.torchvision, facts.versions),

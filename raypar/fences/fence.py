@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
+import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -186,6 +187,24 @@ def release_of(library: str) -> str:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
         return "?"
+
+
+def look_at_room(room: str) -> list[RayparError]:
+    """What the installed release does not have of all that a room, `ray_compat` or `torch_compat`, uses: as errors, unraised.
+
+    Raises one of them where the room cannot even be imported without.
+    """
+    package = importlib.import_module(f"raypar.{room}")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"raypar.{room}.{module.name}")
+    found = []
+    for fence in FENCES:
+        if fence.api.partition(".")[0] == room.partition("_")[0]:
+            try:
+                fence.require()
+            except RayparError as error:
+                found.append(error)
+    return found
 
 
 def said_lines() -> tuple[str, ...]:

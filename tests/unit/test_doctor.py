@@ -81,6 +81,14 @@ SICK = {
     "PyTorch broken": ({"torch": {"error": "ImportError: libc10"}}, "failure", "libc10", "anew"),
     "PyTorch hangs": ({"torch": NotKnown("no answer within 60 s")}, "not checked", "60 s", ""),
     "Ray broken": ({"ray": {"error": "ImportError: grpc"}}, "failure", "grpc", "anew"),
+    "a Ray that has renamed something": (
+        {"ray": {"version": "2.71", "lacks": [["Ray 2.71: seeing an autoscaler is off", "use Ray 2.60"]]}},
+        "warning", "seeing an autoscaler is off", "use Ray 2.60",
+    ),
+    "a PyTorch that has renamed something": (
+        {"torch": {"cuda": None, "gpus": [], "lacks": [["PyTorch 3.0: guarding x is off", "use PyTorch 2.13"]]}},
+        "warning", "guarding x is off", "use PyTorch 2.13",
+    ),
     "GPUs, PyTorch for CPUs": (
         {"gpus": GPUS, "nccl": {"text": "x"}}, "warning", "PyTorch sees 0: it was built for CPUs", "CUDA",
     ),

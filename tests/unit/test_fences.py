@@ -513,6 +513,16 @@ def test_a_head_that_does_not_answer_is_no_missing_api(monkeypatch, told):
     assert autoscaler.has_autoscaler() is True and not told
 
 
+def test_the_doctor_lists_what_the_installed_release_does_not_have(monkeypatch, told):
+    assert fences.look_at_room("ray_compat") == [] and not told
+    monkeypatch.delattr("ray._private.services.ConsolePopen")
+    for one in OF_RAY:
+        one.forget()
+    (found,) = fences.look_at_room("ray_compat")
+    assert found.what.startswith(f"Ray {ray.__version__}: keeping signals to this process's group from Ray's processes is off")
+    assert "use Ray 2.60" in found.cure and not told, "the doctor says it itself"
+
+
 # -- what is known by a type or a code -----------------------------------------------------------------------------------------
 
 
