@@ -98,6 +98,7 @@ class WorkerActor:
         """When the driver last called."""
         self.orphan_timeout_s = orphan_timeout_s
         """How long this worker lives without a call of its driver."""
+        send_lines_to(lambda line: None)  # the reports of steps have them
         self.doing = STARTING
         """What the worker does, in words."""
         self.calls: dict[int, str] = {}
@@ -139,7 +140,6 @@ class WorkerActor:
         from raypar.worker.warm_up import warm_up_process
         from raypar.worker.worker_core import WorkerCore
 
-        send_lines_to(lambda line: None)  # the reports of steps have them
         keep_freed_memory()
         register_pickled_filesystems(self.filesystems)
         self.torch_guard = guard = TorchStateGuard(threads=1)
