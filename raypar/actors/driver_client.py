@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import signal
 import threading
@@ -34,6 +35,7 @@ from raypar.elastic.actions import EndKind
 from raypar.errors import ActiveError, ClusterError, OutlivedError, OutOfMemory, RayparError, WorkerLost, error_first_line
 from raypar.fences.fence import lines_sent_to
 from raypar.ray_compat.memory_monitor import KILL_CURE, memory_monitor_kill_error, memory_shortage_here
+from raypar.run_folder import resume_argument
 from raypar.user_code_errors import STOP_SIGNALS, heard_stop_signals
 
 TURN_S = 0.5
@@ -260,7 +262,9 @@ class RunFollower:
         saved = max(self.last_step["checkpoint"], self.request.policy.steps_before_run)
         if saved <= 0:
             return "begin the run anew (it has no checkpoint yet, from which `raypar resume` would go on)"
-        return f"`raypar resume {self.request.run}` goes on from the run's last checkpoint, after {saved} steps"
+        place = self.request.storage or os.path.relpath(self.request.folder)
+        place = self.request.folder if place.startswith("..") else place
+        return f"`raypar resume {resume_argument(place)}` goes on from the run's last checkpoint, after {saved} steps"
 
     def _poll_until_end(self) -> RunEnd:
         """Poll until an event says how the run ended."""

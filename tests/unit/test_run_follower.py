@@ -45,7 +45,7 @@ def follow(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(driver_client, "ray", fake)
         monkeypatch.setattr(driver_client.time, "sleep", lambda seconds: None)
         told: list[dict] = []
-        request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=0, elastic=elastic), run="tiny")
+        request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=0, elastic=elastic), folder="/r/tiny", storage="")
         end = RunFollower(driver, request, tell or told.append, list(asked)).follow()
         return end, told
 
