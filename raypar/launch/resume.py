@@ -116,7 +116,6 @@ def prepare_resumed_run(
         check_checkpoint_fits_model,
         check_contract,
         describe_edition_change,
-        describe_missing_optimizer_state,
         list_changed_shard_settings,
         load_manifest,
     )
@@ -137,9 +136,10 @@ def prepare_resumed_run(
         from raypar.model.layer_skeletons import parameter_shapes
 
         check_checkpoint_fits_model(manifest, parameter_shapes(checked.graph))
-        shared = checked.optimizer.shared if checked.optimizer is not None else ()
-        if line := describe_missing_optimizer_state(manifest, shared):
-            tell({"kind": "warning", "text": line})
+        if checked.optimizer is not None:
+            checked.optimizer.keeps.check(manifest)
+            if line := checked.optimizer.keeps.describe_missing(manifest):
+                tell({"kind": "warning", "text": line})
         return choose(checked)
 
     text = f"from {checkpoint.name}: {manifest.steps_done} steps are done"

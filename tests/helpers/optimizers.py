@@ -67,6 +67,17 @@ class CountsInAttribute(Written):
         return gradient * (1 + 1 / self.count) + self.total.prod() * 1e-3
 
 
+class CountsToTwenty(Written):
+    """Counts its steps in an attribute, and begins again."""
+
+    def __init__(self, params: Any, **given: Any) -> None:
+        super().__init__(params, **given)
+        self.phase = 0
+
+    def begin(self) -> None:
+        self.phase = (self.phase + 1) % 20
+
+
 class HostileNames(Written):
     """Momentum under names that raypar has for other things."""
 

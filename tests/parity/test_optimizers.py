@@ -1,5 +1,6 @@
 """Every optimizer trains as in one process, under every plan, resumed and joined; or it is refused before the run, by name."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,18 @@ from safetensors.torch import load_file
 from raypar.comm.buffer_pool import BufferPool
 from raypar.errors import CheckpointError, ConfigError
 from raypar.launch.chosen_plan import choose_plan
+from raypar.launch.launch_options import LaunchOptions
+from raypar.launch.resume import prepare_resumed_run
 from raypar.model.python_state import read_content
 from raypar.plan import ParallelPlan
 from raypar.planner.candidate_plans import enumerate_candidates
-from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER
+from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, encode_tensor
+from raypar.worker.checkpoint.checkpoint_store import open_checkpoint
+from raypar.worker.checkpoint.expected_optimizer_state import NUMBER, ExpectedOptimizerState, SharedEntry
+from raypar.worker.checkpoint.manifest import manifest_checksum
+from raypar.worker.checkpoint.state_key import GROUP, StateKey
 from raypar.worker.job_preflight import preflight
-from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref
+from raypar.worker.job_spec import JobSpec, OptimizerSpec, Ref, contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.state.mirror import StateCopy
@@ -183,7 +190,7 @@ class EndsAfter(torch.optim.SGD):
 @pytest.mark.parametrize("total", [12, 50, 1000])
 def test_an_optimizer_may_refuse_to_go_on_after_its_last_step(total: int):
     trial = try_optimizer(spec(EndsAfter, (), lr=0.1, total_steps=total), SHAPES)
-    assert trial.kind is OptimizerKind.ELEMENTWISE and trial.shared == ("the attribute 'done'",)
+    assert trial.kind is OptimizerKind.ELEMENTWISE and [key.name for _, key in trial.keeps.shared] == ["done"]
 
 
 def test_an_optimizer_that_counts_only_steps_with_gradients_is_not_for_stages():
@@ -223,7 +230,7 @@ def saved(spec: JobSpec, plan: ParallelPlan, folder: Path, disturb=lambda run: N
         for core in run.cores:
             core.save(begun)
         records = [core.save_result() for core in run.cores]
-        return checkpoint_files.commit_checkpoint(begun, records, steps_done=2, contract={})
+        return checkpoint_files.commit_checkpoint(begun, records, steps_done=2, contract=contract_of_job(spec))
 
 
 def test_shared_state_is_in_a_checkpoint_once_by_the_group_s_pattern_and_by_attribute(tmp_path: Path):
@@ -245,6 +252,78 @@ def test_stages_that_disagree_on_what_they_share_make_no_checkpoint(tmp_path: Pa
         CheckpointError, match=r"stages disagree on 'k' of the optimizer group '\*'.*: 2 in stage 0, 7 in stage 1"
     ):
         saved(job_of(spec(optimizers.CountsInGroup)), ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path, disturb)
+
+
+def forged(path: Path, change) -> Path:
+    """A checkpoint whose manifest's entries were changed, with a checksum that fits."""
+    body = json.loads((path / "manifest.json").read_text())
+    del body["sha256"]
+    body["entries"] = [entry for entry in map(change, body["entries"]) if entry is not None]
+    (path / "manifest.json").write_text(json.dumps({**body, "sha256": manifest_checksum(body)}))
+    return path
+
+
+def without(**named: str):
+    return lambda entry: None if named.items() <= entry.items() else entry
+
+
+def having(value, **named: str):
+    return lambda entry: {**entry, "value": value} if named.items() <= entry.items() else entry
+
+
+def encoded(tensor: torch.Tensor):
+    made = encode_tensor(tensor)
+    return {"dtype": made.dtype, "shape": list(made.shape), "data": made.data}
+
+
+COUNT_OF_BIASES = {"kind": "optimizer group", "name": "*.bias", "state": "k"}
+SUM = {"kind": "optimizer group", "name": "*", "state": "weight_sum"}
+TOTAL = {"kind": "optimizer attribute", "name": "*", "state": "total"}
+FORGED = {
+    "no count of a group": (optimizers.CountsInGroup, without(**COUNT_OF_BIASES), "lacks 'k' of the group '*.bias'"),
+    "no sum of a group": (optimizers.CountsInGroup, without(**SUM), "lacks 'weight_sum' of the group '*'"),
+    "no attribute": (optimizers.CountsInAttribute, without(**TOTAL), "lacks the attribute 'total'"),
+    "a tensor as count": (
+        optimizers.CountsInGroup,
+        having(encoded(torch.ones(())), **COUNT_OF_BIASES),
+        "has 'k' of the group '*.bias' as float32 of shape [], and it is a number",
+    ),
+    "another dtype": (
+        optimizers.CountsInGroup,
+        having(encoded(torch.ones((), dtype=torch.int64)), **SUM),
+        "has 'weight_sum' of the group '*' as int64 of shape [], and it is float32 of shape []",
+    ),
+    "another shape": (
+        optimizers.CountsInAttribute,
+        having(encoded(torch.ones(3)), **TOTAL),
+        "has the attribute 'total' as float32 of shape [3], and it is float32 of shape [2]",
+    ),
+    "no state": (torch.optim.Adam, without(kind="optimizer"), "has weights, and no state of the optimizer"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_checkpoint_that_lacks_state_of_the_optimizer_or_has_another_form_of_it_is_refused(what: str, tmp_path: Path):
+    kind, change, said = FORGED[what]
+    job = job_of(spec(kind))
+    checked = preflight(job)
+    path = saved(job, ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path)
+
+    def resume() -> None:
+        options = LaunchOptions(lambda chosen: pytest.fail("no run is made"))
+        _, choose = prepare_resumed_run(open_checkpoint(str(path)), options, job, lambda checked: None, lambda event: None)
+        choose(checked)
+
+    resume()
+    forged(path, change)
+    with pytest.raises(CheckpointError, match=re.escape(said)) as found:
+        resume()
+    assert "init_from=" in found.value.cure
+
+
+def test_what_comes_back_to_the_value_that_it_was_given_may_be_missing():
+    (entry,) = try_optimizer(spec(optimizers.CountsToTwenty, ()), SHAPES).keeps.shared.values()
+    assert not entry.is_always_there and entry.forms == {NUMBER}
 
 
 def test_a_snapshot_that_no_reader_would_take_is_no_checkpoint(tmp_path: Path):
@@ -288,8 +367,10 @@ def test_a_checkpoint_of_format_1_is_read_and_training_goes_on_from_it():
         assert torch.equal(state[PARAMETER], raw[name])
         assert all(torch.equal(value, raw[f"{name}#{key.name}"]) for key, value in state.items() if key != PARAMETER)
     assert checkpoint_files.read_shared_state(there) == ({}, {})
-    assert checkpoint_files.describe_missing_optimizer_state(manifest, ()) is None
-    said = checkpoint_files.describe_missing_optimizer_state(manifest, ["'k' of the group '*'"])
+    counts = {("*", StateKey(GROUP, "k")): SharedEntry(True, frozenset((NUMBER,)))}
+    assert ExpectedOptimizerState({}, True).describe_missing(manifest) is None
+    said = ExpectedOptimizerState(counts).describe_missing(manifest)
+    ExpectedOptimizerState(counts, True).check(manifest)
     assert "step_00000002 lacks 'k' of the group '*' of the optimizer" in said and "cure: " in said
     ends = []
     for plan in (ParallelPlan.mesh(layers=9), ParallelPlan.mesh(pp=3, dp=2, layers=9)):

@@ -648,17 +648,6 @@ def describe_edition_change(manifest: Manifest) -> str | None:
     )
 
 
-def describe_missing_optimizer_state(manifest: Manifest, shared: Sequence[str]) -> str | None:
-    """What an earlier raypar has left out of a checkpoint; None if it has all. `shared`: see `OptimizerTrial.shared`."""
-    if not shared or any(entry.kind.kind in SHARED_KINDS for entry in manifest.entries):
-        return None
-    return (
-        f"checkpoint {manifest.checkpoint.name} lacks {', '.join(shared)} of the optimizer, which the raypar that wrote it did "
-        "not keep: the run goes on with those of a new optimizer, so not as an undisturbed run\n  cure: train a new run, with "
-        "init_from to begin with these weights"
-    )
-
-
 def _is_same_setting(then: Any, now: Any) -> bool:
     """Whether two values of a contract are the same. A function that was given itself has its name without the module."""
     if isinstance(then, dict) and isinstance(now, dict) and isinstance(then.get("function"), str):

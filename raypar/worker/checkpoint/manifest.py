@@ -123,6 +123,8 @@ class Manifest:
     """Name of a file -> (bytes, sha256)."""
     metrics: Mapping[str, Any]
     """Metrics of the last step, as the run recorded them."""
+    format: int = FORMAT
+    """One of `FORMATS`."""
 
     @property
     def ties(self) -> dict[str, str]:
@@ -196,7 +198,7 @@ def parse_manifest(body: Mapping[str, Any], checkpoint: CheckpointRef) -> Manife
         _check_whole(f"{shorten(name)} ({shorten(str(kind))})", list(group))
     _check_kinds(entries)
     _check_ties(entries)
-    return Manifest(checkpoint, steps_done, contract, entries, files, metrics)
+    return Manifest(checkpoint, steps_done, contract, entries, files, metrics, manifest_format)
 
 
 def check_header_matches_manifest(manifest: Manifest, file: str, header: SafetensorsHeader) -> None:

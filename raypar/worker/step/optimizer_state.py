@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raypar.errors import CheckpointError, RayparError, with_article
 from raypar.model.python_state import PythonState, read_content
-from raypar.worker.checkpoint.manifest import DTYPES
+from raypar.worker.checkpoint.manifest import ALL_PARAMETERS, DTYPES
 from raypar.worker.checkpoint.safetensors_header import MAX_ELEMENTS
 from raypar.worker.checkpoint.state_key import ATTRIBUTE, GROUP, OPTIMIZER, StateKey, why_unusable_name
 
@@ -51,6 +51,13 @@ class OptimizerState:
                 **{StateKey(ATTRIBUTE, key): value for key, value in self.attributes.items()},
             }
             for name, pattern in names.items()
+        }
+
+    def shared(self) -> dict[tuple[str, StateKey], Value]:
+        """(pattern of a group, or `ALL_PARAMETERS`; kind and name) -> value, of what many parameters share."""
+        return {
+            **{(pattern, StateKey(GROUP, key)): value for pattern, of in self.groups.items() for key, value in of.items()},
+            **{(ALL_PARAMETERS, StateKey(ATTRIBUTE, name)): value for name, value in self.attributes.items()},
         }
 
     @staticmethod
@@ -144,6 +151,28 @@ def read_optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
         _attributes(optimizer), given.attributes, known, ", an attribute of the optimizer, which a step has changed,"
     )
     return OptimizerState(parameters, groups, attributes)
+
+
+def read_given_values(optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """What parameters share, as far as a file can hold it, changed or not: hyperparameters too."""
+    groups = {
+        group["raypar_pattern"]: {k: v for k, v in _entries(group) if why_not_kept(v) is None}
+        for group in optimizer.param_groups
+    }
+    return OptimizerState({}, groups, {name: v for name, v in _attributes(optimizer) if why_not_kept(v) is None})
+
+
+def copied(state: OptimizerState) -> OptimizerState:
+    """The same state in tensors of its own."""
+
+    def copy(values: Mapping[str, Value]) -> dict[str, Value]:
+        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
+
+    return OptimizerState(
+        {name: copy(of) for name, of in state.parameters.items()},
+        {pattern: copy(of) for pattern, of in state.groups.items()},
+        copy(state.attributes),
+    )
 
 
 def _changed(

@@ -9,8 +9,9 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +20,17 @@ from raypar.errors import ConfigError, UserCodeError
 from raypar.model.python_state import read_content
 from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
+from raypar.worker.checkpoint.expected_optimizer_state import NUMBER, ExpectedOptimizerState, SharedEntry, form_of
+from raypar.worker.checkpoint.state_key import StateKey
 from raypar.worker.job_spec import OptimizerSpec
 from raypar.worker.step.late_optimizer_trial import (
+    FAR,
     find_coupling_of_many,
     find_late_coupling,
     takes_elements_by_themselves,
 )
 from raypar.worker.step.make_optimizers_by_name import optimizer_group_of
-from raypar.worker.step.optimizer_state import OptimizerState, state_of_code
+from raypar.worker.step.optimizer_state import OptimizerState, Value, copied, read_given_values, state_of_code
 from raypar.worker.step.tried_optimizer import Gradients, TriedOptimizer, describe_coupling, values_and_gradients
 
 SAVED_AFTER, STEPS = 6, 12
@@ -53,8 +57,8 @@ class OptimizerTrial:
     """The optimizer's name, in messages."""
     kind: OptimizerKind
     """What a step of one element depends on."""
-    shared: tuple[str, ...] = ()
-    """State that parameters share, in words: `'k' of the group '*'`."""
+    keeps: ExpectedOptimizerState = field(default_factory=ExpectedOptimizerState)
+    """The state that it keeps, as every checkpoint has it."""
     difference: str = ""
     """Of an optimizer that couples parameters: what was measured."""
     draws: bool = False
@@ -107,7 +111,7 @@ def _try(
     values, gradients = values_and_gradients(shapes, dtype, STEPS)
     whole = TriedOptimizer(spec, values)
     whole.watches_draws = True
-    state = _keep(whole, gradients)
+    states = _keep(whole, gradients)
     difference = _coupling(spec, values, gradients, whole)
     late = find_late_coupling(spec, all_shapes, shapes, dtype)
     difference = (
@@ -116,20 +120,34 @@ def _try(
     kind = OptimizerKind.COUPLED
     if difference is None:
         kind = OptimizerKind.ELEMENTWISE if _is_elementwise(spec) else OptimizerKind.PER_PARAMETER
-    shared = [f"{key!r} of the group {pattern!r}" for pattern, entries in state.groups.items() for key in entries]
-    shared += [f"the attribute {name!r}" for name in state.attributes]
-    return OptimizerTrial(spec.optimizer.label, kind, tuple(shared), difference or "", whole.draws)
+    keeps = _expected_state(states, shapes_are_fixed=difference is None)
+    return OptimizerTrial(spec.optimizer.label, kind, keeps, difference or "", whole.draws)
 
 
-def _keep(whole: TriedOptimizer, gradients: Gradients) -> OptimizerState:
-    """Train to the end, and from the middle on beside an optimizer that was given the state. Returns the state of the middle.
+@dataclass(frozen=True)
+class _SeenState:
+    """State at some moments of a trial."""
+
+    given: Mapping[tuple[str, StateKey], Any]
+    """What parameters share when the optimizer is made, hyperparameters too: (pattern, kind and name) -> value."""
+    later: Sequence[OptimizerState]
+    """After the first step, when it was saved, at the end, and far away if it could be set forward."""
+    far: int | None
+    """The number of steps of the last of these; None: it could not be set forward."""
+
+
+def _keep(whole: TriedOptimizer, gradients: Gradients) -> _SeenState:
+    """Train to the end, and from the middle on beside an optimizer that was given the state.
 
     Raises `ConfigError` for state that cannot be kept.
     """
-    code = state_of_code(whole.optimizer)
+    code, given = state_of_code(whole.optimizer), copied(read_given_values(whole.optimizer))
     begun = code.read()
-    whole.run(gradients[:SAVED_AFTER])
+    whole.run(gradients[:1])
+    first = copied(whole.state())
+    whole.run(gradients[1:SAVED_AFTER])
     state, resumed = whole.state(), whole.saved_and_loaded()
+    saved_state = copied(state)
     before = {place: read_content(value) for place, value in _tensors(state)}
     aliases, saved = _aliases(whole, state), code.read()
     whole.run(gradients[SAVED_AFTER:])
@@ -144,7 +162,41 @@ def _keep(whole: TriedOptimizer, gradients: Gradients) -> OptimizerState:
     code.put_back(begun)  # as in a new process
     resumed.run(gradients[SAVED_AFTER:])
     whole.check_resumed(resumed, SAVED_AFTER)
-    return state
+    seen = [first, saved_state, copied(whole.state())]
+    with contextlib.suppress(UserCodeError):  # it may refuse to go on after its last step
+        resumed.fast_forward(FAR)
+        resumed.run(gradients[:1])
+        return _SeenState(given.shared(), [*seen, resumed.state()], resumed.steps)
+    return _SeenState(given.shared(), seen, None)
+
+
+def _expected_state(seen: _SeenState, *, shapes_are_fixed: bool) -> ExpectedOptimizerState:
+    """What every checkpoint has. `shapes_are_fixed`: see `ExpectedOptimizerState`."""
+    later = [state.shared() for state in seen.later]
+    shared = {}
+    for place in dict.fromkeys(place for values in later for place in values):
+        values = [of[place] for of in later if place in of]
+        forms = (
+            form_of(str(value.dtype).removeprefix("torch."), value.shape, shapes_are_fixed)
+            if isinstance(value, Tensor)
+            else NUMBER
+            for value in values
+        )
+        is_always_there = len(values) == len(later) and (place not in seen.given or _only_grows(seen, place, values))
+        shared[place] = SharedEntry(is_always_there, frozenset(forms))
+    return ExpectedOptimizerState(shared, all(any(state.parameters.values()) for state in seen.later), shapes_are_fixed)
+
+
+def _only_grows(seen: _SeenState, place: tuple[str, StateKey], values: Sequence[Value]) -> bool:
+    """Whether a value that an optimizer is given never comes back: a sum, or a count of all steps (others begin again)."""
+    numbers: list[float] = []
+    for value in (seen.given[place], *values):
+        if value is None or isinstance(value, bool):
+            return False
+        numbers.append(float(value.double().sum() if isinstance(value, Tensor) else value))
+    if isinstance(values[-1], int) and not (seen.far is not None and abs(numbers[-1] - seen.far) <= 1):
+        return False
+    return numbers[0] < numbers[1] and numbers == sorted(numbers)
 
 
 # -- what is tried -----------------------------------------------------------------------------------------------------------

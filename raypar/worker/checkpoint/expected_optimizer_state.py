@@ -1,0 +1,82 @@
+"""Which optimizer state a checkpoint must have, by a trial of the optimizer, and whether a manifest has it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raypar.errors import CheckpointError
+from raypar.worker.checkpoint.manifest import EncodedTensor, Manifest
+from raypar.worker.checkpoint.state_key import GROUP, OPTIMIZER, SHARED_KINDS, StateKey
+
+NUMBER = "a number"
+"""The form of what is no tensor."""
+
+
+@dataclass(frozen=True)
+class SharedEntry:
+    """A piece of state that parameters share."""
+
+    is_always_there: bool
+    """Whether every checkpoint has it: its value is never again the one with which the optimizer was made."""
+    forms: frozenset[str]
+    """What it may be (`form_of`)."""
+
+
+@dataclass(frozen=True)
+class ExpectedOptimizerState:
+    """The state that an optimizer keeps."""
+
+    shared: Mapping[tuple[str, StateKey], SharedEntry] = field(default_factory=dict)
+    """(pattern of a group, or `ALL_PARAMETERS`; kind and name) -> what is known of it."""
+    has_state_of_parameters: bool = False
+    """Whether there is any in `optimizer.state[p]`. Which depends on a parameter's size, so a small trial cannot say."""
+    shapes_are_fixed: bool = True
+    """Whether tensors that parameters share have the same shapes for all models."""
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises `CheckpointError` if a manifest lacks some of it, or has something else in its place."""
+        if self.has_state_of_parameters and not any(entry.kind.kind == OPTIMIZER for entry in manifest.entries):
+            raise CheckpointError(
+                f"checkpoint {manifest.checkpoint} has weights, and no state of the optimizer: the run cannot go on from it",
+                cure=f"begin a new run with its weights: without resuming, and with init_from={manifest.checkpoint}",
+            )
+        there = {(e.name, e.kind): e.value for e in manifest.entries if e.kind.kind in SHARED_KINDS}
+        for (pattern, key), expected in self.shared.items() if manifest.format > 1 else ():
+            if (pattern, key) not in there:
+                if expected.is_always_there:
+                    raise _not_of_this(manifest, f"lacks {describe_shared(pattern, key)}")
+                continue
+            value = there[pattern, key]
+            found = form_of(value.dtype, value.shape, self.shapes_are_fixed) if isinstance(value, EncodedTensor) else NUMBER
+            if found not in expected.forms:
+                wanted = " or ".join(sorted(expected.forms))
+                raise _not_of_this(manifest, f"has {describe_shared(pattern, key)} as {found}, and it is {wanted}")
+
+    def describe_missing(self, manifest: Manifest) -> str | None:
+        """What an earlier raypar, which did not keep it, has left out of a checkpoint; None if it has all."""
+        if not self.shared or manifest.format > 1 or any(entry.kind.kind in SHARED_KINDS for entry in manifest.entries):
+            return None
+        lacking = ", ".join(describe_shared(*place) for place in self.shared)
+        return (
+            f"checkpoint {manifest.checkpoint.name} lacks {lacking} of the optimizer, which the raypar that wrote it did "
+            "not keep: the run goes on with those of a new optimizer, so not as an undisturbed run\n  cure: train a new run, "
+            "with init_from to begin with these weights"
+        )
+
+
+def form_of(dtype: str, shape: Sequence[int], is_shape_fixed: bool) -> str:
+    """What a tensor is, as text: its dtype and shape, or number of dims."""
+    return f"{dtype} of shape {list(shape)}" if is_shape_fixed else f"{dtype} of {len(shape)} dims"
+
+
+def describe_shared(pattern: str, key: StateKey) -> str:
+    """State that parameters share, in words."""
+    return f"{key.name!r} of the group {pattern!r}" if key.kind == GROUP else f"the attribute {key.name!r}"
+
+
+def _not_of_this(manifest: Manifest, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {manifest.checkpoint} is none of this optimizer: it {what}",
+        cure=f"use another checkpoint; or begin a new run with its weights: init_from={manifest.checkpoint}",
+    )
