@@ -10,9 +10,10 @@ import logging
 import mmap
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -64,9 +65,9 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def private_names(nodes: Iterable[Any]) -> Iterator[tuple[int, str]]:
     """(line, name) of each private API of the libraries that a file names."""
-    for node in ast.walk(tree):
+    for node in nodes:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -82,13 +83,38 @@ def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, n) for n in names if n.partition(".")[0] in LIBRARIES and NOT_PUBLIC.search(n))
 
 
+def private_attributes(nodes: Iterable[Any]) -> Iterator[tuple[int, str]]:
+    """(line, name) of each attribute that a file reads or sets whose name begins with `_`, also by `getattr` and its like."""
+    for node in nodes:
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            names = [word.value for word in node.args[1:2] if isinstance(word, ast.Constant)]
+        yield from ((node.lineno, name) for name in names if name.startswith("_") and not name.startswith("__"))
+
+
+def defined_names(nodes: Iterable[Any]) -> Iterator[str]:
+    """Names that a file defines: functions, classes, variables, fields and attributes."""
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) in ("self", "cls"):
+            yield node.attr
+
+
 def test_no_file_outside_the_rooms_names_a_private_api():
-    wrong = [
-        f"{path.relative_to(PACKAGE)}:{line}: {name}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] not in ROOMS
-        for line, name in private_names(ast.parse(path.read_text()))
-    ]
+    """Nor an attribute whose name begins with `_` and that raypar does not define itself, such as `tensor._backward_hooks`."""
+    known, wrong, attributes = OF_EVERY_MODULE | STANDARD_LIBRARY | OF_USERS_CODE, [], []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place, nodes = path.relative_to(PACKAGE), list(ast.walk(ast.parse(path.read_text())))
+        known |= set(defined_names(nodes))
+        if place.parts[0] not in ROOMS:
+            wrong += [f"{place}:{line}: {name}" for line, name in private_names(nodes)]
+            attributes += [(place, line, name) for line, name in private_attributes(nodes)]
+    wrong += [f"{place}:{line}: {name}" for place, line, name in attributes if name not in known]
     assert not wrong
 
 
@@ -101,42 +127,6 @@ def test_what_ray_raises_is_known_by_its_words_in_the_room_only():
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(r"in (str|error_message)\((ray_)?error\)|\bray\.__version__ *[<>=!]", line)
     ]
-    assert not wrong
-
-
-def names_of_raypar() -> set[str]:
-    """All names that raypar's own code defines: functions, classes, variables, fields and attributes."""
-    found: set[str] = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
-                found.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) in ("self", "cls"):
-                found.add(node.attr)
-    return found
-
-
-def test_no_file_outside_the_rooms_reads_a_private_attribute_of_an_object_that_is_not_raypars():
-    """`tensor._backward_hooks`, `getattr(module, "_orig_mod")`: an attribute whose name begins with `_`, and that raypar does
-    not define itself."""
-    known = names_of_raypar() | OF_EVERY_MODULE | STANDARD_LIBRARY | OF_USERS_CODE
-    wrong = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path.relative_to(PACKAGE).parts[0] in ROOMS:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            names: list[str] = []
-            if isinstance(node, ast.Attribute):
-                names = [node.attr]
-            elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
-                names = [word.value for word in node.args[1:2] if isinstance(word, ast.Constant)]
-            wrong += [
-                f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}"
-                for name in names
-                if name.startswith("_") and not name.startswith("__") and name not in known
-            ]
     assert not wrong
 
 
@@ -161,7 +151,7 @@ def test_no_file_outside_the_rooms_reads_a_private_attribute_of_an_object_that_i
 )
 def test_the_search_finds(source):
     importlib_too = source.replace("importlib.import_module", "import_module")
-    assert list(private_names(ast.parse(importlib_too)))
+    assert list(private_names(ast.walk(ast.parse(importlib_too))))
 
 
 # -- every fence ---------------------------------------------------------------------------------------------------------------
