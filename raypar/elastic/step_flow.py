@@ -24,6 +24,7 @@ from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_state import RunState
 from raypar.elastic.run_state_parts import Due
 from raypar.elastic.worker_hiring import start_missing_workers
+from raypar.errors import CheckpointError
 
 MAX_OPEN_STEPS = 2
 """The most steps that a worker has been called for and has not finished: one runs, one waits."""
@@ -143,13 +144,28 @@ def end_if_saved(m: RunState) -> None:
         if wait_for_disk(m):
             return
         kept = f"the checkpoint after {p.saved} steps is good" if p.saved else "there is no earlier checkpoint"
-        m.end_run("failed", f"the last checkpoint could not be written; {kept}", p.save_error)
+        m.end_run("failed", f"the last checkpoint could not be written; {kept}", explain_unsaved_state(m, p.save_error))
     elif request is not None:
         m.end_run("interrupted" if request.interrupt else "stopped", request.reason)
     elif done < m.policy.job_steps:
         m.end_run("stopped", f"asked to stop after {done} steps")
     else:
         m.end_run("done", f"all {done} steps are done")
+
+
+def explain_unsaved_state(m: RunState, error: Exception) -> Exception:
+    """The error of a run whose last checkpoint failed with `error`; if the disk is the cause, also what is lost with it."""
+    if not isinstance(error, (CheckpointError, OSError)):
+        return error
+    p = m.progress
+    what, cure = (error.what, error.cure) if isinstance(error, CheckpointError) else (str(error), "free disk space")
+    saved = p.saved or m.policy.steps_before_run
+    lost = f"{p.emitted - saved} of {p.emitted} steps are lost" if saved else f"all {p.emitted} steps are lost"
+    tried = f" within {m.policy.save_wait_s:.0f} s" if p.unsaved_since_s is not None and not m.stopping.interrupted else ""
+    resume = f"; then `raypar resume` goes on from the checkpoint after {saved} steps" if saved else ""
+    made = CheckpointError(f"the last checkpoint could not be written{tried}, and {lost}: {what}", cure=f"{cure}{resume}")
+    made.__cause__ = error
+    return made
 
 
 def wait_for_disk(m: RunState) -> bool:

@@ -40,7 +40,7 @@ from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
-from raypar.errors import CheckpointError, CommTimeout, GroupAborted, UserCodeError, WorkerLost
+from raypar.errors import CheckpointError, CommTimeout, GroupAborted, LeaseLostError, UserCodeError, WorkerLost
 
 
 def test_two_steps_are_issued_ahead_and_the_next_when_one_has_been_seen():
@@ -292,15 +292,36 @@ def test_a_run_whose_last_checkpoint_fails_for_five_minutes_has_failed():
     assert [re.search(r"(\d+) s left", line)[1] for line in lines] == ["240", "180", "120", "60"]
     assert {type(action) for _, action in told} == {StartCheckpoint, WarnUser, Teardown}
     at_s, teardown = told[-1]
-    assert 300.0 <= at_s <= 315.0 and teardown.end == "failed" and teardown.error is FULL.error
-    assert "no earlier checkpoint" in teardown.why
+    assert 300.0 <= at_s <= 315.0 and teardown.end == "failed" and "no earlier checkpoint" in teardown.why
+    text = "the last checkpoint could not be written within 300 s, and all 1 steps are lost: no space left on device"
+    assert (teardown.error.what, teardown.error.cure, teardown.error.__cause__) == (text, "free disk space", FULL.error)
+
+
+def test_the_error_of_a_run_that_was_not_saved_says_what_is_lost_and_from_where_it_goes_on():
+    """It named the file that could not be written."""
+    machine = RunMachine(RunPolicy(workers=2, job_steps=2, save_every=1, save_wait_s=0.0))
+    do(machine, WorkersReady())
+    commit(machine, 0)
+    do(machine, AllWorkersCopiedState(1))
+    do(machine, CheckpointSaved(1))
+    commit(machine, 1)
+    _, teardown = do(machine, CheckpointFailed(2, CheckpointError("cannot write c: read-only", "make it writable")))
+    assert (
+        teardown.error.what == "the last checkpoint could not be written, and 1 of 2 steps are lost: cannot write c: read-only"
+    )
+    assert teardown.error.cure == "make it writable; then `raypar resume` goes on from the checkpoint after 1 steps"
+    lease = LeaseLostError("another process has the lease")
+    machine = RunMachine(RunPolicy(workers=2, job_steps=1, save_wait_s=0.0))
+    do(machine, WorkersReady())
+    commit(machine, 0)
+    assert do(machine, CheckpointFailed(1, lease))[-1].error is lease
 
 
 def test_a_run_whose_last_checkpoint_fails_ends_at_once_where_nobody_is_to_wait():
     machine = unsaved("written")
     assert do(machine, StopRequested("Ctrl-C", interrupt=True, grace_s=2), 5.0) == []
     (teardown,) = do(machine, Tick(), 5.2)
-    assert teardown.end == "failed" and teardown.error is FULL.error
+    assert teardown.end == "failed" and teardown.error.__cause__ is FULL.error
     machine = RunMachine(RunPolicy(workers=2, job_steps=1, save_wait_s=0.0))
     do(machine, WorkersReady())
     commit(machine, 0)
