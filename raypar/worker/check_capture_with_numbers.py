@@ -9,37 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from raypar.comm.buffer_pool import CPU
 from raypar.errors import ModelError
-from raypar.model.capture.absent_tensor import ValuesNeeded
 from raypar.model.capture.module_graph import traces_of
 from raypar.model.capture.trace_cache import TraceCache
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import SkeletonCopier, put_values
-from raypar.model.python_state import PythonState
-from raypar.model.random_state import RandomState, preserve_random_state, seed_all
+from raypar.model.random_state import preserve_random_state
 from raypar.plan import ParallelPlan
-from raypar.plan.seeds import seed_of
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
-from raypar.worker.check_state_between_microbatches import ComputedMicrobatch, compute_with_and_without_state
+from raypar.worker.check_state_between_microbatches import ComputedMicrobatch
 from raypar.worker.job_spec import JobSpec, loss_target_name
-from raypar.worker.measure_profile import read_microbatches_of_steps
-from raypar.worker.numeric_check_settings import MOST_BYTES, comparison_tolerance, with_few_microbatches
-from raypar.worker.process.gpu_setup import make_seeder
+from raypar.worker.numeric_check_settings import comparison_tolerance
+from raypar.worker.plain_microbatches import (
+    UNSEEN,
+    Batches,
+    NotCompared,
+    PlainMicrobatches,
+    first_microbatches,
+    refuse_large_models,
+)
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.loss_function import make_loss_function
 
-MOST_SECONDS = 3.0
-"""A model of which one microbatch takes longer than this is not compared."""
-MICROBATCHES = 3
-"""Number of microbatches that are computed; those of one step are compared: with two replicas one worker computes two."""
 MOST_STAGES = 8
 """Number of stages into which the model is cut."""
 
@@ -49,26 +44,20 @@ def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> str | None:
     depends on what another has left (`compute_with_and_without_state`).
 
     Returns None after a comparison, and for models that are not captured; else a line for the user about what was not looked
-    at: the model is too large (`MOST_BYTES`) or too slow (`MOST_SECONDS`), its own code raises, which the first step reports,
-    or its code holds too much outside of parameters and buffers.
+    at: the model is too large or too slow (`PlainMicrobatches`), its own code raises, which the first step reports, or its code
+    holds too much outside of parameters and buffers.
     """
     cache = traces_of(graph)
     if cache is None or cache.skeleton is None or graph.initial_values is None:
         return None
-    if (size := _size(cache.skeleton, spec)) > MOST_BYTES:
-        what = f"its parameters and buffers have {size / 2**20:.0f} MiB, and up to {MOST_BYTES >> 20} MiB are tried"
-        return _not_compared(what)
-    few = min(MICROBATCHES, spec.microbatches)
-    small = with_few_microbatches(spec, few)
-    places = [divmod(number, few) for number in range(MICROBATCHES)]
-    batches = read_microbatches_of_steps(small, graph, places)
     with preserve_random_state():
-        plain = _PlainModule(small, graph, cache, list(zip(places, batches, strict=True)))
-        with contextlib.closing(plain):
-            try:
-                plain.run(few)
-            except _NotCompared as found:
-                return _not_compared(str(found))
+        try:
+            refuse_large_models(spec, graph)
+            small, batches = first_microbatches(spec, graph)
+            with contextlib.closing(_PlainModule(small, graph, cache, batches)) as plain:
+                plain.add(plain.run(few := small.microbatches))
+        except NotCompared as found:
+            return _not_compared(str(found))
         stages = min(len(graph.layers), MOST_STAGES)
         plan = ParallelPlan.mesh(pp=stages, dp=min(2, few), layers=len(graph.layers))
         with OneProcessRun(small, plan, "1f1b", graph=graph) as run:
@@ -76,52 +65,19 @@ def check_capture_with_numbers(spec: JobSpec, graph: Graph) -> str | None:
             gradients = {name: copies[0] for name, copies in run.gradients().items()}
     if (why := plain.compare(loss, gradients)) is not None:
         return _not_compared(why)
-    return None if plain.unread is None else f"{plain.unread}; {_UNSEEN}"
-
-
-_UNSEEN = (
-    "state that its code keeps between microbatches (counters, averages) is not seen then: try a smaller configuration once "
-    "(examples/guides/your_own_model.md)"
-)
-"""What a user should do about a model that was not compared."""
+    return plain.line_about_unread()
 
 
 def _not_compared(why: str) -> str:
-    return f"the layers were not compared with the model on numbers: {why}; {_UNSEEN}"
+    return f"the layers were not compared with the model on numbers: {why}; {UNSEEN}"
 
 
-class _NotCompared(Exception):
-    """Why the module could not be run as it is."""
-
-
-def _size(skeleton: nn.Module, spec: JobSpec) -> int:
-    """Bytes of a model's parameters and buffers."""
-    item = getattr(torch, spec.dtype).itemsize
-    return sum(t.numel() * item for t in (*skeleton.parameters(), *skeleton.buffers()))
-
-
-class _Run(NamedTuple):
-    """One microbatch, computed once."""
-
-    computed: ComputedMicrobatch
-    """What it gave."""
-    draws_in_backward: bool
-    """Whether the backward pass has drawn random numbers, or set a generator."""
-
-
-_seed_layer = make_seeder(CPU)
-"""Seeds the generators as workers do before a layer's forward (rule 3 of the numerics contract)."""
-
-
-class _PlainModule:
+class _PlainModule(PlainMicrobatches):
     """The user's module with its initial values, run as it is; its gradients are added by autograd."""
 
-    def __init__(
-        self, spec: JobSpec, graph: Graph, cache: TraceCache, batches: list[tuple[tuple[int, int], Mapping[str, Tensor]]]
-    ) -> None:
-        """`batches`: ((step, microbatch), its fields)."""
+    def __init__(self, spec: JobSpec, graph: Graph, cache: TraceCache, batches: Batches) -> None:
         assert cache.skeleton is not None and graph.initial_values is not None
-        self._spec, self._graph, self._cache, self._batches = spec, graph, cache, batches
+        self._cache = cache
         self.model = SkeletonCopier(cache.skeleton)()
         dtype = getattr(torch, spec.dtype)
         own = {name for layer in graph.layers for _, name in layer.own_names or ()}
@@ -133,6 +89,7 @@ class _PlainModule:
         whole = Layer("model", lambda: self.model, inputs=("batch",), outputs=("output",), own_names=own_names)
         copies = {name: values[home].clone() for name, home in homes.items()}
         put_values(Graph((whole,), output="output"), whole, self.model, copies, dtype)
+        super().__init__(spec, type(self.model).__name__, {"": self.model}, batches)
         self._layers = [layer.name for layer in graph.layers]
         """Names of the layers, in order."""
         self._started: list[str] = []
@@ -141,10 +98,6 @@ class _PlainModule:
         """Unit -> the layers that are its calls in this microbatch's forward."""
         self._depth = 0
         """How many calls of units are under way."""
-        self._in_backward = False
-        """Whether the backward pass is under way, in which activation checkpointing calls units again."""
-        self._place = (0, 0)
-        """Step and index of the microbatch under way."""
         self._hooks = [
             hook
             for name in cache.units
@@ -154,136 +107,57 @@ class _PlainModule:
                 unit.register_forward_hook(lambda *args: self._end(), always_call=True),
             )
         ]
-        self._buffers = [(part, dict(part._buffers)) for part in self.model.modules()]
-        """Every module and its buffers."""
-        self._values = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        """Every buffer and its value before the first microbatch."""
         self.total, self.count = 0.0, 0.0
         """Sums of the losses and counts."""
         self.gradients: dict[str, Tensor] = {}
         """Sums of the gradients."""
-        self.unread: str | None = None
-        """A place that could not be looked through whole for state, and why."""
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
-    def run(self, few: int) -> None:
-        """Run `few` microbatches, forward and backward, and add up what they give.
-
-        Raises `ModelError` if one depends on what others leave behind, `_NotCompared` if they cannot be run in a short time.
-        """
-        forms = [{name: (value.shape, value.dtype) for name, value in batch.items()} for _, batch in self._batches]
-        state = PythonState({"": self.model})
-        computed = compute_with_and_without_state(state, self._compute, forms, few)
-        self.unread = state.unread
-        for found in computed[:few]:
+    def add(self, microbatches: Sequence[ComputedMicrobatch]) -> None:
+        """Add up what microbatches gave."""
+        for found in microbatches:
             self.total += found.total
             self.count += found.count
             for name, gradient in found.gradients.items():
                 self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
 
-    def _compute(self, number: int) -> ComputedMicrobatch:
-        """One microbatch, forward and backward."""
-        start = time.monotonic()
-        found = self._run(number)
-        if found.draws_in_backward and (
-            difference := found.computed.difference(self._run(number, other_numbers=True).computed)
-        ):
-            raise ModelError(
-                f"{type(self.model).__name__} draws random numbers in its backward pass, which are not those of its forward "
-                f"({difference} when they are others): activation checkpointing keeps PyTorch's generator only, and only with "
-                "preserve_rng_state=True, and which numbers come next depends on the plan",
-                cure="draw with torch inside of torch.utils.checkpoint; or use plan.recompute in its place, which seeds all "
-                "generators again",
-            )
-        if [name.partition("#")[0] for name in self._layers] != self._started and self._cache.units:
-            odd = next((name for name in self._cache.units if name not in self._started), "a unit")
-            raise _NotCompared(f"{odd} is called otherwise than by its class's __call__, so its random numbers are not known")
-        if (took := time.monotonic() - start) > MOST_SECONDS:
-            raise _NotCompared(f"one microbatch took {took:.1f} s, and up to {MOST_SECONDS:.0f} s are spent on it")
-        return found.computed
-
-    def _run(self, number: int, *, other_numbers: bool = False) -> _Run:
-        """See `_compute`. `other_numbers`: other random numbers are next when the backward pass begins."""
-        self._place, batch = self._batches[number]
-        for part, former in self._buffers:  # rule 14: each microbatch begins with the buffers of the step's beginning
-            part._buffers.update(former)
-        with torch.no_grad():
-            for buffer, value in self._values:
-                buffer.copy_(value)
-        self.model.zero_grad(set_to_none=True)
-        try:
-            total, count = self._forward(batch)
-            if other_numbers:
-                seed_all(1)
-            before = RandomState.now()
-            self._in_backward, self._depth = True, 0
-            total.backward()
-        except ValuesNeeded as error:
-            raise ModelError(
-                f"the forward of {type(self.model).__name__} keeps a tensor of one call for later ones, outside of its "
-                f"modules: {error_text(error)}",
-                cure="keep it in a buffer (register_buffer), or make it in each call",
-            ) from error
-        except USER_CODE_ERRORS as error:
-            reraise_ctrl_c(error)
-            raise _NotCompared(f"its own forward and backward raised {error_text(error)}") from error
-        finally:
-            self._in_backward = False
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        self.model.zero_grad(set_to_none=True)
-        return _Run(ComputedMicrobatch(float(total.detach()), count, gradients), before.is_changed())
-
-    def _forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, float]:
-        """(sum of the losses, count) of one microbatch."""
+    def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | float | None]:
+        """(loss, count) of one microbatch."""
         self._started, self._calls, self._depth = [], {}, 0
         fields = {name: batch[name].clone() for name in self._cache.inputs.fields}
-        self._seed(self._layers[0])
-        with self._autocast():
-            output = self._cache.inputs.call(self.model, fields)
-            found = make_loss_function(self._spec.loss)(output, batch.get(loss_target_name(self._spec)))
-        total, count = found if isinstance(found, tuple) else (found, None)
-        if count is None:
-            count = float(batch[loss_target_name(self._spec)].shape[0])
-            total = total * count
-        return total, float(count)
+        self.seed(self._layers[0])
+        output = self._cache.inputs.call(self.model, fields)
+        found = make_loss_function(self._spec.loss)(output, batch.get(loss_target_name(self._spec)))
+        return found if isinstance(found, tuple) else (found, None)
 
-    @contextlib.contextmanager
-    def _autocast(self) -> Iterator[None]:
-        autocast = self._spec.precision.autocast
-        if autocast is None:
-            yield
-        else:
-            with torch.autocast("cpu", autocast.dtype, cache_enabled=False):
-                yield
+    def check_calls(self) -> None:
+        """Raises `NotCompared` if units were called otherwise than the record says."""
+        if [name.partition("#")[0] for name in self._layers] != self._started and self._cache.units:
+            odd = next((name for name in self._cache.units if name not in self._started), "a unit")
+            raise NotCompared(f"{odd} is called otherwise than by its class's __call__, so its random numbers are not known")
 
     def _begin(self, unit: str) -> None:
         self._depth += 1
         if self._depth > 1:
             return
-        if self._in_backward:  # checkpointing recomputes the calls of a unit from the last to the first
+        if self.in_backward:  # checkpointing recomputes the calls of a unit from the last to the first
             calls = self._calls.get(unit, [])
             if calls:
-                torch.manual_seed(self._seed_of(calls.pop() if len(calls) > 1 else calls[0]))
+                torch.manual_seed(self.seed_of(calls.pop() if len(calls) > 1 else calls[0]))
             return
         self._started.append(unit)
         number = len(self._started)
         if number <= len(self._layers):
             self._calls.setdefault(unit, []).append(self._layers[number - 1])
             if number > 1:
-                self._seed(self._layers[number - 1])
+                self.seed(self._layers[number - 1])
 
     def _end(self) -> None:
         self._depth -= 1
-
-    def _seed(self, layer: str) -> None:
-        _seed_layer(self._seed_of(layer))
-
-    def _seed_of(self, layer: str) -> int:
-        return seed_of(self._spec.seed, "forward", *self._place, layer)
 
     def compare(self, loss: float, found: Mapping[str, Tensor | None]) -> str | None:
         """Raises `ModelError` if the layers' loss or a gradient is another than the module's.

@@ -47,6 +47,7 @@ from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_cast_parameters import check_cast_parameters
+from raypar.worker.check_layers_with_numbers import check_layers_with_numbers
 from raypar.worker.check_loss_mixes_samples import line_about_mixed_samples
 from raypar.worker.check_shards_with_numbers import check_shards_with_numbers
 from raypar.worker.check_sum_and_count import check_sum_and_count
@@ -110,7 +111,7 @@ def preflight(spec: JobSpec) -> PreflightResult:
         values = check_layer_shapes(spec, graph, batch)
         mixed = line_about_mixed_samples(spec, graph, values, batch.get(loss_target_name(spec))) if values else None
         check_cast_parameters(spec, graph)
-        not_compared = check_capture_with_numbers(spec, graph)
+        not_compared = check_capture_with_numbers(spec, graph) or check_layers_with_numbers(spec, graph)
     validation = 0
     if spec.validation is not None:
         with guard.watching("the job's layers"):

@@ -99,6 +99,23 @@ class HiddenStateModel(nn.Module):
         return self.head(x)
 
 
+class Skip(nn.Module):
+    """A block with a skip, as a layer of a list."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.block(x)  # type: ignore[no-any-return]
+
+
+def hidden_state_layers(seed: int) -> list[nn.Module]:
+    """The same model as a list of layers."""
+    model = HiddenStateModel(seed)
+    return [*map(Skip, model.blocks), model.head]
+
+
 class Block(nn.Module):
     """A linear layer, whose output a keeper scales."""
 

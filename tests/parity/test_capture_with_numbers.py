@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from raypar.errors import ModelError
 from raypar.plan import ParallelPlan
-from raypar.worker import check_capture_with_numbers
+from raypar.worker import plain_microbatches
 from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref, ValidationSpec
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -456,7 +456,7 @@ class Fails(Blocks):
 def test_a_check_that_compares_nothing_says_so(
     make: Any, limit: tuple[str, float], reason: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(check_capture_with_numbers, *limit)
+    monkeypatch.setattr(plain_microbatches, *limit)
     (line,) = not_compared(job_of(make))
     assert re.match(f"the layers were not compared with the model on numbers: {reason}", line)
 

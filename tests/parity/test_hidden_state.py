@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from helpers import plain_module
-from helpers.hidden_state_modules import HiddenStateModel, Rows, hidden_state_of, loss
+from helpers.hidden_state_modules import HiddenStateModel, Rows, hidden_state_layers, hidden_state_of, loss
 from helpers.reference import samples
 from torch import Tensor
 
@@ -26,7 +28,7 @@ PLANS = {
 }
 
 
-def job_of(seed: int) -> JobSpec:
+def job_of(seed: int, model: Callable[..., Any] = HiddenStateModel) -> JobSpec:
     """24 microbatches, so that every effect comes up."""
     return JobSpec(
         name=f"hidden {seed}",
@@ -34,7 +36,7 @@ def job_of(seed: int) -> JobSpec:
         steps=6,
         batch_size=8,
         microbatches=4,
-        model=Ref(HiddenStateModel, {"seed": seed}),
+        model=Ref(model, {"seed": seed}),
         loss=Ref(loss),
         data=DataSpec(Ref(Rows), target="y"),
         optimizer=OptimizerSpec(Ref("torch.optim:SGD", {"lr": 0.1}), ()),
@@ -101,9 +103,10 @@ SILENT = {"CountsCacheHits": 1, "GlobalByName": 1}
 """Variant -> how many of 100 modules with it train otherwise than one process, without a line. The guide names them."""
 
 
+@pytest.mark.parametrize("model", [HiddenStateModel, hidden_state_layers])
 @pytest.mark.parametrize("seed", QUICK)
-def test_hidden_state_is_refused_before_the_run(seed: int):
-    what = refusal(job_of(seed))
+def test_hidden_state_is_refused_before_the_run(seed: int, model: Callable[..., Any]):
+    what = refusal(job_of(seed, model))
     assert what is not None
     assert "keeps something of one microbatch for the next" in what or "is changed by every microbatch" in what
 
@@ -115,3 +118,9 @@ def test_of_100_modules_with_hidden_state_all_are_refused_but_those_that_the_gui
     assert counts == {plan: Counter(refused=98, silent=2) for plan in PLANS}
     silent = Counter(hidden_state_of(seed).variant for seed, outcome in found.items() if "silent" in outcome.values())
     assert silent == SILENT
+
+
+@pytest.mark.full
+def test_of_100_lists_of_layers_with_hidden_state_the_same_are_refused():
+    passed = Counter(hidden_state_of(seed).variant for seed in range(100) if refusal(job_of(seed, hidden_state_layers)) is None)
+    assert passed == SILENT

@@ -18,7 +18,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         _2D | {"kernel_size": (3, 3, 3), "strides": (1, 2, 2), "upsample_kernel_size": (2, 2), "filters": (4, 8, 16)}, (2, 1,
          32, 32),
     ),
-    "VNet": ({"spatial_dims": 3, "in_channels": 1, "out_channels": 2}, (1, 1, 16, 16, 16)),
+    "VNet": ({"spatial_dims": 3, "in_channels": 1, "out_channels": 2}, (2, 1, 16, 16, 16)),
     "SegResNet": (_2D | {"init_filters": 8}, (2, 1, 32, 32)),
     "SegResNetVAE": (_2D | {"init_filters": 8, "input_image_size": (32, 32)}, (2, 1, 32, 32)),
     "UNETR": (
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         (2, 1, 32, 32),
     ),
     "ViTAutoEnc": (
-        {"spatial_dims": 2, "in_channels": 1, "img_size": 32, "patch_size": 8, "hidden_size": 32, "mlp_dim": 64,
+        {"spatial_dims": 2, "in_channels": 1, "img_size": 32, "patch_size": 4, "hidden_size": 32, "mlp_dim": 64,
          "num_layers": 3,
          "num_heads": 4},
         (2, 1, 32, 32),
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         {"in_channels": 3, "out_channels": 2, "backbone": "efficientnet-b0", "spatial_dims": 2, "is_pad": False}, (2, 3, 32,
          32),
     ),
-    "TorchVisionFCModel": ({"model_name": "resnet18", "num_classes": 2, "pretrained": False}, (2, 3, 64, 64)),
+    "TorchVisionFCModel": ({"model_name": "resnet18", "num_classes": 2, "pretrained": False}, (2, 3, 224, 224)),
     "DiffusionModelUNet": (
         _2D | {"channels": (8, 8), "attention_levels": (False, True), "num_res_blocks": 1, "norm_num_groups": 4,
          "num_head_channels": 4},
