@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from raypar.errors import ConfigError
-from raypar.run_folder_schema import check_event_line, check_metrics_line
+from raypar.record.events import Event, StepRecord, UnreadableLines, ValidationRecord, parse_event, parse_metrics
+from raypar.record.folder import EVENTS
 from raypar.untrusted_files import parse_untrusted_json, read_limited_bytes
 
 LINE_BYTES = 1 << 20
@@ -41,23 +43,52 @@ def parse_jsonl_lines(name: str, content: bytes) -> list[Line]:
 
 
 def read_valid_lines(name: str, stream: BinaryIO) -> Iterator[Line]:
-    """The valid lines of a stream, in order. `name`: metrics.jsonl or events.jsonl.
+    """The valid lines of a stream, in order, for those who write the file. `name`: metrics.jsonl or events.jsonl.
 
     Damaged lines (cut off, too long, too deep, of wrong types) are left out: a full disk leaves such lines too, and training
     must continue.
     """
-    check = check_event_line if name == "events.jsonl" else check_metrics_line
+    return (line for line, _ in _parsed_lines(name, stream) if line is not None)
+
+
+def read_events(name: str, stream: BinaryIO) -> Iterator[Event]:
+    """The events of a stream, in order, for those who tell people; at its end one that says how many lines are damaged."""
+    damaged, why = 0, ""
+    for line, found in _parsed_lines(name, stream):
+        if isinstance(found, Event) and line is not None:
+            yield found
+        else:
+            damaged, why = damaged + 1, why or str(found)
+    if damaged:
+        yield UnreadableLines(file=name, count=damaged, why=why)
+
+
+def _parsed_lines(name: str, stream: BinaryIO) -> Iterator[tuple[Line, Event] | tuple[None, str]]:
+    """(line, event) of each valid line of a stream, (None, what is wrong) of the others; none of one whose end is missing."""
+    parse = parse_event if name == EVENTS else parse_metrics
     within = False
     while text := stream.readline(LINE_BYTES + 1):
         rest, within = within, not text.endswith(b"\n")
-        if rest or (within and len(text) > LINE_BYTES):
+        if rest:
+            continue
+        if within and len(text) > LINE_BYTES:
+            yield None, f"it has more than {LINE_BYTES:,} bytes"
             continue
         try:
             line = parse_untrusted_json(text)
-            check(line)
-        except ValueError:
-            continue
-        yield line
+            yield line, parse(line)
+        except ValueError as error:
+            if not within:
+                yield None, "it is no JSON" if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def merge_metrics(events: Iterable[Event]) -> list[Event]:
+    """The events of metrics.jsonl in the order of steps, a validation after its step; of two of a step the last one counts."""
+    found: dict[tuple[float, bool], Event] = {}
+    for event in events:
+        step = event.step if isinstance(event, (StepRecord, ValidationRecord)) else math.inf
+        found[step, not isinstance(event, StepRecord)] = event
+    return [found[place] for place in sorted(found)]
 
 
 def merge_jsonl_lines(lines: Iterable[Line], more: Iterable[Line] = ()) -> list[Line]:

@@ -15,17 +15,34 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 from raypar.atomic_write import DISK_FULL_ERRNOS, explain_write_errors, regular_file_opener, replace_file_atomically
 from raypar.errors import ConfigError
 from raypar.os_error_cure import cure_of_os_error
-from raypar.read_run_lines import FILE_BYTES, Line, merge_jsonl_lines, read_valid_lines
-from raypar.run_folder_schema import check_run_folder_json
-from raypar.storage.run_files import CHECKPOINTS, TEMPORARY_FOLDER_PREFIX
+from raypar.read_run_lines import FILE_BYTES, Line, merge_jsonl_lines, merge_metrics, read_events, read_valid_lines
+from raypar.record.events import Event
+from raypar.record.fold import timeline
+from raypar.record.folder import (
+    CHECKPOINTS,
+    CLUSTER,
+    DOCUMENTS,
+    EVENTS,
+    JOB,
+    LINE_FILES,
+    MEMBERS,
+    METRICS,
+    PLAN,
+    SWIMLANE,
+    TOTALS,
+    TRACE,
+    WHY_NO_JOB,
+    check_document,
+)
+from raypar.storage.run_files import TEMPORARY_FOLDER_PREFIX
 from raypar.storage.storage_uri import SCHEMES, StorageUri, local_path_of_file_uri, parse_storage_uri
 from raypar.untrusted_files import (
     JsonTooDeep,
@@ -40,20 +57,15 @@ from raypar.untrusted_files import (
 )
 from raypar.writing_process import describe_process, find_writing_process
 
-ERROR_FILE = "error.txt"
-"""The error of a failed run, with all frames."""
-WHY_NO_JOB_FILE = "why_no_job.txt"
-"""Which functions and objects of a job that was given in Python no job file can name. Only there without a job.yaml."""
 WHY_BYTES = 64 << 10
-"""Size limit of that file."""
-FILES = (
-    "job.yaml", "plan.json", "plan.new", "metrics.jsonl", "events.jsonl", "members.json", "members.new", "cluster.json",
-    "totals.json", "trace.json", "swimlane.svg", "wandb.id", "mlflow.id",
-    ERROR_FILE, WHY_NO_JOB_FILE,
-)  # fmt: skip
+"""Size limit of why_no_job.txt."""
+FILES = (*DOCUMENTS, *LINE_FILES, "plan.new", "members.new")
 """Names of the files that a run reads and writes directly in its folder."""
 DOCUMENT_BYTES = 16 << 20
 """Size limit of plan.json, members.json, cluster.json and totals.json: enough for tens of thousands of workers."""
+
+
+_Read = TypeVar("_Read")
 
 
 class NoSuchRun(ConfigError):
@@ -178,57 +190,57 @@ class RunFolder:
     @property
     def job(self) -> Path:
         """The job with its overrides and defaults written out; loads like any job file."""
-        return self.path / "job.yaml"
+        return self.path / JOB
 
     @property
     def why_no_job(self) -> Path:
-        """Why the run has no job file, in words (`WHY_NO_JOB_FILE`)."""
-        return self.path / WHY_NO_JOB_FILE
+        """Why the run has no job file, in words (`record.folder.WHY_NO_JOB`)."""
+        return self.path / WHY_NO_JOB
 
     @property
     def plan(self) -> Path:
         """The plan of the last start, as JSON."""
-        return self.path / "plan.json"
+        return self.path / PLAN
 
     @property
     def metrics(self) -> Path:
         """One JSON line per committed step or validation."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def events(self) -> Path:
         """One JSON line per event of the cluster or the run."""
-        return self.path / "events.jsonl"
+        return self.path / EVENTS
 
     @property
     def members(self) -> Path:
         """Phase, plan and workers right now, as JSON; replaced as a whole at every change."""
-        return self.path / "members.json"
+        return self.path / MEMBERS
 
     @property
     def cluster(self) -> Path:
         """Address of the last start's Ray cluster, and the raylets of a local one, as JSON."""
-        return self.path / "cluster.json"
+        return self.path / CLUSTER
 
     @property
     def totals(self) -> Path:
-        """What the run has done since its first start (`telemetry.run_totals`), as JSON; replaced as a whole."""
-        return self.path / "totals.json"
+        """What the run has done since its first start (`record.totals`), as JSON; replaced as a whole."""
+        return self.path / TOTALS
 
     @property
     def trace(self) -> Path:
         """Chrome/Perfetto trace of a measured step."""
-        return self.path / "trace.json"
+        return self.path / TRACE
 
     @property
     def swimlane(self) -> Path:
         """Drawing of the predicted and the measured step."""
-        return self.path / "swimlane.svg"
+        return self.path / SWIMLANE
 
     @property
     def checkpoints(self) -> Path:
         """Holds `step_00000050/`, ..."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def checkpoint_location(self) -> str:
@@ -256,7 +268,7 @@ class RunFolder:
                     number += 1
                     continue
                 try:
-                    (path / "checkpoints").mkdir()
+                    (path / CHECKPOINTS).mkdir()
                 except OSError:
                     path.rmdir()
                     raise
@@ -282,8 +294,8 @@ class RunFolder:
         """
         for path in (check_local_path(run, "the run"), check_local_path(run_dir, "--run-dir") / run):
             with explain_read_errors(path):
-                has_job = (path / "job.yaml").is_file()
-                is_run = has_job or (path / "checkpoints").is_dir()
+                has_job = (path / JOB).is_file()
+                is_run = has_job or (path / CHECKPOINTS).is_dir()
             if is_run:
                 RunFolder(path).refuse_special_files()
                 if with_job and not has_job:
@@ -343,7 +355,7 @@ class RunFolder:
         root = check_local_path(run_dir, "--run-dir")
         with explain_read_errors(root):
             runs = list(root.iterdir()) if root.is_dir() else []
-            records = [run / "cluster.json" for run in runs if run.is_dir()]
+            records = [run / CLUSTER for run in runs if run.is_dir()]
             started = sorted((path for path in records if path.exists()), key=lambda path: path.lstat().st_mtime)
         if not started:
             raise NoSuchRun(
@@ -429,21 +441,29 @@ class RunFolder:
 
         Raises `ConfigError` if the file cannot be read, or has more than `FILE_BYTES`.
         """
+        yield from self._read(path, lambda file: merge_jsonl_lines(read_valid_lines(path.name, file)))
+
+    def read_timeline(self) -> Iterator[Event]:
+        """The events of `metrics` and `events` in the order of time. Raises `ConfigError` as `read_lines`."""
+        metrics = self._read(self.metrics, lambda file: merge_metrics(read_events(self.metrics.name, file)))
+        return timeline(metrics, self._read(self.events, lambda file: list(read_events(self.events.name, file))))
+
+    def _read(self, path: Path, read: Callable[[BinaryIO], list[_Read]]) -> list[_Read]:
+        """What `read` makes of a file; empty if it is missing or not a regular file. Raises `ConfigError` as `read_lines`."""
         try:
             if describe_special_file(path.lstat().st_mode) is not None:
-                return
+                return []
         except OSError:
-            return
+            return []
         cure = "make it readable, or move it away; checkpoints do not depend on it"
         with open_regular_file(path, follow=False, cure=cure) as file:
             size = os.fstat(file.fileno()).st_size
             if size > FILE_BYTES:
                 raise ConfigError(f"{shorten(path)} has {size:,} bytes, more than the {FILE_BYTES:,} that are read", cure=cure)
             try:
-                lines = merge_jsonl_lines(read_valid_lines(path.name, file))
+                return read(file)
             except OSError as error:
                 raise ConfigError(f"cannot read {shorten(path)}: {error.strerror or error}", cure=cure) from error
-        yield from lines
 
     def rewrite_job(self, text: str) -> None:
         """Write job.yaml in place, because `hold_lock` locks this very file; restore the old text if that fails.
@@ -477,7 +497,7 @@ class RunFolder:
         cure = "remove it; checkpoints do not depend on it"
         try:
             found = parse_untrusted_json(read_limited_bytes(path, follow=False, limit=DOCUMENT_BYTES, cure=cure))
-            check_run_folder_json(path.name, found)
+            check_document(path.name, found)
         except (json.JSONDecodeError, UnicodeDecodeError):
             return None
         except ValueError as error:

@@ -236,9 +236,9 @@ class Trainer:
         "brief" prints a few lines, each with the run's name, for many runs side by side; False prints nothing.
         """
         from raypar.console.brief_event_printer import BriefEventPrinter
-        from raypar.console.event_lines import count_noun
         from raypar.console.event_printer import EventPrinter
         from raypar.launch.tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
+        from raypar.record.events import StartupStage, count_noun
 
         if isinstance(verbose, str) and verbose != "brief":
             raise ConfigError(f"verbose={repr_text(verbose)}", cure='give True, False or "brief"')
@@ -251,7 +251,7 @@ class Trainer:
         elif verbose:
             console = EventPrinter(steps=self.job.steps)
         tell: EventHandler = console or (lambda event: None)
-        tell({"kind": "stage", "stage": "read", "text": f"job {name}: {count_noun(self.job.steps, 'step')}"})
+        tell(StartupStage(stage="read", text=f"job {name}: {count_noun(self.job.steps, 'step')}"))
         result = train_job_in_new_folder(
             self.job.model_copy(update={"name": name, "run_dir": str(run_dir)}),
             tell,

@@ -30,6 +30,7 @@ from raypar.launch.chosen_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.record.events import EndOfRun, Event
 from raypar.run_folder import RunFolder
 from raypar.schedule import registry
 from raypar.schedule.instructions import OncePerStep, ReduceGradients
@@ -77,11 +78,11 @@ class CountingDriver(DriverActor):
             self.stored_bytes += size if size > INLINE_BYTES else 0
             return stepped(number, generation, step, report)
 
-        def leaving_counts(kind: str, **facts: Any) -> None:
-            if kind == "end":
+        def leaving_counts(event: Event) -> None:
+            if isinstance(event, EndOfRun):
                 found = {"calls": self.calls_made, "answer_bytes": self.answer_bytes, "stored_bytes": self.stored_bytes}
                 (Path(request.folder) / COUNTS_FILE).write_text(json.dumps(found))
-            tell(kind, **facts)
+            tell(event)
 
         self.parts.calls.call_all, self.parts.reports.keep_step_report, self.feed.tell = (
             counting_calls,

@@ -43,6 +43,7 @@ from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.launch.make_run_request import make_run_request
 from raypar.plan import ParallelPlan
+from raypar.record.events import Event, StepRecord
 from raypar.run_folder import RunFolder
 from raypar.user_code_errors import make_importable
 from raypar.worker.job_preflight import preflight
@@ -88,8 +89,8 @@ class Watch:
     driver: list[tuple[int, float, float]] = field(default_factory=list)
     """(step, time, processor seconds) of the driver."""
 
-    def __call__(self, event: dict[str, Any]) -> None:
-        if event["kind"] != "step" or event["step"] % self.every:
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, StepRecord) or event.step % self.every:
             return
         told = json.loads((self.folder / "members.json").read_text())
         pids = {"driver": told["driver_pid"]} | {f"worker {one['worker']}": one["pid"] for one in told["members"]}
@@ -97,10 +98,10 @@ class Watch:
             if not psutil.pid_exists(pid):  # of the last step a client may hear when the run has ended
                 continue
             process = psutil.Process(pid)
-            self.memory.setdefault(name, []).append((event["step"], process.memory_info().rss))
+            self.memory.setdefault(name, []).append((event.step, process.memory_info().rss))
             if name == "driver":
                 times = process.cpu_times()
-                self.driver.append((event["step"], time.monotonic(), times.user + times.system))
+                self.driver.append((event.step, time.monotonic(), times.user + times.system))
 
 
 def train(spec: JobSpec, plan: ParallelPlan, watch: Callable[[Path], Callable[[Any], None]], driver: Any = DriverActor) -> Path:

@@ -135,9 +135,15 @@ def raypar(address: str, diary: str, job: str) -> None:
 
     from raypar.config import load_job
     from raypar.launch import train_job_in_new_folder
+    from raypar.record.events import Event
 
     told = work.Diary(diary)
-    result = train_job_in_new_folder(load_job(Path(job)), lambda event: told.note(event.pop("kind"), **event), address=address)
+
+    def tell(event: Event) -> None:
+        facts = event.facts()
+        told.note(facts.pop("kind"), **facts)
+
+    result = train_job_in_new_folder(load_job(Path(job)), tell, address=address)
     told.note("end", weights_sha256=result.weights_sha256)
 
 

@@ -57,6 +57,18 @@ from raypar.errors import ClusterError, NodeLost, OutOfMemory, RayparError, erro
 from raypar.fences.fence import send_lines_to
 from raypar.plan.ownership import Ownership
 from raypar.ray_compat.settings import BLOCKING_GET_VARIABLE
+from raypar.record.events import (
+    EndOfRun,
+    Note,
+    Recovery,
+    ReplayProgress,
+    RunWarning,
+    Straggler,
+    Wait,
+    WorkerLeave,
+    WorkerRelease,
+    WorkerRequest,
+)
 from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 
@@ -160,7 +172,7 @@ class DriverActor:
         loop = asyncio.get_running_loop()
 
         def warn(line: str) -> None:  # in whichever thread misses an API
-            loop.call_soon_threadsafe(lambda: side_effects.note("warning", text=line))
+            loop.call_soon_threadsafe(lambda: side_effects.note(RunWarning(text=line)))
 
         send_lines_to(warn)
         self.memory_kills = KernelOomKills()
@@ -218,7 +230,7 @@ class DriverActor:
                 if time.monotonic() > deadline:
                     what = f"a new driver could not find run {self.run} in Ray's store within {BEGIN_AGAIN_S:.0f} s: {error}"
                     lost = ClusterError(what, cure="look at the head node; `raypar resume` goes on from the last checkpoint")
-                    self.feed.tell("end", end="failed", why=lost.what, done=0, error=pickle_error_for_client(lost))
+                    self.feed.tell(EndOfRun(end="failed", why=lost.what, done=0, error=pickle_error_for_client(lost)))
                     return
             await asyncio.sleep(TICK_S)
 
@@ -372,9 +384,9 @@ class DriverActor:
             case do.RequestStacks(ranks):
                 self.tasks.spawn(parts.calls.probe(ranks))
             case do.WarnUser(text):
-                parts.side_effects.note("waiting" if parts.machine.waits else "warning", text=text)
+                parts.side_effects.note(Wait(text=text) if parts.machine.waits else RunWarning(text=text))
             case do.TellUser(text):
-                parts.side_effects.note("note", text=text)
+                parts.side_effects.note(Note(text=text))
             case do.ReportStraggler():
                 self._report_straggler(decision.action)
             case _:
@@ -393,7 +405,7 @@ class DriverActor:
             case do.ReportFirstStepAfterRecovery():
                 self.generations.report_first_step(decision.action)
             case do.ClaimGeneration(number):
-                parts.side_effects.note("recovering", text=plain_failure_text(decision.reason), generation=number)
+                parts.side_effects.note(Recovery(text=plain_failure_text(decision.reason), generation=number))
                 self.tasks.spawn(self.generations.claim_generation(number))
             case do.FenceWorkers(number, workers):
                 for worker in workers:
@@ -406,11 +418,11 @@ class DriverActor:
                 self.tasks.spawn(self.generations.adopt_plan(decision.action, decision.reason))
             case do.CompareReplayedStep(step, doubted):
                 self._check_replay(step, doubted)
-                self.feed.tell("replay", step=step + 1, until=parts.machine.progress.journalled)
+                self.feed.tell(ReplayProgress(step=step + 1, until=parts.machine.progress.journalled))
             case do.KillWorker(worker, why):
                 if why == "drained":
                     text = f"worker {worker} has left: {decision.reason}"
-                    parts.side_effects.note("left", text=text, **parts.registry.worker_facts(worker))
+                    parts.side_effects.note(WorkerLeave(text=text, **parts.registry.worker_facts(worker)))
                     parts.registry.dismiss(worker)
                 else:
                     parts.registry.avoid_suspect_node_of(worker)
@@ -430,14 +442,14 @@ class DriverActor:
             await asyncio.to_thread(parts.journal.store_on_demand_workers, numbers)
         starts = verb_form(numbers, "a worker is wanted: worker %s starts", "a replica is wanted: workers %s start")
         text = f"{starts % ', '.join(map(str, numbers))} as soon as there is room"
-        parts.side_effects.note("hiring", text=text, worker=numbers[0], workers=list(numbers))
+        parts.side_effects.note(WorkerRequest(text=text, worker=numbers[0], workers=list(numbers)))
         await parts.registry.start_workers(numbers, parts.request, on_demand=on_demand)
 
     def _release_workers(self, numbers: tuple[int, ...], reason: str) -> None:
         """Withdraw the demand for workers, and end those that run."""
         parts = self.parts
         text = f"{format_worker_numbers(numbers)} {verb_form(numbers, 'is', 'are')} given back: {reason}"
-        parts.side_effects.note("released", text=text, workers=list(numbers))
+        parts.side_effects.note(WorkerRelease(text=text, workers=list(numbers)))
         for number in numbers:
             parts.registry.dismiss(number)
 
@@ -447,11 +459,11 @@ class DriverActor:
         if number not in parts.pool.workers:
             return
         coordinate, who = parts.calls.coordinate(number), parts.registry.worker_facts(number)
-        parts.side_effects.note("lost", **membership_event_text.worker_lost_event(coordinate, who, why))
+        parts.side_effects.note(membership_event_text.worker_lost_event(coordinate, who, why))
         parts.registry.dismiss(number)
         node = parts.registry.note_lost_worker(number, with_node)
         if node is not None:
-            parts.side_effects.note("node", **node)
+            parts.side_effects.note(node)
 
     def _look_for_memory_kills(self) -> None:
         """After a loss in a local cluster: if the kernel has ended processes for lack of memory, start no worker for a while.
@@ -464,10 +476,11 @@ class DriverActor:
         parts.registry.avoid_nodes({*parts.registry.node_of_worker.values(), ray.get_runtime_context().get_node_id()})
         processes = "a process" if killed == 1 else f"{killed} processes"
         parts.side_effects.note(
-            "warning",
-            text=f"the kernel has ended {processes} of this machine because memory is short: no worker is started for "
-            f"{SUSPECT_S:.0f} s or more\n  cure: give this machine or container more memory, or have fewer workers "
-            "(plan, elastic.max_workers)",
+            RunWarning(
+                text=f"the kernel has ended {processes} of this machine because memory is short: no worker is started for "
+                f"{SUSPECT_S:.0f} s or more\n  cure: give this machine or container more memory, or have fewer workers "
+                "(plan, elastic.max_workers)",
+            )
         )
 
     def _report_straggler(self, found: do.ReportStraggler) -> None:
@@ -476,9 +489,17 @@ class DriverActor:
         coordinate, who = parts.calls.coordinate(found.worker), parts.registry.worker_facts(found.worker)
         if found.leaves and not found.recovered:
             parts.registry.avoid_slow_node_of(found.worker)
-        facts = {"times": round(found.slowdown, 2), "steps": found.steps, "over": found.recovered, "leaves": found.leaves}
         text = membership_event_text.straggler_text(found, coordinate, who)
-        parts.side_effects.note("straggler", text=text, coordinate=coordinate, **facts, **who)
+        event = Straggler(
+            text=text,
+            coordinate=coordinate,
+            times=round(found.slowdown, 2),
+            steps=found.steps,
+            over=found.recovered,
+            leaves=found.leaves,
+            **who,
+        )
+        parts.side_effects.note(event)
 
     # -- what the user sees ----------------------------------------------------------------------------------------------------
 
@@ -486,7 +507,7 @@ class DriverActor:
         """Show the warnings in a worker's report that no other worker has given; returns the report."""
         parts = self.parts
         for line in parts.reports.new_warnings(report):
-            parts.side_effects.note("warning", text=f"{parts.calls.coordinate(number)}: {line}")
+            parts.side_effects.note(RunWarning(text=f"{parts.calls.coordinate(number)}: {line}"))
         return report
 
     def _check_replay(self, step: int, doubted: bool) -> None:
@@ -498,7 +519,7 @@ class DriverActor:
         before, found = difference
         if doubted:
             parts.side_effects.note(
-                "warning", text=f"step {step + 1}: (loss, norm) {before} was seen, {found} is right from now on"
+                RunWarning(text=f"step {step + 1}: (loss, norm) {before} was seen, {found} is right from now on")
             )
             parts.reports.outcomes[step] = found
         else:

@@ -35,6 +35,7 @@ from raypar.elastic.actions import EndKind
 from raypar.errors import ActiveError, ClusterError, OutlivedError, OutOfMemory, RayparError, WorkerLost, error_first_line
 from raypar.fences.fence import lines_sent_to
 from raypar.ray_compat.memory_monitor import KILL_CURE, memory_monitor_kill_error, memory_shortage_here
+from raypar.record.events import Event, RunWarning, StopRequest, read_event
 from raypar.run_folder import resume_argument
 from raypar.user_code_errors import STOP_SIGNALS, heard_stop_signals
 
@@ -78,9 +79,7 @@ class RunEnd:
     """The error of a failed run."""
 
 
-def follow_run(
-    request: RunRequest, tell: Callable[[dict[str, Any]], None], on_answer: Callable[[], None] = lambda: None
-) -> RunEnd:
+def follow_run(request: RunRequest, tell: Callable[[Event], None], on_answer: Callable[[], None] = lambda: None) -> RunEnd:
     """Run a request on the Ray cluster this process is connected to, until the run is over; `tell` gets every event.
 
     `on_answer` is called with every answer of the driver.
@@ -189,7 +188,7 @@ def active_run_error(run: str) -> ActiveError:
 def _follow(
     driver: Any,
     request: RunRequest,
-    tell: Callable[[dict[str, Any]], None],
+    tell: Callable[[Event], None],
     asked: list[str],
     on_answer: Callable[[], None] = lambda: None,
 ) -> RunEnd:
@@ -204,7 +203,7 @@ class RunFollower:
         self,
         driver: Any,
         request: RunRequest,
-        tell: Callable[[dict[str, Any]], None],
+        tell: Callable[[Event], None],
         asked: list[str],
         on_answer: Callable[[], None] = lambda: None,
     ) -> None:
@@ -254,7 +253,7 @@ class RunFollower:
             if self.watch is not None and (isinstance(error, ControlStoreLost) or self.watch.is_silent):
                 raise self.watch.lost_error(self._how_to_resume()) from error
             with contextlib.suppress(OSError):  # the terminal is gone
-                self._say({"kind": "warning", "text": f"{error.what}; what is left of the run is removed now ({error.cure})"})
+                self._say(RunWarning(text=f"{error.what}; what is left of the run is removed now ({error.cure})"))
             raise
 
     def _how_to_resume(self) -> str:
@@ -278,14 +277,14 @@ class RunFollower:
                 return RunEnd("interrupted", f"{self.asked[1]} again: ended without waiting", self.last_step["step"], None)
             for event in self._receive(asking):
                 if event["kind"] == "end":
-                    error = pickle.loads(event["error"]) if event["error"] is not None else None
+                    error = pickle.loads(event["error"]) if event.get("error") is not None else None
                     return RunEnd(event["end"], event["why"], event["done"], error)
                 if self._is_new(event):
-                    self._say(event)
+                    self._say(read_event(event))
             if self.asked and not self.stop_sent and self.lost_s is None:
                 self.stop_sent = True
                 text = f"{self.asked[0]}: finishing the step and saving"
-                self._say({"kind": "stopping", "time": time.time(), "text": text})
+                self._say(StopRequest(text=text, time=time.time()))
                 call_ray(lambda: self.driver.stop.remote(self.asked[0], GRACE_S))
 
     def _report_control_store(self) -> None:
@@ -293,7 +292,7 @@ class RunFollower:
         if self.watch is None:
             return
         for line in self.watch.new_lines():
-            self._say({"kind": "warning", "text": line})
+            self._say(RunWarning(text=line))
         if self.watch.is_lost:
             raise self.watch.lost_error()
 
@@ -309,7 +308,7 @@ class RunFollower:
         cure = "look at its node; `raypar resume` goes on from the last checkpoint"
         if not self.request.policy.elastic:
             raise unanswering_driver_error(what, cure)
-        self._say({"kind": "warning", "text": f"{what}: it is ended and started again"})
+        self._say(RunWarning(text=f"{what}: it is ended and started again"))
         call_ray(lambda: ray.kill(self.driver, no_restart=False))
         if not wait_for_driver_answer(asking, self.asked, DRIVER_BACK_S):
             raise unanswering_driver_error(f"{what}, nor another one {DRIVER_BACK_S:.0f} s later", cure)
@@ -401,9 +400,9 @@ class RunFollower:
 
     def _warn(self, text: str) -> None:
         """Tell a warning."""
-        self._say({"kind": "warning", "text": text})
+        self._say(RunWarning(text=text))
 
-    def _say(self, event: dict[str, Any]) -> None:
+    def _say(self, event: Event) -> None:
         """Tell an event. After SIGHUP the terminal is gone: that must not keep the driver from saving."""
         try:
             self.tell(event)

@@ -19,6 +19,7 @@ from raypar.actors.run_state_in_ray_kv import DriverReplaced
 from raypar.actors.worker_pool import remove_leftover_placement_groups
 from raypar.elastic import actions as do
 from raypar.errors import ClusterError
+from raypar.record.events import EndOfRun, RunWarning
 
 CLIENT_GONE_S = 60.0
 """How long the end of a run waits to be seen by the client."""
@@ -60,14 +61,14 @@ class DriverShutdown:
         if teardown.end != "deposed" and await self._is_replaced(teardown.done):
             why = "another driver has taken over, which goes on with the run"
             teardown = do.Teardown("deposed", why, teardown.done)
-        facts = {
+        facts: dict[str, Any] = {
             "end": teardown.end,
             "why": teardown.why,
             "done": teardown.done,
             "error": pickle_error_for_client(teardown.error),
         }
         if teardown.end == "deposed":  # another driver uses the workers, the journal and the run folder
-            parts.feed.tell("end", **facts)
+            parts.feed.tell(EndOfRun(**facts))
             if parts.storage_session is not None:
                 parts.storage_session.upload.abandon()
             return
@@ -76,21 +77,21 @@ class DriverShutdown:
         try:
             await parts.pool.close()
         except Exception as error:
-            parts.feed.tell("warning", text=f"not every worker could be removed: {error}")
+            parts.feed.tell(RunWarning(text=f"not every worker could be removed: {error}"))
         limit_s = HURRIED_CALLBACKS_S if teardown.end == "interrupted" else LAST_CALLBACKS_S
         if await parts.side_effects.abandon_if_busy(limit_s):
             text = f"a callback has not returned {limit_s:.0f} s after the end of the run: no callback is called any more"
-            parts.feed.tell("warning", text=f"{text}\n  cure: mend the callback; what it waits for needs a time limit")
+            parts.feed.tell(RunWarning(text=f"{text}\n  cure: mend the callback; what it waits for needs a time limit"))
         recording = asyncio.ensure_future(parts.side_effects.awaited(lambda: parts.recorder.record_end(teardown, step_calls)))
         try:
             if not (await asyncio.wait([recording], timeout=END_CALLBACKS_S))[0]:
                 await parts.side_effects.abandon_if_busy(0.0)
                 text = f"a callback has not returned from on_end for {END_CALLBACKS_S:.0f} s: the run ends without it"
-                parts.feed.tell("warning", text=f"{text}\n  cure: mend the callback; what it waits for needs a time limit")
+                parts.feed.tell(RunWarning(text=f"{text}\n  cure: mend the callback; what it waits for needs a time limit"))
             else:
                 recording.result()
         except Exception as error:
-            parts.feed.tell("warning", text=f"the end of the run could not be recorded: {error}")
+            parts.feed.tell(RunWarning(text=f"the end of the run could not be recorded: {error}"))
         self.write_members_file()
         await parts.side_effects.awaited(lambda: None)
         parts.feed.pass_on(parts.recorder.new_events())
@@ -124,7 +125,7 @@ class DriverShutdown:
             try:
                 await asyncio.to_thread(work)
             except Exception as error:
-                parts.feed.tell("warning", text=f"the end of the run, which a former driver had begun: {error}")
+                parts.feed.tell(RunWarning(text=f"the end of the run, which a former driver had begun: {error}"))
         parts.feed.pass_on(parts.recorder.new_events())
         if parts.storage_session is not None:
             await parts.storage_session.finish(parts.feed.tell)
@@ -133,7 +134,7 @@ class DriverShutdown:
     async def _leave(self, facts: dict[str, Any]) -> None:
         """Tell the client of the end; once it has seen that or is gone, erase the journal and end this actor."""
         parts = self.parts
-        parts.feed.tell("end", **facts)
+        parts.feed.tell(EndOfRun(**facts))
         parts.feed.heard_s = time.monotonic()
         while time.monotonic() - parts.feed.heard_s < CLIENT_GONE_S:
             await asyncio.sleep(1.0)

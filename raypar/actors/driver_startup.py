@@ -29,6 +29,7 @@ from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.ownership import same_state_keys
+from raypar.record.events import DriverLoss, Note, RunStart, RunWarning, StagesBuilt, Wait
 from raypar.schedule.program_assignment import ProgramAssignment
 
 
@@ -63,10 +64,10 @@ class DriverStartup:
         facts = membership_event_text.training_facts(request.contract)
         first = next((hellos[n].fingerprint for n in members if n in hellos), {})
         facts["fingerprint"] = dict(first)  # of one worker: differences between workers are warnings
-        parts.side_effects.note("started", text=text, workers=[parts.registry.worker_facts(n) for n in members], **facts)
+        parts.side_effects.note(RunStart(text=text, workers=[parts.registry.worker_facts(n) for n in members], **facts))
         parts.side_effects.aside(recorder.note_generation, plan, [hellos[n].node[:8] for n in members if n in hellos])
         for line in recorder.compare_fingerprints(list(hellos.values())):
-            parts.side_effects.note("warning", text=line)
+            parts.side_effects.note(RunWarning(text=line))
         await parts.side_effects.awaited(recorder.start_callbacks)
         schedule = request.schedule_name if plan == request.plan else parts.plans.schedule(plan)
         await asyncio.to_thread(parts.journal.record, MembershipRecord(1, plan, members, schedule))
@@ -96,7 +97,7 @@ class DriverStartup:
             if different is not None:
                 raise different
         megabytes = ", ".join(f"{described[n]['bytes'] / 1e6:.1f}" for n in members)
-        parts.feed.tell("built", text=f"stages built and connected; parameters by worker in MB: {megabytes}")
+        parts.feed.tell(StagesBuilt(text=f"stages built and connected; parameters by worker in MB: {megabytes}"))
         await parts.side_effects.awaited(recorder.restart_step_timer)
         return on.WorkersReady()
 
@@ -106,11 +107,11 @@ class DriverStartup:
         await parts.side_effects.awaited(parts.recorder.record_resumption)
         parts.feed.pass_on(parts.recorder.new_events())
         for line in parts.request.warnings:
-            parts.side_effects.note("warning", text=line)
+            parts.side_effects.note(RunWarning(text=line))
         swept = await asyncio.to_thread(remove_leftover_placement_groups, parts.request.run)
         if swept:
             what = count_of(swept, "placement group")
-            parts.feed.tell("warning", text=f"removed {what} that an earlier driver of this run had left")
+            parts.feed.tell(RunWarning(text=f"removed {what} that an earlier driver of this run had left"))
 
     def _assignments(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
         """By rank: the worker's assignment under the first plan."""
@@ -138,7 +139,7 @@ class DriverStartup:
         await asyncio.to_thread(parts.journal.store_worker_number, wanted - 1)
         on_demand = tuple(n for group in groups if group.on_demand for n in group.numbers)
         await asyncio.to_thread(parts.journal.store_on_demand_workers, on_demand)
-        first = FirstPlacement(pool, groups, limits, lambda text: parts.feed.tell("waiting", text=text), fits)
+        first = FirstPlacement(pool, groups, limits, lambda text: parts.feed.tell(Wait(text=text)), fits)
         nodes = await first.wait()
         plan = request.plan if len(nodes) == wanted else chosen[0]
         placed = [group for group in groups if group.numbers[0] in nodes]
@@ -159,7 +160,7 @@ class DriverStartup:
         parts.tasks.post(told)
         if pending or spare:
             text = f"the run begins with {count_of(plan.world, 'worker')} of {wanted} ({plan.describe()})"
-            parts.side_effects.note("note", text=f"{text}; the others join when they are there")
+            parts.side_effects.note(Note(text=f"{text}; the others join when they are there"))
             parts.side_effects.aside(parts.recorder.write_plan_file, plan, parts.plans.schedule(plan))
         for group in (*spare, *pending):
             parts.tasks.spawn(parts.registry.start_workers(group.numbers, request, requested=True))
@@ -173,7 +174,7 @@ class DriverStartup:
         if placement.on_demand and not match_labels(labels, wanted):
             has = ", ".join(f"{key}={labels[key]}" for key in wanted)
             text = f"the driver is on node {home[:8]} ({has}), which may be taken away: start raypar on an on-demand node"
-            self.parts.side_effects.note("warning", text=text)
+            self.parts.side_effects.note(RunWarning(text=text))
 
     async def _everybody(self, members: Sequence[int], call: Callable[[int, Any], Any], what: str) -> dict[int, Any]:
         """Call every worker of `members`; worker number -> answer. `what`: what they are asked to do, for messages.
@@ -241,14 +242,12 @@ class DriverStartup:
         )
         found = len(workers) - len(starting)
         text = f"the driver was lost; a new one has found {found} workers and goes on after step {seen.steps}"
-        parts.side_effects.note("driver", text=text, generation=generation, step=seen.steps)
+        parts.side_effects.note(DriverLoss(text=text, generation=generation, step=seen.steps))
         for rank, number in enumerate(record.members):
             if number not in workers and number not in seen.lost:
                 who = parts.registry.worker_facts(number)
                 why = "it died while there was no driver"
-                parts.side_effects.note(
-                    "lost", **membership_event_text.worker_lost_event(record.plan.coordinate(rank), who, why)
-                )
+                parts.side_effects.note(membership_event_text.worker_lost_event(record.plan.coordinate(rank), who, why))
         # Not waited for: what callbacks import may take seconds, and the workers can begin without them.
         parts.side_effects.perform(recorder.start_callbacks, lambda _: on.Tick())
         return on.DriverFailover(

@@ -12,6 +12,7 @@ from raypar.actors.ray_lease_store import RayLeaseStore
 from raypar.actors.run_request import GRACE_S, RunRequest
 from raypar.elastic import events as on
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
+from raypar.record.events import Event, RunWarning, StopRequest, Wait, text_event
 from raypar.run_folder import SharedStoragePlace
 from raypar.storage.folder_upload import FINISH_S, FolderUpload
 from raypar.storage.held_lease import HeldLease
@@ -73,17 +74,17 @@ class DriverStorageSession:
             raise ClusterError(f"the lease of {self.uri} is not held yet")
         self.lease.check()
 
-    async def watch(self, over: Callable[[], bool], note: Callable[..., None], post: Callable[[on.RunEvent], None]) -> None:
+    async def watch(self, over: Callable[[], bool], note: Callable[[Event], None], post: Callable[[on.RunEvent], None]) -> None:
         """Pass on notes of the upload until the run is over, and watch the lease.
 
         If the lease is lost, post a failure of the run. If it holds a request to stop (`raypar stop`), post that request.
         """
         while not over():
             for kind, text in self.upload.take_notes():
-                note(kind, text=text)
+                note(text_event(kind, text))
             if self.lease is not None and self.lease.stop_requested and not self.told_to_stop:
                 self.told_to_stop = True
-                note("stopping", text=f"`raypar stop {self.uri}` was called: finishing the step and saving")
+                note(StopRequest(text=f"`raypar stop {self.uri}` was called: finishing the step and saving"))
                 post(on.StopRequested("raypar stop", interrupt=True, grace_s=GRACE_S))
             lost = self.upload.lost or (self.lease.lost if self.lease is not None else None)
             if lost is not None and not self.told:
@@ -92,7 +93,7 @@ class DriverStorageSession:
                 post(on.CallFailed("error", lost))
             await asyncio.sleep(TELL_S)
 
-    async def finish(self, tell: Callable[..., None]) -> None:
+    async def finish(self, tell: Callable[[Event], None]) -> None:
         """Send what is left, and end the threads. A failure is only told, because the client then tries to send the rest."""
         try:
             if self.told:
@@ -100,15 +101,15 @@ class DriverStorageSession:
                 return
             sending = asyncio.ensure_future(asyncio.to_thread(self.upload.finish))
             if not (await asyncio.wait({sending}, timeout=SAY_WAITING_S))[0]:
-                tell("waiting", text=f"{self.uri} has not taken the run's last files yet: waiting up to {FINISH_S:.0f} s")
+                tell(Wait(text=f"{self.uri} has not taken the run's last files yet: waiting up to {FINISH_S:.0f} s"))
             await sending
             with contextlib.suppress(OSError):
                 (Path(self.request.folder) / ALL_SENT_FILE).touch()
         except RayparError as error:
-            tell("warning", text=str(error))
+            tell(RunWarning(text=str(error)))
         finally:
             for kind, text in self.upload.take_notes():
-                tell(kind, text=text)
+                tell(text_event(kind, text))
             if self.lease is not None:
                 await asyncio.to_thread(self.lease.stop_renewing)
                 if self.place.lease_in_ray and not self.told:  # the client may have left the Ray cluster by then

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
+from raypar.record.events import ActivityNotice, Event, StepRecord
 from raypar.redact_secrets import secrets_of_environment, without_certain_secrets
 
 STEP_POLLS_PER_S = 5.0
@@ -43,27 +44,28 @@ class EventFeed:
         self._holds_steps = False
         """Whether a poll is held back that would tell of steps only."""
 
-    def tell(self, kind: str, **facts: Any) -> None:
+    def tell(self, event: Event) -> None:
         """Add an event. Call it from within the event loop only."""
         self.told_s = time.monotonic()
-        self._add(kind, facts)
+        self._add(event)
 
     def tell_wait(self, text: str) -> None:
-        """Add an event of kind `waiting_for`: what the run waits for, while there is nothing else to tell."""
-        self._add("waiting_for", {"text": text})
+        """Add an event that says what the run waits for, while there is nothing else to tell."""
+        self._add(ActivityNotice(text=text))
 
-    def _add(self, kind: str, facts: Mapping[str, Any]) -> None:
+    def _add(self, event: Event) -> None:
+        facts = event.facts()
         clean = without_certain_secrets(facts, self._known_secrets)
         if "path" in facts:  # the client opens it
             clean["path"] = facts["path"]
-        self._kept.append({"kind": kind, "time": time.time(), **clean})
-        if kind != "step" or not self._holds_steps:
+        self._kept.append({"kind": event.kind, "time": time.time(), **clean})
+        if not isinstance(event, StepRecord) or not self._holds_steps:
             asyncio.ensure_future(self._wake())  # noqa: RUF006 (ends at once)
 
-    def pass_on(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Add events that are complete already, each with its `kind`."""
-        for line in lines:
-            self.tell(**line)
+    def pass_on(self, events: Iterable[Event]) -> None:
+        """Add events, in order."""
+        for event in events:
+            self.tell(event)
 
     async def after(self, epoch: int, cursor: int, wait_s: float) -> tuple[list[dict[str, Any]], int, int]:
         """(events after `cursor`, this driver's epoch, the next cursor); waits up to `wait_s` for an event.
@@ -91,7 +93,7 @@ class EventFeed:
 
     async def _hold_back_steps(self) -> None:
         """Wait until the token bucket has a token, or an event other than a step is kept. The caller holds `_more`."""
-        while self._kept and all(event["kind"] == "step" for event in self._kept):
+        while self._kept and all(event["kind"] == StepRecord.kind for event in self._kept):
             left_s = (1.0 - self._tokens_now()) / STEP_POLLS_PER_S
             if left_s <= 0:
                 return

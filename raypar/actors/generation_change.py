@@ -19,6 +19,7 @@ from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.ownership import same_state_keys
+from raypar.record.events import GenerationStart, Recovery
 
 
 @dataclass
@@ -110,7 +111,7 @@ class GenerationChange:
         text = (
             f"generation {order.generation}: {membership_event_text.describe_generation(order)}; {plain_failure_text(reason)}"
         )
-        parts.side_effects.note("recovering", text=text, **membership_event_text.generation_facts(order, schedule))
+        parts.side_effects.note(Recovery(text=text, **membership_event_text.generation_facts(order, schedule)))
         initial = InitialDigestCheck()
 
         def adopted(number: int, described: dict[str, Any] | None) -> on.RunEvent:
@@ -151,7 +152,7 @@ class GenerationChange:
         if self.reported_plan is not None and self.reported_plan.shards_by_layer != order.plan.shards_by_layer:
             told["shards_was"] = membership_event_text.format_shards(self.reported_plan)
         self.reported_plan = order.plan
-        parts.side_effects.note("generation", **told, **membership_event_text.generation_facts(order, schedule))
+        parts.side_effects.note(GenerationStart(**told, **membership_event_text.generation_facts(order, schedule)))
         parts.side_effects.aside(parts.recorder.write_plan_file, order.plan, schedule)
         parts.tasks.spawn(self._search_next_plan(len(order.members)))
 

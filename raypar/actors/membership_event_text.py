@@ -9,6 +9,7 @@ from typing import Any
 from raypar.elastic.actions import AdoptPlan, ReportStraggler
 from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.plan import ParallelPlan
+from raypar.record.events import WorkerLoss
 
 
 def training_facts(contract: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,12 +65,12 @@ def recovery_finished_text(order: AdoptPlan, seconds: float, again: int) -> str:
     return f"{text}; {again} steps are executed again" if again else text
 
 
-def worker_lost_event(coordinate: str, worker_facts: Mapping[str, Any], why: str) -> dict[str, Any]:
-    """The event of a lost worker: text and facts. `worker_facts`: facts of the worker (`WorkerRegistry.worker_facts`)."""
+def worker_lost_event(coordinate: str, worker_facts: Mapping[str, Any], why: str) -> WorkerLoss:
+    """The event of a lost worker. `worker_facts`: facts of the worker (`WorkerRegistry.worker_facts`)."""
     why = plain_failure_text(why)
     where = f", node {worker_facts['node']}, pid {worker_facts['pid']}" if "pid" in worker_facts else ""
     text = f"{coordinate} (worker {worker_facts['worker']}{where}) is lost: {why}"
-    return {"text": text, "coordinate": coordinate, "why": why, **worker_facts}
+    return WorkerLoss(text=text, coordinate=coordinate, why=why, **worker_facts)
 
 
 def describe_why_worker_given_up(why: str) -> str:

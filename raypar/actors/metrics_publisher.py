@@ -18,12 +18,12 @@ class MetricsPublisher:
     total of the run.
     """
 
-    def __init__(self, run: str, job_steps: int, price_per_worker_hour: float | None) -> None:
+    def __init__(self, run: str, job_steps: int, price: float | None) -> None:
         self.run = run
         """The run's name, a label of every metric."""
         self.job_steps = job_steps
         """Steps of the job."""
-        self.price_per_worker_hour = price_per_worker_hour
+        self.price = price
         """Price of one worker for an hour; None: no costs are published."""
         self.failed = False
         """Whether Ray has refused a metric; then nothing more is published."""
@@ -51,7 +51,7 @@ class MetricsPublisher:
     def _publish(self, telemetry: RunTelemetry, durations: list[float]) -> None:
         """Set Ray's metrics to the present values. Raises what Ray raises."""
         shown = set()
-        for name, labels, value in telemetry.values(self.job_steps, self.price_per_worker_hour):
+        for name, labels, value in telemetry.values(self.job_steps, self.price):
             metric, tags = self._metrics[name], {"run": self.run, **dict(labels)}
             if name.endswith("_total"):
                 before = self._given.get((name, labels))

@@ -9,6 +9,7 @@ from functools import partial
 from raypar.actors.driver_parts import DriverParts
 from raypar.actors.metrics_publisher import PUBLISH_S
 from raypar.elastic.phases import Phase
+from raypar.record.events import RunWarning
 from raypar.telemetry.run_telemetry import WorkerCounts, count_workers
 
 
@@ -31,7 +32,7 @@ class MetricsPublishingLoop:
                 await asyncio.sleep(PUBLISH_S)
         except Exception as error:
             text = f"metrics are not published any more ({type(error).__name__}: {error}); training is not touched by that"
-            parts.side_effects.note("warning", text=text)
+            parts.side_effects.note(RunWarning(text=text))
 
     def counts(self) -> WorkerCounts:
         """The workers of the run at present."""

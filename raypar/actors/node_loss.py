@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from raypar.elastic.plural_wording import format_worker_numbers
+from raypar.record.events import NodeLoss
 
 TOGETHER_S = 10.0
 """Losses within this time count as one event: of some workers only silence shows that they are lost."""
@@ -20,7 +20,7 @@ class NodeLossTracker:
         self._lost: dict[str, dict[int, float]] = {}
         """Node -> worker -> time of its loss, for nodes whose loss has not been reported."""
 
-    def lost(self, worker: int, node: str, left: Collection[int], with_node: bool, now_s: float) -> dict[str, Any] | None:
+    def lost(self, worker: int, node: str, left: Collection[int], with_node: bool, now_s: float) -> NodeLoss | None:
         """The node-lost event, if this was the node's last worker and the node is gone with it.
 
         `left`: the node's workers that are still there; `with_node`: Ray says that the node has died. If Ray does not say so,
@@ -38,7 +38,7 @@ class NodeLossTracker:
             node, f"no worker is left on node {node[:8]}: {format_worker_numbers(together)} were lost together", together
         )
 
-    def died(self, node: str, now_s: float) -> dict[str, Any] | None:
+    def died(self, node: str, now_s: float) -> NodeLoss | None:
         """The node-lost event of a node that Ray's node table lists as dead, often long after its workers were lost.
 
         None if no worker was lost with the node, or if its loss was reported before.
@@ -49,6 +49,6 @@ class NodeLossTracker:
         return node_loss_event(node, f"node {node[:8]} is lost, with {format_worker_numbers(with_it)}", with_it)
 
 
-def node_loss_event(node: str, text: str, workers: Collection[int]) -> dict[str, Any]:
+def node_loss_event(node: str, text: str, workers: Collection[int]) -> NodeLoss:
     """The node-lost event, with its text and facts."""
-    return {"text": text, "node": node[:8], "workers": list(workers)}
+    return NodeLoss(text=text, node=node[:8], workers=list(workers))

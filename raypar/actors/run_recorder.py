@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,25 @@ from raypar.plan.global_loss_and_norm import mean_loss
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.plan_report import layers_as_dicts, processors_of_prediction
 from raypar.read_run_lines import Line, jsonl_line_sort_key
+from raypar.record.events import (
+    EndOfRun,
+    Event,
+    Resumption,
+    RunStart,
+    RunWarning,
+    SavedCheckpoint,
+    StepPicture,
+    StepRecord,
+    ValidationRecord,
+    parse_event,
+    parse_metrics,
+    text_event,
+)
+from raypar.record.fold import RunView
+from raypar.record.totals import read_totals
 from raypar.redact_secrets import secrets_of_environment, without_certain_secrets
 from raypar.run_folder import RunFolder
 from raypar.telemetry.run_telemetry import RunTelemetry, WorkerCounts
-from raypar.telemetry.run_totals import read_totals
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import ShardRecord
 from raypar.worker.checkpoint.checkpoint_store import CheckpointRef, open_checkpoint_store
@@ -106,11 +121,11 @@ class RunRecorder:
         """Lease and upload of a run on shared storage; None for a run in a folder."""
         self.run_folder = run = RunFolder(self.folder, storage_session.place if storage_session is not None else None)
         """The run folder with the paths of its files, and its place on shared storage."""
-        self._new_events: list[dict[str, Any]] = []
+        self._new_events: list[Event] = []
         """Events for the client since the last `new_events`."""
-        self.metrics = JsonlFile(run.metrics, self._say, journal)
+        self.metrics = JsonlFile(run.metrics, self._say_text, journal)
         """metrics.jsonl."""
-        self.events = JsonlFile(run.events, self._say, journal, mirrored=True)
+        self.events = JsonlFile(run.events, self._say_text, journal, mirrored=True)
         """events.jsonl."""
         self._step_seconds: deque[float] = deque(maxlen=50)
         """Durations of the last steps, from which the remaining time is predicted."""
@@ -141,7 +156,7 @@ class RunRecorder:
         self._totals_saved_s = time.monotonic()
         """When totals.json was replaced last."""
 
-    def new_events(self) -> list[dict[str, Any]]:
+    def new_events(self) -> list[Event]:
         """The events for the client since the last call."""
         events, self._new_events = self._new_events, []
         return events
@@ -165,49 +180,45 @@ class RunRecorder:
         """
         first, journal = self.request.policy.steps_before_run, self.journal
         known = [] if journal is None else journal.committed_steps()
-        events = self.events.open()
+        events = [parse_event(line) for line in self.events.open()]
+        view = RunView.of(events)
         rebuilt: list[int] = []
         lines = self.metrics.open(lambda found: self._completed(found, known, rebuilt))
-        lines = [line for line in lines if line["step"] > first]
-        steps = [line for line in lines if "loss" in line]
-        seen = self._seen((line["step"] for line in lines), known)
-        began = [event["time"] for event in events if event["kind"] == "started" and "time" in event]
-        since = began[-1] if began else None if journal is None else journal.began()
+        records = [parse_metrics(line) for line in lines if line["step"] > first]
+        steps = [record for record in records if isinstance(record, StepRecord)]
+        seen = self._seen((record.step for record in records), known)
+        since = view.start.time if view.start is not None else None
+        since = journal.began() if since is None and journal is not None else since
         self.age_s = max(0.0, time.time() - since) if since is not None else 0.0
-        validations = [line for line in lines if "validation_loss" in line]
+        validations = [record for record in records if isinstance(record, ValidationRecord)]
         checkpoint, _ = checkpoint_files.latest_usable_checkpoint(self._checkpoint_store)
         self.last_checkpoint = checkpoint
-        self._step_seconds.extend(line["seconds"] for line in steps[-50:])
-        for line in lines[-RETOLD:]:
-            facts = {key: value for key, value in line.items() if key != "time"}
-            if "loss" in line:
-                facts |= {key: math.nan for key in ("loss", "norm") if facts.get(key) is None}
-                facts |= {key: 0.0 for key in ("count", "bubble") if facts.get(key) is None}
-                eta_s = (self.request.policy.end - line["step"]) * statistics.median(self._step_seconds)
-                self._new_events.append({"kind": "step", **facts, "eta_s": eta_s})
-            else:
-                loss = facts["validation_loss"]
-                self._new_events.append({"kind": "validation", **facts, "validation_loss": math.nan if loss is None else loss})
+        self._step_seconds.extend(step.seconds for step in steps[-50:])
+        for record in records[-RETOLD:]:
+            again: Event = replace(record, time=None)
+            if isinstance(record, StepRecord):
+                eta_s = (self.request.policy.end - record.step) * statistics.median(self._step_seconds)
+                count, bubble = (0.0 if x is None or math.isnan(x) else x for x in (record.count, record.bubble))
+                again = replace(record, time=None, eta_s=eta_s, count=count, bubble=bubble)
+            self._new_events.append(again)
         saved = checkpoint_files.load_manifest(checkpoint).steps_done if checkpoint is not None else None
-        if checkpoint is not None:
-            self._new_events.append({"kind": "checkpoint", "step": saved, "path": str(checkpoint)})
+        if checkpoint is not None and saved is not None:
+            self._new_events.append(SavedCheckpoint(step=saved, path=str(checkpoint)))
         if rebuilt:
             lacking = format_step_ranges(rebuilt)
             text = f"{self.metrics.path} lacked the lines of {lacking}: they are written again from the journal"
             self._warn(text, "leave the files of a run alone while it trains")
-        self._tell_gaps(lines, first, seen)
-        here = events[max((number for number, event in enumerate(events) if event["kind"] == "started"), default=0) :]
-        self.telemetry.catch_up(steps, here, time.time())
+        self._tell_gaps((step.step for step in steps), first, seen)
+        starts = [number for number, event in enumerate(events) if isinstance(event, RunStart)]
+        self.telemetry.catch_up(steps, events[max(starts, default=0) :], time.time())
         unseen = {} if journal is None else {step: journal.step_report(step) for step in known if step >= seen}
         return RecordedProgress(
             steps=seen,
-            outcomes={
-                s["step"] - 1: (s["loss"], s["norm"]) for s in steps if s["loss"] is not None and s.get("norm") is not None
-            },
-            validated=validations[-1]["step"] if validations else None,
+            outcomes={s.step - 1: (s.loss, s.norm) for s in steps if s.norm is not None and not math.isnan(s.loss + s.norm)},
+            validated=validations[-1].step if validations else None,
             saved=saved,
-            last_s=steps[-1].get("time") if steps else None,
-            lost=lost_workers_since_last_start(events),
+            last_s=steps[-1].time if steps else None,
+            lost=frozenset(view.lost_since_start),
             unseen=unseen,
         )
 
@@ -216,17 +227,18 @@ class RunRecorder:
 
         First adds to the totals what was written before the resumption and is not in the saved totals.
         """
-        resumed = self.request.resumption
-        if not resumed:
+        if not self.request.resumption:
             return
-        events = [json.loads(text) for text in self.events.recent.texts] if self.events.opened else self.events.open()
-        if any(event.get("resumed_s") == resumed["resumed_s"] for event in events):
+        resumed = self.request.resumption[0]
+        lines = [json.loads(text) for text in self.events.recent.texts] if self.events.opened else self.events.open()
+        events, until_s = [parse_event(line) for line in lines], resumed.former_end_s or 0.0
+        if any(isinstance(event, Resumption) and event.resumed_s == resumed.resumed_s for event in events):
             return
-        former = [event for event in events if (event.get("time") or 0.0) <= resumed["former_end_s"]]
-        self.telemetry.catch_up(self._lines_of_metrics(), former, resumed["former_end_s"])
+        former = [event for event in events if (event.time or 0.0) <= until_s]
+        self.telemetry.catch_up(self._steps_in_file(), former, until_s)
         self.telemetry.totals.workers = 0  # those from before the resumption are gone
         self.note(resumed)
-        self._new_events.append(dict(resumed))
+        self._new_events.append(resumed)
         self._save_totals(time.monotonic())
 
     def _completed(self, found: list[Line], known: Sequence[int], rebuilt: list[int]) -> list[Line]:
@@ -255,8 +267,8 @@ class RunRecorder:
                 facts = self.journal.step_report(step)
                 if facts is not None and (line is None or not metrics_line_matches_journal(line, facts)):
                     rebuilt.append(step + 1)
-                    again = {"time": facts["time"], **self._metrics(step, facts, facts["seconds"])}
-                    by_place[step + 1, False] = _finite(again)
+                    again = self._step_record(step, facts, facts["seconds"])
+                    by_place[step + 1, False] = _finite({"time": facts["time"], **_without_kind(again)})
         return [by_place[place] for place in sorted(by_place)]
 
     def _seen(self, there: Iterable[int], known: Sequence[int]) -> int:
@@ -267,32 +279,33 @@ class RunRecorder:
         """
         return max([self.request.policy.steps_before_run, *there, *(step + 1 - MAX_OPEN_STEPS for step in known[-1:])])
 
-    def _tell_gaps(self, lines: Iterable[Line], first: int, seen: int) -> None:
-        """Warn of steps that the user has seen and whose lines are missing from the file."""
-        gaps = sorted(set(range(first + 1, seen + 1)) - {line["step"] for line in lines if "loss" in line})
+    def _tell_gaps(self, there: Iterable[int], first: int, seen: int) -> None:
+        """Warn of steps that the user has seen and whose lines are missing from the file. `there`: the steps in it."""
+        gaps = sorted(set(range(first + 1, seen + 1)) - set(there))
         if gaps:
             text = f"{self.metrics.path} has no lines of {format_step_ranges(gaps)} any more; training is not touched by that"
             self._warn(text, "take them from what was printed; leave the files of a run alone while it trains")
 
     def _warn(self, text: str, cure: str) -> None:
         """Show a warning and write it to events.jsonl."""
-        event = {"kind": "warning", "text": f"{text}\n  cure: {cure}"}
+        event = RunWarning(text=f"{text}\n  cure: {cure}")
         self._new_events.append(event)
         self.note(event)
 
-    def _say(self, kind: str, text: str) -> None:
-        """Show a line without writing it to events.jsonl."""
-        self._new_events.append({"kind": kind, "text": text})
+    def _say_text(self, kind: str, text: str) -> None:
+        """Show a note or a warning without writing it to events.jsonl."""
+        self._new_events.append(text_event(kind, text))
 
     def restart_step_timer(self) -> None:
         """Start measuring the next step's time."""
         self._last_s = time.monotonic()
 
-    def _lines_of_metrics(self) -> list[Line]:
-        """The lines of metrics.jsonl; none if it cannot be read."""
+    def _steps_in_file(self) -> list[StepRecord]:
+        """The steps of metrics.jsonl; none if it cannot be read."""
         run = self.run_folder
         with contextlib.suppress(RayparError):
-            return list(run.read_lines(run.metrics))
+            records = [parse_metrics(line) for line in run.read_lines(run.metrics)]
+            return [record for record in records if isinstance(record, StepRecord)]
         return []
 
     # -- steps -------------------------------------------------------------------------------------------------------------
@@ -322,7 +335,7 @@ class RunRecorder:
         elif fresh or wall < longest / 2:  # before it came a pause, or steps that were written late
             wall = longest
         self._step_seconds.append(wall)
-        metrics = self._metrics(step, brief, wall)
+        record = self._step_record(step, brief, wall)
         spans = [reports[rank]["spans"] for rank in sorted(reports)]
         if (
             step in request.traced_steps
@@ -331,41 +344,41 @@ class RunRecorder:
             and all(spans)
         ):
             self.traced_step = {"step": step + 1, "spans": spans, "ledger": reports[0]["ledger"], "nodes": self.nodes}
-        self._last_loss_and_norm = {"loss": metrics["loss"], "norm": metrics["norm"]}
-        self.telemetry.add_step(metrics, now, reports)
+        self._last_loss_and_norm = {"loss": record.loss, "norm": record.norm}
+        self.telemetry.add_step(record, now, reports)
         if brief["skipped"]:
-            self._warn_of_skipped_step(metrics)
-        stop, own = self._call("on_step", metrics)
-        metrics |= own
-        self._write(metrics)
+            self._warn_of_skipped_step(record)
+        stop, own = self._call("on_step", _without_kind(record))
+        record = replace(record, more=own)
+        self._write(record)
         left = request.policy.end - step - 1
-        self._new_events.append({"kind": "step", **metrics, "eta_s": left * statistics.median(self._step_seconds)})
+        self._new_events.append(replace(record, eta_s=left * statistics.median(self._step_seconds)))
         return stop
 
-    def _metrics(self, step: int, brief: Mapping[str, Any], wall: float) -> dict[str, Any]:
-        """The metrics of a step (from 0) that took `wall` seconds. `brief`: its merged report (`merge_reports`)."""
+    def _step_record(self, step: int, brief: Mapping[str, Any], wall: float) -> StepRecord:
+        """The record of a step (from 0) that took `wall` seconds. `brief`: its merged report (`merge_reports`)."""
         longest = brief["seconds"]
-        metrics = {
-            "step": step + 1,
-            "loss": brief["loss"],
-            "norm": brief["norm"],
-            **({"lr": brief["lr"]} if brief.get("lr") is not None else {}),
-            "count": brief["count"],
-            "seconds": wall,
-            "samples_per_s": self.request.batching.batch_size / wall if wall else 0.0,
-            "count_per_s": brief["count"] / wall if wall else 0.0,
-            "bubble": max(0.0, 1 - brief["busy_seconds"] / (longest * brief["workers"])) if longest else 0.0,
-            "busy_shares": brief.get("busy_shares", []) if longest else [],
-            "peak_rss_bytes": brief["peak_rss_bytes"] if longest else [],
-        }
-        return metrics | {"skipped": True} if brief["skipped"] else metrics
+        return StepRecord(
+            step=step + 1,
+            loss=brief["loss"],
+            norm=brief["norm"],
+            lr=brief.get("lr"),
+            count=brief["count"],
+            seconds=wall,
+            samples_per_s=self.request.batching.batch_size / wall if wall else 0.0,
+            count_per_s=brief["count"] / wall if wall else 0.0,
+            bubble=max(0.0, 1 - brief["busy_seconds"] / (longest * brief["workers"])) if longest else 0.0,
+            busy_shares=brief.get("busy_shares", []) if longest else [],
+            peak_rss_bytes=brief["peak_rss_bytes"] if longest else [],
+            skipped=True if brief["skipped"] else None,
+        )
 
-    def _warn_of_skipped_step(self, metrics: Mapping[str, Any]) -> None:
+    def _warn_of_skipped_step(self, record: StepRecord) -> None:
         """Warn of the first skipped step, and again whenever their number has doubled: a few lines, however many they are."""
         skipped = self.telemetry.totals.skipped_steps
         if skipped & (skipped - 1):
             return
-        one = f"step {metrics['step']} was skipped and changed nothing: loss {metrics['loss']}, gradient norm {metrics['norm']}"
+        one = f"step {record.step} was skipped and changed nothing: loss {record.loss}, gradient norm {record.norm}"
         self._warn(
             one if skipped == 1 else f"{one}; so were {skipped - 1} steps before it",
             "if it happens often, lower the learning rate or look at these samples (`raypar debug`); non_finite: stop ends the "
@@ -380,21 +393,21 @@ class RunRecorder:
         losses = {m: pair for report in reports for m, pair in report["losses"].items()}
         loss, count = mean_loss(losses)
         seconds = max(r["seconds"] for r in reports)
-        metrics = {"step": done, "validation_loss": loss, "count": count, "seconds": seconds}
-        stop, own = self._call("on_validation", metrics)
-        metrics |= own
+        record = ValidationRecord(step=done, validation_loss=loss, count=count, seconds=seconds)
+        stop, own = self._call("on_validation", _without_kind(record))
+        record = replace(record, more=own)
         if self.journal is not None:
-            self.journal.store_validation(done, _finite({"time": time.time(), **metrics}))
-        self._write(metrics)
-        self.telemetry.add_validation(metrics["validation_loss"])
+            self.journal.store_validation(done, _finite({"time": time.time(), **_without_kind(record)}))
+        self._write(record)
+        self.telemetry.add_validation(record.validation_loss)
         self._last_s = time.monotonic()
-        self._new_events.append({"kind": "validation", **metrics})
+        self._new_events.append(record)
         return stop
 
-    def note(self, facts: Mapping[str, Any]) -> None:
-        """Write a line to events.jsonl."""
-        self.telemetry.totals.add_event(facts)
-        self._append(self.events, facts)
+    def note(self, event: Event) -> None:
+        """Write an event to events.jsonl."""
+        self.telemetry.totals.add_event(event)
+        self._append(self.events, event.facts())
 
     # -- metrics for Prometheus --------------------------------------------------------------------------------------------
 
@@ -455,9 +468,9 @@ class RunRecorder:
         with contextlib.suppress(OSError):
             replace_file_atomically(path, text.encode(), lasting=False)
 
-    def _write(self, metrics: Mapping[str, Any]) -> None:
+    def _write(self, record: StepRecord | ValidationRecord) -> None:
         """Add a line to metrics.jsonl."""
-        self._append(self.metrics, metrics)
+        self._append(self.metrics, _without_kind(record))
 
     def _append(self, file: JsonlFile, facts: Mapping[str, Any]) -> None:
         """Add a line to a file of the run. On a full disk the line waits until it can be written, and training continues."""
@@ -484,8 +497,9 @@ class RunRecorder:
     def _tell_all(self, lines: Iterable[tuple[str, str]]) -> None:
         """Show lines, given as (kind, text), and write them to events.jsonl."""
         for kind, text in lines:
-            self.note({"kind": kind, "text": text})
-            self._say(kind, text)
+            event = text_event(kind, text)
+            self.note(event)
+            self._new_events.append(event)
 
     def _guard_of_callbacks(self) -> EnvironmentGuard:
         """The guard of this process. It covers PyTorch's state once a callback has imported torch."""
@@ -539,19 +553,18 @@ class RunRecorder:
 
     def checkpoint_seen(self, done: int) -> None:
         """Report the checkpoint to the client and the callbacks."""
-        facts = {"step": done, "path": str(self.last_checkpoint)}
-        self._new_events.append({"kind": "checkpoint", **facts})
-        self._call("on_checkpoint", facts)
+        event = SavedCheckpoint(step=done, path=str(self.last_checkpoint))
+        self._new_events.append(event)
+        self._call("on_checkpoint", _without_kind(event))
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
     def record_former_end(self, facts: Mapping[str, Any]) -> None:
         """Record the end that a former driver had decided on (`Journal.end`), unless it is recorded already."""
         self.take_over()
-        events = [json.loads(line) for line in self.events.recent.texts]
-        last = next((e["kind"] for e in reversed(events) if e["kind"] in ("started", "generation", "end")), "")
-        if last != "end":
-            if last:
+        view = RunView.of(parse_event(json.loads(line)) for line in self.events.recent.texts)
+        if view.end is None:
+            if view.start is not None or view.generation is not None:
                 self.start_callbacks()
             error = None if facts["error"] is None else pickle.loads(facts["error"])
             self.record_end(Teardown(facts["end"], facts["why"], facts["done"], error), None)
@@ -559,29 +572,30 @@ class RunRecorder:
     def record_end(self, teardown: Teardown, step_calls: int | None) -> None:
         """Record the end: files, pictures, last callbacks. `step_calls`: calls to workers for steps; None if not counted."""
         steps = teardown.done - self.request.policy.steps_before_run
-        facts = {"end": teardown.end, "why": teardown.why, "step": teardown.done}
-        calls = {} if step_calls is None else {"driver_calls_per_step": step_calls / steps if steps else 0.0}
+        calls = None if step_calls is None else step_calls / steps if steps else 0.0
+        event = EndOfRun(end=teardown.end, why=teardown.why, step=teardown.done, driver_calls_per_step=calls)
         self.metrics.close()
         self.publish_metrics(WorkerCounts(generation=self.telemetry.counts.generation))
         self._save_totals(time.monotonic())
         if self.metrics.changed or self.metrics.lost or self.metrics.failing:
-            self._tell_gaps(self._lines_of_metrics(), self.request.policy.steps_before_run, teardown.done)
-        self._append(self.events, {"kind": "end", **facts, **calls})
+            there = (step.step for step in self._steps_in_file())
+            self._tell_gaps(there, self.request.policy.steps_before_run, teardown.done)
+        self._append(self.events, event.facts())
         self.events.close()
         if self.traced_step is not None:
             try:
                 write_step_timeline_files(
                     self.request, self.traced_step["step"], self.traced_step["spans"], self.traced_step["nodes"]
                 )
-                self._new_events.append({"kind": "picture", "path": self.run_folder.place_of(self.run_folder.swimlane)})
+                self._new_events.append(StepPicture(path=self.run_folder.place_of(self.run_folder.swimlane)))
             except OSError as error:
                 cure = cure_of_os_error(error, "free disk space")
-                self._say(
+                self._say_text(
                     "warning", f"the picture could not be written ({error})\n  cure: {cure}; the run itself is not touched"
                 )
         if teardown.error is not None:
             self._call_last("on_exception", {"error": teardown.error, "step": teardown.done})
-        self._call_last("on_end", facts)
+        self._call_last("on_end", {"end": teardown.end, "why": teardown.why, "step": teardown.done})
 
     def _call_last(self, hook: str, facts: Mapping[str, Any]) -> None:
         """Call a hook at the end of the run, whose outcome no callback changes any more: one that raises is a warning."""
@@ -590,18 +604,12 @@ class RunRecorder:
         except RayparError as error:
             place = re.findall(r'File "[^"]+", line \d+', error.what)[-1:]
             what = ", ".join([error_first_line(error), *place])
-            self._say("warning", f"{what}; the run itself is not touched\n  cure: mend the callback")
+            self._say_text("warning", f"{what}; the run itself is not touched\n  cure: mend the callback")
 
 
-def lost_workers_since_last_start(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
-    """Workers reported lost since the run was last started or resumed; worker numbers begin anew there."""
-    lost: set[int] = set()
-    for event in events:
-        if event["kind"] == "started":
-            lost.clear()
-        elif event["kind"] == "lost":
-            lost.add(event["worker"])
-    return frozenset(lost)
+def _without_kind(event: Event) -> dict[str, Any]:
+    """The facts of a step, validation or checkpoint, for its line or for callbacks."""
+    return {key: value for key, value in event.facts().items() if key != "kind"}
 
 
 def metrics_line_matches_journal(line: Mapping[str, Any], facts: Mapping[str, Any] | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StageConnections
 from raypar.planner.model_profile import ModelProfile
+from raypar.record.events import Resumption
 from raypar.schedule.step_timeline import Timeline
 
 GRACE_S = 1.5
@@ -52,8 +53,8 @@ class RunRequest:
     """How the samples of a whole validation pass are divided into microbatches; None without validation."""
     resume: str | None = None
     """The checkpoint folder that workers load; None for a new run."""
-    resumption: Mapping[str, Any] | None = None
-    """The event of the resumption, which the driver records; None for a new run."""
+    resumption: Sequence[Resumption] | None = None
+    """The event of the resumption, if it is one, which the driver records; None for a new run."""
     warnings: tuple[str, ...] = ()
     """What is told and recorded as warnings when the run begins."""
     keep_checkpoints: int = 2

@@ -15,6 +15,7 @@ from raypar.actors.run_state_in_ray_kv import DriverReplaced
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import UserCodeError
+from raypar.record.events import Event
 from raypar.user_code_errors import error_text
 
 
@@ -78,10 +79,10 @@ class SideEffectThread:
         """Perform a side effect whose result nobody needs."""
         self._thread.submit(call, *facts)
 
-    def note(self, kind: str, **facts: Any) -> None:
+    def note(self, event: Event) -> None:
         """Send an event to the client and write it to events.jsonl."""
-        self.feed.tell(kind, **facts)
-        self.aside(self.recorder.note, {"kind": kind, **facts})
+        self.feed.tell(event)
+        self.aside(self.recorder.note, event)
 
     def seen(self, event: on.RunEvent) -> on.RunEvent:
         """The event of a side effect, after the recorder's lines about the side effect were sent to the client."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from raypar.actors.run_request import RunRequest
 from raypar.atomic_write import replace_file_atomically
+from raypar.record.folder import SWIMLANE
 from raypar.schedule.chrome_trace import chrome_trace
 from raypar.schedule.data_flow import message_routes
 from raypar.schedule.step_timeline import Timeline
@@ -28,7 +29,7 @@ def write_step_timeline_files(request: RunRequest, step: int, spans: Rows, nodes
     folder = Path(request.folder)
     workers = f"{request.plan.world} workers = {request.plan.describe()}"
     title = f"{request.run}: {workers}, schedule {request.schedule_name}, {request.batching.count} microbatches"
-    replace_file_atomically(folder / "swimlane.svg", swimlanes_svg(panels, title=title, routes=routes).encode())
+    replace_file_atomically(folder / SWIMLANE, swimlanes_svg(panels, title=title, routes=routes).encode())
     trace = json.dumps(chrome_trace(measured, nodes=list(nodes), name=request.run))
     replace_file_atomically(folder / "trace.json", trace.encode())
 

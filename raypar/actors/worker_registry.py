@@ -28,6 +28,7 @@ from raypar.errors import ClusterError, NodeLost
 from raypar.ray_compat.actor_errors import keep_death_reasons, worker_lost_error
 from raypar.ray_compat.memory_monitor import memory_monitor_kill_error
 from raypar.ray_compat.nodes import list_draining_nodes
+from raypar.record.events import Event, NodeLoss, RunWarning, WorkerDrain, WorkerJoin
 
 PING_S = 0.4
 """Time from one ping to the next."""
@@ -63,7 +64,7 @@ class WorkerRegistry:
         pool: WorkerPool,
         journal: Journal,
         post: Callable[[on.RunEvent], None],
-        note: Callable[..., None],
+        note: Callable[[Event], None],
         has_seat: Callable[[int], bool],
     ) -> None:
         keep_death_reasons()
@@ -192,9 +193,10 @@ class WorkerRegistry:
         await asyncio.to_thread(self.journal.store_hello, number, hello)
         self.add_started_worker(number, hello)
         self.note(
-            "joined",
-            text=f"worker {number} has started on node {hello.node[:8]} (pid {hello.pid})",
-            **self.worker_facts(number),
+            WorkerJoin(
+                text=f"worker {number} has started on node {hello.node[:8]} (pid {hello.pid})",
+                **self.worker_facts(number),
+            )
         )
         self.post(on.WorkerJoined(number))
 
@@ -216,7 +218,7 @@ class WorkerRegistry:
         """Whether the death of a worker is no fault: it was asked to leave, or died with its node."""
         return number in self._leaving or isinstance(error, NodeLost)
 
-    def note_lost_worker(self, number: int, with_node: bool) -> dict[str, Any] | None:
+    def note_lost_worker(self, number: int, with_node: bool) -> NodeLoss | None:
         """The node-lost event, if this lost worker was its node's last one and the node is gone with it."""
         if number not in self.node_of_worker:
             return None
@@ -372,7 +374,7 @@ class WorkerRegistry:
         for node in dead - self._drained:
             told = self.node_losses.died(node, time.monotonic())
             if told is not None:
-                self.note("node", **told)
+                self.note(told)
 
     def _look_for_flapping_nodes(self, live: set[str], dead: set[str]) -> None:
         """Have new nodes wait for workers while nodes join and are lost soon after, and say so."""
@@ -382,11 +384,9 @@ class WorkerRegistry:
             least_age_s = self.flapping_nodes.lose(node, now)
             if least_age_s is not None and least_age_s != self.told_age_s:
                 self.told_age_s = least_age_s
-                self.note(
-                    "warning",
-                    text=f"node {node[:8]} was lost soon after it had joined: a new node gets no worker before it is "
-                    f"{least_age_s:.0f} s old\n  cure: look at that machine and its network",
-                )
+                text = f"node {node[:8]} was lost soon after it had joined: a new node gets no worker before it is "
+                text += f"{least_age_s:.0f} s old\n  cure: look at that machine and its network"
+                self.note(RunWarning(text=text))
         self.flapping_nodes.see(live, now)
 
     def report_leaving_worker(self, number: int, why: str) -> None:
@@ -394,11 +394,12 @@ class WorkerRegistry:
         if number not in self._leaving:
             self._leaving.add(number)
             self.note(
-                "draining",
-                text=f"worker {number} has to leave: {why}",
-                why=why,
-                works=self.has_seat(number),
-                **self.worker_facts(number),
+                WorkerDrain(
+                    text=f"worker {number} has to leave: {why}",
+                    why=why,
+                    works=self.has_seat(number),
+                    **self.worker_facts(number),
+                )
             )
             self.post(on.DrainRequested(number, why))
 

@@ -64,10 +64,10 @@ def drain_node_of_cluster(word: str, address: str, known: list[dict[str, Any]], 
     import time
 
     from raypar.actors.ray_connection import check_address_answers
-    from raypar.console.event_lines import short_node_id
     from raypar.console.run_status import local_time
     from raypar.errors import ClusterError, ConfigError
     from raypar.ray_compat.nodes import drain_node, find_node, list_draining_nodes_of_cluster, list_live_nodes
+    from raypar.record.events import short_node_id
 
     try:
         check_address_answers(address)

@@ -70,17 +70,18 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
 
     from raypar.commands.status import read_job_step_count
     from raypar.console.json_stdout import json_text
-    from raypar.console.run_log import RunLogFormatter, exit_code_of_end, with_kind
-    from raypar.console.run_status import find_end_event
+    from raypar.console.run_log import RunLogFormatter, exit_code_of_end
     from raypar.errors import ClusterError
     from raypar.launch.new_run_lines import NewLines
+    from raypar.record.events import UnreadableLines
+    from raypar.record.fold import RunView, timeline
     from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, without_certain_secrets
     from raypar.run_folder import resume_argument
     from raypar.storage.folder_download import download_run
     from raypar.untrusted_files import printable
 
     known = secrets_of_environment(os.environ)
-    log, end = RunLogFormatter(read_job_step_count(folder)), None
+    log, view = RunLogFormatter(read_job_step_count(folder)), RunView()
     files = NewLines(folder.metrics), NewLines(folder.events)
     may_train_elsewhere = make_remote_liveness_check(folder)
     heard_s = time.monotonic()
@@ -89,19 +90,21 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
         if folder.shared is not None and files[0].offset + files[1].offset:
             download_run(folder.shared.uri, folder.path)
         locked = folder.is_locked()  # before the files: then they hold all that the process has written
-        metrics, events = files[0].read(), files[1].read()
-        end = find_end_event(metrics, events, {}) or (None if metrics or events else end)
+        events = list(timeline(files[0].read(), files[1].read()))
+        for event in events:
+            view.apply(event)
+        end = view.ended()
         if as_json:
-            entries = sorted((*metrics, *events), key=lambda entry: entry.get("time") or 0.0)
-            out.writelines(json_text(without_certain_secrets(with_kind(entry), known)) + "\n" for entry in entries)
+            facts = (event.facts() for event in events if not isinstance(event, UnreadableLines))
+            out.writelines(json_text(without_certain_secrets(one, known)) + "\n" for one in facts)
         else:
-            out.writelines(printable(redact_certain_secrets(line, known)) + "\n" for line in log.lines(metrics, events))
+            out.writelines(printable(redact_certain_secrets(line, known)) + "\n" for line in log.lines(events))
         out.flush()
         if not follow:
             return 0
         if end is not None and not locked:
-            return exit_code_of_end(str(end["end"]))
-        heard_s = time.monotonic() if metrics or events or locked else heard_s
+            return exit_code_of_end(end.end)
+        heard_s = time.monotonic() if events or locked else heard_s
         silent_s = time.monotonic() - heard_s
         if silent_s > GONE_S and not may_train_elsewhere(silent_s):
             who = "no process of this machine" if folder.shared is None else "no process that raypar knows of"

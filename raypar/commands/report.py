@@ -47,20 +47,20 @@ def run(args: argparse.Namespace) -> int:
 
 def report_page(folder: RunFolder, now: float, clean: Callable[[str], str], known: list[str]) -> str:
     """The report of the run in a folder as HTML. `clean` removes secrets; `known`: texts that are secrets anywhere."""
-    from raypar.commands.status import status_of_lines
+    from raypar.commands.status import read_status
     from raypar.console.run_report import RunFiles, build_run_report
     from raypar.console.run_report_html import run_report_html
+    from raypar.record.fold import RunView
 
     files = RunFiles(
-        metrics=list(folder.read_lines(folder.metrics)),
-        events=list(folder.read_lines(folder.events)),
+        view=RunView.of(folder.read_timeline()),
         plan=folder.read_document(folder.plan, damaged=True),
         members=folder.read_document(folder.members, damaged=True),
         job=read_job_without_secrets(folder, known),
         swimlane=read_swimlane(folder, clean),
         totals=folder.read_document(folder.totals, damaged=True),
     )
-    status = status_of_lines(folder, files.metrics, files.events, now)
+    status = read_status(folder, files.view, now)
     return run_report_html(build_run_report(status, files, now, clean))
 
 

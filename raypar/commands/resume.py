@@ -40,18 +40,19 @@ def resume(args: argparse.Namespace) -> int:
     start = time.monotonic()
     from raypar.config import load_job
     from raypar.console.event_printer import EventPrinter
-    from raypar.console.fault_summary import COUNTED
     from raypar.console.json_stdout import json_stdout
     from raypar.launch import raise_run_failure, resume_job
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
+    from raypar.record.events import StartupStage
     from raypar.run_folder import RunFolder
 
     with json_stdout(args.json) as out, contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open_for_reading(args.run, choose_lasting_run_dir(args.run_dir)))
         job = load_job(folder.job, args.overrides)
         console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out)
-        console.faults += [event for event in folder.read_lines(folder.events) if event["kind"] in COUNTED]
-        console({"kind": "stage", "stage": "read", "text": f"run {folder.name} found in {folder.place}: {job.steps} steps"})
+        console.add_earlier(folder.read_timeline())
+        text = f"run {folder.name} found in {folder.place}: {job.steps} steps"
+        console(StartupStage(stage="read", text=text))
         result = resume_job(
             job, folder, console, stop_at_step=args.stop_at_step, address=args.address, local_nodes=args.local_nodes
         )

@@ -114,14 +114,14 @@ def read_run_row(run: RunFolder, now: float) -> RunRow:
     from raypar.console.run_table import RunRow, build_run_row
     from raypar.errors import ConfigError
     from raypar.launch.new_run_lines import NewLines
+    from raypar.record.fold import RunView, timeline
 
     try:
         return build_run_row(
             run.name,
             run.place,
+            RunView.of(timeline(NewLines(run.metrics, TAIL_BYTES).read(), NewLines(run.events, TAIL_BYTES).read())),
             steps=read_job_step_count(run),
-            metrics=NewLines(run.metrics, TAIL_BYTES).read(),
-            events=NewLines(run.events, TAIL_BYTES).read(),
             members=run.read_document(run.members, damaged=True),
             locked=run.is_locked(),
             started_s=read_start_time(run),

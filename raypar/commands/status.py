@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from raypar.console.run_folder_arguments import add_run_folder_arguments
 
 if TYPE_CHECKING:
     from raypar.console.run_status import RunStatus
+    from raypar.record.fold import RunView
     from raypar.run_folder import RunFolder
 
 
@@ -32,14 +33,16 @@ def run(args: argparse.Namespace) -> int:
 
     from raypar.console.run_status import format_status
     from raypar.launch.find_cluster_job import open_run_folder
+    from raypar.record.fold import RunView
     from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
     from raypar.untrusted_files import printable
 
     known = secrets_of_environment(os.environ)
     with open_run_folder(args.run, args.run_dir) as folder:
-        found = read_status(folder, time.time())
+        view = RunView.of(folder.read_timeline())
+        found = read_status(folder, view, time.time())
         if args.svg is not None:
-            write_throughput_chart(folder, args.svg, found.steps)
+            write_throughput_chart(folder, args.svg, view, found.steps)
         if args.trace is not None:
             write_run_trace(folder, args.trace)
     if args.json:
@@ -53,33 +56,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def write_throughput_chart(folder: RunFolder, file: str, steps: int | None) -> None:
+def write_throughput_chart(folder: RunFolder, file: str, view: RunView, steps: int | None) -> None:
     """Write the picture of the run's throughput. Raises `ConfigError`."""
-    from raypar.console.throughput_chart_data import build_run_history
     from raypar.schedule.throughput_chart import throughput_svg
     from raypar.untrusted_files import printable
 
-    metrics = list(folder.read_lines(folder.metrics))
-    seen = build_run_history(metrics, list(folder.read_lines(folder.events)))
-    done = max((line["step"] for line in metrics if "samples_per_s" in line), default=0)
     of = f" of {steps}" if steps is not None else ""
-    picture = throughput_svg(seen, title=f"{folder.name}: {done}{of} steps")
+    done = view.last_step.step if view.last_step is not None else 0
+    picture = throughput_svg(view.history.history(), title=f"{folder.name}: {done}{of} steps")
     write_option_output_file(file, printable(picture), "--svg")
 
 
 def write_run_trace(folder: RunFolder, file: str) -> None:
-    """Write the run as a Chrome trace. Raises `ConfigError`."""
+    """Write the run as a Chrome trace, with every step. Raises `ConfigError`."""
     import json
 
-    from raypar.console.throughput_chart_data import build_run_history
+    from raypar.record.events import StepRecord
+    from raypar.record.history import HistoryFold
     from raypar.schedule.chrome_trace import chrome_trace_of_run
 
-    metrics = list(folder.read_lines(folder.metrics))
-    seen = build_run_history(metrics, list(folder.read_lines(folder.events)))
-    steps = [line["step"] for line in metrics if "samples_per_s" in line]
-    write_option_output_file(
-        file, json.dumps(chrome_trace_of_run(seen, first=steps[0] if steps else 1, name=folder.name)) + "\n", "--trace"
-    )
+    fold, first = HistoryFold(most_points=None), None
+    for event in folder.read_timeline():
+        fold.apply(event)
+        if first is None and isinstance(event, StepRecord):
+            first = event.step
+    trace = chrome_trace_of_run(fold.history(with_losses=False), first=first or 1, name=folder.name)
+    write_option_output_file(file, json.dumps(trace) + "\n", "--trace")
 
 
 def write_option_output_file(file: str, text: str, option: str) -> None:
@@ -91,26 +93,18 @@ def write_option_output_file(file: str, text: str, option: str) -> None:
     write_text_atomically(Path(file), text, cure=f"give {option} a file you may write")
 
 
-def read_status(folder: RunFolder, now: float) -> RunStatus:
-    """The status of the run in a folder."""
-    return status_of_lines(folder, list(folder.read_lines(folder.metrics)), list(folder.read_lines(folder.events)), now)
-
-
-def status_of_lines(
-    folder: RunFolder, metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], now: float
-) -> RunStatus:
-    """The status of the run in a folder, from the lines of its metrics.jsonl and events.jsonl."""
+def read_status(folder: RunFolder, view: RunView, now: float) -> RunStatus:
+    """The status of the run in a folder. `view`: what its events say."""
     from raypar.console.run_status import build_run_status
 
     cluster = folder.read_document(folder.cluster, damaged=True)
     return build_run_status(
         folder.name,
         folder.place,
+        view,
         steps=read_job_step_count(folder),
         plan=folder.read_document(folder.plan, damaged=True),
         members=folder.read_document(folder.members, damaged=True),
-        metrics=metrics,
-        events=events,
         cluster=cluster,
         gone=find_dead_local_nodes(cluster or {}),
         resumable=has_checkpoints(folder),

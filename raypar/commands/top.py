@@ -76,34 +76,40 @@ def follow_run_folder(folder: RunFolder) -> Callable[[], LiveView]:
     """A function that returns the run at this moment. Each call reads the lines that are new since the last call."""
     import time
 
-    from raypar.console.live_run import LiveRun
     from raypar.launch.new_run_lines import NewLines
+    from raypar.record.fold import RunView
 
     job = read_job_numbers(folder)
-    steps, price = job.get("steps"), job.get("price_per_worker_hour")
-    live = LiveRun(steps, price)
-    metrics, events = NewLines(folder.metrics, FIRST_BYTES), NewLines(folder.events, FIRST_BYTES)
+    view, files = RunView(), tuple[NewLines, ...]()
 
     def look() -> LiveView:
+        from raypar.console.live_run import build_live_view
         from raypar.console.run_status import build_run_status
+        from raypar.record.fold import timeline
         from raypar.storage.folder_download import download_run
 
-        if folder.shared is not None and metrics.offset + events.offset:
+        nonlocal view, files
+        if folder.shared is not None and any(file.offset for file in files):
             download_run(folder.shared.uri, folder.path)
-        live.add(metrics.read(), events.read())
+        new = [file.read() for file in files]
+        if not files or any(file.restarted for file in files):
+            view, files = RunView(), tuple(NewLines(path, FIRST_BYTES) for path in (folder.metrics, folder.events))
+            new = [file.read() for file in files]
+        for event in timeline(*new):
+            view.apply(event)
         now = time.time()
         status = build_run_status(
             folder.name,
             folder.place,
-            steps=steps,
+            view,
+            steps=job.get("steps"),
             plan=folder.read_document(folder.plan, damaged=True),
             members=folder.read_document(folder.members, damaged=True),
-            metrics=list(live.metrics),
-            events=list(live.events),
             cluster=None,
             now=now,
         )
-        return live.view(status, folder.read_document(folder.totals, damaged=True), now)
+        totals, price = folder.read_document(folder.totals, damaged=True), job.get("price_per_worker_hour")
+        return build_live_view(view, status, totals, now, price)
 
     return look
 

@@ -57,18 +57,19 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.json_stdout import json_stdout
     from raypar.launch import raise_run_failure, train_job_in_new_folder
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir, is_submitted_job, unfinished_run
+    from raypar.record.events import Note, StartupStage
 
     with json_stdout(args.json) as out:
         job = load_job(args.job, args.overrides)
         job = job.model_copy(update={"run_dir": str(choose_lasting_run_dir(job.run_dir))})
         console = EventPrinter(steps=job.steps, as_json=args.json, start_s=start, out=out)
-        console({"kind": "stage", "stage": "read", "text": f"job {job.name} read from {args.job}: {job.steps} steps"})
+        console(StartupStage(stage="read", text=f"job {job.name} read from {args.job}: {job.steps} steps"))
         with contextlib.ExitStack() as stack:
             former = None
             if is_submitted_job() if args.resume is None else args.resume:
                 former, why = stack.enter_context(unfinished_run(job))
                 if why:
-                    console({"kind": "note", "text": why})
+                    console(Note(text=why))
             if former is not None:
                 result = resume_existing_run(job, former, console, args)
             else:
@@ -88,12 +89,12 @@ def resume_existing_run(job: Job, former: RunFolder, console: EventPrinter, args
     """
     import time
 
-    from raypar.console.fault_summary import COUNTED
     from raypar.errors import ActiveError, LeaseHeldError, OutlivedError
     from raypar.launch import resume_job
+    from raypar.record.events import RunWarning
     from raypar.storage.run_lease import LEASE_S
 
-    console.faults += [event for event in former.read_lines(former.events) if event["kind"] in COUNTED]
+    console.add_earlier(former.read_timeline())
     until_s, last_warning = time.monotonic() + FORMER_S, ""
     while True:
         try:
@@ -106,5 +107,5 @@ def resume_existing_run(job: Job, former: RunFolder, console: EventPrinter, args
                 raise
             if error.what != last_warning:
                 last_warning = error.what
-                console({"kind": "warning", "text": last_warning})
+                console(RunWarning(text=last_warning))
             time.sleep(1.0)

@@ -30,7 +30,7 @@ from raypar.config.validation_errors import AUTO, GIVEN
 from raypar.errors import ConfigError, PlanError
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
 from raypar.plan.recomputation import RecomputePolicy
-from raypar.run_folder_schema import MAX_STEPS
+from raypar.record.events import MAX_STEPS
 from raypar.safe_yaml import dump_yaml, parse_yaml
 from raypar.untrusted_files import shorten
 from raypar.worker.autocast_precisions import PrecisionName

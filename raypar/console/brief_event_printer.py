@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from raypar.console.event_lines import EventNarrator
+from raypar.record.events import ActivityNotice, EndOfRun, Event, RunStart, SavedCheckpoint, StartupStage
+from raypar.record.story import Narrator
 from raypar.redact_secrets import redact_certain_secrets
 
 if TYPE_CHECKING:
@@ -22,25 +23,29 @@ class BriefEventPrinter:
         """Texts that are not printed."""
         self.out = out or sys.stdout
         """Where lines are printed."""
-        self.narrator = EventNarrator()
+        self.narrator = Narrator()
         """Makes the lines of events."""
         self.plan = ""
         """The plan in words; empty until the stage `planned`."""
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """Print an event, unless it is a step, a checkpoint, or a stage before training begins."""
-        kind = event["kind"]
-        if kind == "stage":
-            self._show_stage(event)
-        elif kind not in ("started", "end", "checkpoint") and (line := self.narrator(event)) is not None:
-            self.line(line)
+        match event:
+            case StartupStage():
+                self._show_stage(event)
+            case RunStart() | EndOfRun() | SavedCheckpoint() | ActivityNotice():
+                pass
+            case _:
+                line = self.narrator.line(event)
+                if line is not None:
+                    self.line(line)
 
-    def _show_stage(self, event: dict[str, Any]) -> None:
+    def _show_stage(self, event: StartupStage) -> None:
         """Print that training begins, with the plan; earlier stages are not printed."""
-        self.run = event.get("run", self.run)
-        if event["stage"] == "planned":
-            self.plan = event["text"].splitlines()[0].partition(";")[0]
-        elif event["stage"] == "built":
+        self.run = event.run or self.run
+        if event.stage == "planned":
+            self.plan = (event.text or "").splitlines()[0].partition(";")[0]
+        elif event.stage == "built":
             self.line(f"training begins: {self.plan}")
 
     def finish(self, result: Result) -> None:

@@ -5,13 +5,27 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import deque
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, TextIO
 
 from raypar.atomic_write import DISK_FULL_ERRNOS
-from raypar.console.event_lines import EventNarrator, count_noun, replay_line
-from raypar.console.fault_summary import COUNTED, summarize_faults
 from raypar.console.json_stdout import json_text
+from raypar.record.events import (
+    ActivityNotice,
+    EndOfRun,
+    Event,
+    GenerationStart,
+    ReplayProgress,
+    RunStart,
+    StartupStage,
+    StepRecord,
+    ValidationRecord,
+    count_noun,
+    format_duration,
+)
+from raypar.record.fold import RunView, speed_of
+from raypar.record.story import Narrator
 from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
 
 if TYPE_CHECKING:
@@ -43,117 +57,107 @@ class EventPrinter:
         """When the progress line was last drawn."""
         self.width = 0
         """Length of the progress line that is being redrawn; 0 if the last line is complete."""
-        self.validation: float | None = None
-        """The last validation loss."""
-        self.first_lr: float | None = None
-        """The learning rate of the first step that was drawn."""
+        self.view = RunView()
+        """What the events say: steps of this process only, and of a resumed run the faults before (`add_earlier`)."""
+        self.narrator = Narrator()
+        """Makes the lines of events."""
         self.members = ""
         """Generation and workers for the progress line; empty in the first generation."""
+        self.former_steps = 0
+        """Number of steps before the present generation."""
         self.again = False
         """Whether the last progress line was about replayed steps."""
-        self.words = EventNarrator()
-        """Makes the lines of events."""
-        self.faults: list[dict[str, Any]] = []
-        """Events to be counted at the end of the run; for a resumed run also its earlier ones."""
-        self.undrawn: dict[str, Any] | None = None
+        self.undrawn: StepRecord | None = None
         """The last step, if no progress line was printed for it; None otherwise."""
-        self.recent: deque[dict[str, Any]] = deque(maxlen=20)
-        """The last steps, for their mean speed."""
-        self.seconds = self.samples = self.counted = 0.0
-        """Sums over all steps shown: seconds, samples, and units that the loss is averaged over (tokens)."""
-        self.shown = 0
-        """How many steps these sums are of."""
-        self.skipped = 0
-        """How many of them were skipped, because loss or gradient norm was not finite."""
         self.known_secrets = secrets_of_environment(os.environ)
         """Values of this process's environment that are not printed: others read the log of a submitted job."""
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def add_earlier(self, events: Iterable[Event]) -> None:
+        """Add what happened to a run before it was resumed: its faults are counted at the end."""
+        for event in events:
+            if not isinstance(event, (StepRecord, ValidationRecord)):
+                self.view.apply(event)
+
+    def __call__(self, event: Event) -> None:
         """Show an event."""
-        if event["kind"] == "waiting_for":
+        if isinstance(event, ActivityNotice):
             if not self.as_json:
-                self.line(f"      {event['text']}")
+                self.line(f"      {event.text}")
             return
-        if event["kind"] == "stage":
-            event = {**event, "seconds": round(time.monotonic() - self.start_s, 3)}
+        if isinstance(event, StartupStage):
+            event = replace(event, seconds=round(time.monotonic() - self.start_s, 3))
         if self.as_json:
-            self.put(json_text({"time": time.time(), **tree_without_certain_secrets(event, self.known_secrets)}) + "\n")
+            facts = tree_without_certain_secrets(event.facts(), self.known_secrets)
+            self.put(json_text({"time": time.time(), **facts}) + "\n")
             return
-        kind = event["kind"]
-        if kind in COUNTED:
-            self.faults.append(event)
-        if kind == "stage":
-            number = STAGES.index(event["stage"]) + 1
-            first, *more = event["text"].splitlines()
-            self.line(
-                "\n".join([f"[{number}/{len(STAGES)}] {first} ... {event['seconds']:.1f} s", *("      " + m for m in more)])
-            )
-        elif kind == "step":
-            self.recent.append(event)
-            self.shown += 1
-            self.skipped += bool(event.get("skipped"))
-            self.seconds += event["seconds"]
-            self.samples += event["samples_per_s"] * event["seconds"]
-            self.counted += event["count"]
-            self.again = False
-            self.progress(event)
-        elif kind == "replay":
-            self.replay(event)
-        elif kind == "validation":
-            self.validation = event["validation_loss"]
-            self.line(f"step {event['step']}: validation loss {self.validation:.4f}")
-        elif kind == "end":
-            if self.undrawn is not None:
-                self.progress(self.undrawn, last=True)
-        elif kind != "started" and (words := self.words(event)) is not None:  # shown as stage and result
-            if kind == "generation":
-                self.membership(event)
-            self.line(words)
+        self.view.apply(event)
+        match event:
+            case StartupStage():
+                number = STAGES.index(event.stage) + 1
+                first, *more = (event.text or "").splitlines()
+                lines = [f"[{number}/{len(STAGES)}] {first} ... {event.seconds:.1f} s", *("      " + m for m in more)]
+                self.line("\n".join(lines))
+            case StepRecord():
+                self.again = False
+                self.progress(event)
+            case ReplayProgress():
+                self.replay(event)
+            case ValidationRecord():
+                self.line(f"step {event.step}: validation loss {event.validation_loss:.4f}")
+            case EndOfRun():  # the result says it
+                if self.undrawn is not None:
+                    self.progress(self.undrawn, last=True)
+            case RunStart():  # a stage says it
+                pass
+            case _:
+                line = self.narrator.line(event)
+                if isinstance(event, GenerationStart):
+                    self.membership(event)
+                if line is not None:
+                    self.line(line)
 
-    def membership(self, event: dict[str, Any]) -> None:
+    def membership(self, event: GenerationStart) -> None:
         """Note a new generation, for the progress line; its speed is measured anew."""
-        shards = f", {event['plan'].rpartition(' x ')[2]}" if "shard" in event.get("plan", "") else ""
-        self.members = (
-            f"  gen {event['generation']}, {count_noun(len(event['workers']), 'worker')}{shards}"
-            if event["generation"] > 1
-            else ""
-        )
-        self.recent.clear()
-        self.undrawn = None
+        plan = event.plan or ""
+        shards = f", {plan.rpartition(' x ')[2]}" if "shard" in plan else ""
+        there = f"  gen {event.generation}, {count_noun(len(event.workers), 'worker')}{shards}"
+        self.members = there if event.generation > 1 else ""
+        self.former_steps, self.undrawn = self.view.steps.count, None
 
-    def progress(self, event: dict[str, Any], *, last: bool = False) -> None:
+    def progress(self, event: StepRecord, *, last: bool = False) -> None:
         """Draw the progress line: `step 50/200  loss 2.41  3,100 samples/s ...`, after a recovery also `gen 3, 3 workers`.
 
         `last`: the run ends with this step, so that it is drawn however short the time since the last line.
         """
+        fresh = self.view.steps.count - self.former_steps
+        recent = list(self.view.recent)[-fresh:]
         now = time.monotonic()
-        last = last or event["step"] >= self.steps
-        first = len(self.recent) == 1
-        if not (first or last or now - self.drawn_s > (REDRAW_S if self.live else EVERY_S)):
+        last = last or event.step >= self.steps
+        if not (fresh == 1 or last or now - self.drawn_s > (REDRAW_S if self.live else EVERY_S)):
             self.undrawn = event
             return
         self.drawn_s, self.undrawn = now, None
-        seconds = sum(e["seconds"] for e in self.recent)
-        samples = sum(e["samples_per_s"] * e["seconds"] for e in self.recent) / seconds
-        counted = sum(e["count"] for e in self.recent) / seconds
+        samples = speed_of(recent).samples_per_s or 0.0
+        counted = sum(step.count or 0.0 for step in recent) / sum(step.seconds for step in recent)
         speed = f"{samples:,.0f} samples/s" + (f"  {counted:,.0f} tokens/s" if counted > 1.5 * samples else "")
-        bubble = sum(e["bubble"] for e in self.recent) / len(self.recent)
-        skipped = "  skipped: not finite" if event.get("skipped") else ""
-        self.first_lr = event.get("lr") if self.first_lr is None else self.first_lr
-        lr = f"  lr {event['lr']:.3g}" if event.get("lr") not in (None, self.first_lr) else ""  # once a schedule has changed it
+        bubble = sum(step.bubble or 0.0 for step in recent) / len(recent)
+        skipped = "  skipped: not finite" if event.skipped else ""
+        rates = self.view.steps.learning_rates
+        changed = event.lr is not None and rates is not None and event.lr != rates[0]  # by a schedule
+        lr = f"  lr {event.lr:.3g}" if changed else ""
         text = (
-            f"step {event['step']}/{self.steps}  loss {event['loss']:.4f}{lr}  {speed}  bubble {100 * bubble:.0f} %  "
-            f"ETA {format_duration(event['eta_s'])}{self.members}{skipped}"
+            f"step {event.step}/{self.steps}  loss {event.loss:.4f}{lr}  {speed}  bubble {100 * bubble:.0f} %  "
+            f"ETA {format_duration(event.eta_s or 0.0)}{self.members}{skipped}"
         )
         self.draw(text)
 
-    def replay(self, event: dict[str, Any]) -> None:
+    def replay(self, event: ReplayProgress) -> None:
         """Draw the progress of replayed steps, for which there is no step event: `executing steps again: 20 of 25`."""
-        now, last = time.monotonic(), event["step"] >= event["until"]
+        now, last = time.monotonic(), event.step >= event.until
         if self.again and not last and now - self.drawn_s <= (REDRAW_S if self.live else EVERY_S):
             return
         self.drawn_s, self.again = now, True
-        self.draw(replay_line(event))
+        self.draw(event.progress_line())
 
     def draw(self, text: str) -> None:
         """Print a progress line; on a terminal it replaces the one before."""
@@ -184,9 +188,10 @@ class EventPrinter:
 
     def speed(self) -> str:
         """The mean speed of the steps shown: `310 samples/s, 39,700 tokens/s`."""
-        if not self.seconds:
+        done = self.view.steps
+        if not done.seconds:
             return "no steps"
-        samples, counted = self.samples / self.seconds, self.counted / self.seconds
+        samples, counted = done.samples / done.seconds, done.counted / done.seconds
         return f"{samples:,.0f} samples/s" + (f", {counted:,.0f} tokens/s" if counted > 1.5 * samples else "")
 
     def finish(self, result: Result, *, in_program: bool = False) -> int:
@@ -198,15 +203,15 @@ class EventPrinter:
             facts = {k: v for k, v in vars(result).items() if k not in ("history", "error")}
             self.line(json_text({"kind": "result", **facts}))
             return 0
-        part = f" in the last {count_noun(self.shown, 'step')}" if 0 < self.shown < result.done else ""
+        done, validation = self.view.steps, self.view.last_validation
+        part = f" in the last {count_noun(done.count, 'step')}" if 0 < done.count < result.done else ""
         lines = [f"{result.why}: {result.done} steps, {self.speed()}{part}"]
-        if self.skipped:
-            lines.append(f"skipped {self.skipped} of {count_noun(self.shown, 'step')}: loss or gradient norm not finite")
-        survived = summarize_faults(self.faults)
-        if survived is not None:
-            lines.append(f"survived: {survived}")
-        if self.validation is not None:
-            lines.append(f"validation loss {self.validation:.4f}")
+        if done.skipped:
+            lines.append(f"skipped {done.skipped} of {count_noun(done.count, 'step')}: loss or gradient norm not finite")
+        if self.view.faults is not None:
+            lines.append(f"survived: {self.view.faults}")
+        if validation is not None:
+            lines.append(f"validation loss {validation.validation_loss:.4f}")
         if result.sample:
             lines += ["sample:", *("    " + line for line in result.sample.splitlines())]
         if result.picture_path:
@@ -221,13 +226,3 @@ class EventPrinter:
             lines.append(f"weights sha256 {result.weights_sha256}")
         self.line("\n".join(lines))
         return 0
-
-
-def format_duration(seconds: float) -> str:
-    """A duration as text: `45 s`, `3 min 05 s`, `2 h 10 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,50 +1,20 @@
-"""The state of a run that `raypar top` shows, updated with new lines of its files. Its memory is bounded. Pure."""
+"""The state of a run that `raypar top` shows, made of what its events say. Pure."""
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from raypar.console.run_status import RECENT, UNDER_WAY, RunStatus
-from raypar.console.throughput_chart_data import Line, build_run_history, goodput_of_history, is_finite_number
-from raypar.telemetry.run_totals import read_totals
+from raypar.console.run_status import RunStatus
+from raypar.record.events import StepRecord, is_finite_number
+from raypar.record.fold import UNDER_WAY, RunView
+from raypar.record.totals import read_totals
 
-KEPT_LINES = 2000
-"""Number of the last lines of metrics, and of events, that are kept."""
-KEPT_LOSSES = 512
-"""The curve of the loss has at most twice this many points."""
 SEAT_PATTERN = re.compile(r"stages? ([\d,]+), replica (\d+)(?:, shard (\d+))?")
 """Finds the seat in a worker's coordinate."""
-
-
-class BoundedSeries:
-    """A series of values, summarised: at most 2 * `KEPT_LOSSES` means, each of `stride` consecutive values."""
-
-    def __init__(self) -> None:
-        self.means: list[float] = []
-        """The means, in order."""
-        self.stride = 1
-        """Number of values in each mean."""
-        self._rest: list[float] = []
-        """Values that are in no mean yet."""
-
-    def add(self, value: float) -> None:
-        """Add the next value."""
-        self._rest.append(value)
-        if len(self._rest) < self.stride:
-            return
-        self.means.append(sum(self._rest) / self.stride)
-        self._rest.clear()
-        if len(self.means) >= 2 * KEPT_LOSSES:
-            self.means = [(a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2], strict=True)]
-            self.stride *= 2
-
-    def values(self) -> tuple[float, ...]:
-        """The means, and the last value if it is in none of them."""
-        return (*self.means, *self._rest[-1:])
 
 
 @dataclass(frozen=True)
@@ -75,7 +45,7 @@ class LiveView:
     first_step: int | None
     """The step at which the curve of the loss begins."""
     losses: tuple[float, ...]
-    """The curve of the loss."""
+    """The curve of the loss; of a long run fewer steps than it has."""
     bubble: float | None
     """Mean share of the last steps in which workers did not compute."""
     goodput: float | None
@@ -90,73 +60,35 @@ class LiveView:
     """Workers without a seat."""
 
 
-class LiveRun:
-    """Collects the new lines of a run's files, and makes the view of the run at any moment."""
-
-    def __init__(self, steps: int | None, price_per_worker_hour: float | None = None) -> None:
-        self.steps = steps
-        """Number of steps of the job."""
-        self.price_per_worker_hour = price_per_worker_hour
-        """Price of one worker for an hour, if the job gives it."""
-        self.metrics: deque[Line] = deque(maxlen=KEPT_LINES)
-        """The last lines of metrics.jsonl, by ascending step."""
-        self.events: deque[Line] = deque(maxlen=KEPT_LINES)
-        """The last events."""
-        self.first_step: int | None = None
-        """The first step whose loss is in `losses`."""
-        self.losses = BoundedSeries()
-        """The losses of all steps since then."""
-        self._last_step = 0
-        """The last step in `losses`."""
-
-    def add(self, metrics: Iterable[Line], events: Iterable[Line]) -> None:
-        """Add new lines. Lines that were added before are skipped: a file that is written anew contains them again.
-
-        A newer line about an earlier step is of a resumed run: it replaces the lines of that step and of later ones. The curve
-        of the loss stays, because the run has the same losses again.
-        """
-        for line in metrics:
-            replayed = bool(self.metrics) and line["step"] <= self.metrics[-1]["step"]
-            if replayed and (line.get("time") or 0.0) <= (self.metrics[-1].get("time") or 0.0):
-                continue
-            while replayed and "loss" in line and self.metrics and self.metrics[-1]["step"] >= line["step"]:
-                self.metrics.pop()
-            self.metrics.append(line)
-            if "loss" in line and line["step"] > self._last_step:
-                self._last_step = line["step"]
-                if is_finite_number(line["loss"]):
-                    self.first_step = line["step"] if self.first_step is None else self.first_step
-                    self.losses.add(float(line["loss"]))
-        self.events.extend(events)
-
-    def view(self, status: RunStatus, totals: Line | None, now: float) -> LiveView:
-        """The run at this moment. `status`: made from the same lines; `totals`: the content of totals.json."""
-        done = [line for line in self.metrics if "loss" in line][-RECENT:]
-        found = read_totals(totals)
-        goodput = found.goodput
-        if goodput is None:
-            goodput = goodput_of_history(build_run_history(list(self.metrics), list(self.events)))
-        bubbles = [line["bubble"] for line in done if is_finite_number(line.get("bubble"))]
-        left = None if self.steps is None else max(0, self.steps - status.step)
-        under_way = status.phase in UNDER_WAY and status.step_s is not None and left is not None
-        return LiveView(
-            status=status,
-            now=now,
-            first_step=self.first_step,
-            losses=self.losses.values(),
-            bubble=statistics.fmean(bubbles) if bubbles else None,
-            goodput=goodput,
-            eta_s=left * status.step_s if under_way and left is not None and status.step_s is not None else None,
-            cost=found.cost(self.price_per_worker_hour) if self.price_per_worker_hour and found.steps else None,
-            workers=tuple(live_workers(status.members, done)),
-            spares=len(status.spares),
-        )
+def build_live_view(
+    view: RunView, status: RunStatus, totals: Mapping[str, Any] | None, now: float, price: float | None = None
+) -> LiveView:
+    """The run at this moment. `status`: of the same view; `totals`: totals.json; `price`: of one worker for an hour."""
+    found = read_totals(totals)
+    bubbles = [step.bubble for step in view.recent if step.bubble is not None and is_finite_number(step.bubble)]
+    left = None if status.steps is None else max(0, status.steps - status.step)
+    under_way = status.phase in UNDER_WAY and status.step_s is not None and left is not None
+    losses = view.history.losses.points
+    return LiveView(
+        status=status,
+        now=now,
+        first_step=int(losses[0][0]) if losses else None,
+        losses=tuple(loss for _, loss, _ in losses),
+        bubble=statistics.fmean(bubbles) if bubbles else None,
+        goodput=view.history.goodput if found.goodput is None else found.goodput,
+        eta_s=left * status.step_s if under_way and left is not None and status.step_s is not None else None,
+        cost=found.cost(price) if price and found.steps else None,
+        workers=tuple(live_workers(status.members, list(view.recent))),
+        spares=len(status.spares),
+    )
 
 
-def live_workers(members: Sequence[Line], done: Sequence[Line]) -> list[LiveWorker]:
-    """The workers with a seat, by rank. `done`: lines of the last steps; those with another number of workers are ignored."""
-    busy = mean_by_rank([numbers for line in done if (numbers := numbers_by_rank(line, "busy_shares", len(members)))])
-    peaks = next((found for line in reversed(done) if (found := numbers_by_rank(line, "peak_rss_bytes", len(members)))), None)
+def live_workers(members: Sequence[Mapping[str, Any]], done: Sequence[StepRecord]) -> list[LiveWorker]:
+    """The workers with a seat, by rank. `done`: the last steps; those with another number of workers are ignored."""
+    shares = [numbers_by_rank(step.busy_shares, len(members)) for step in done]
+    busy = mean_by_rank([numbers for numbers in shares if numbers])
+    sizes = (numbers_by_rank(step.peak_rss_bytes, len(members)) for step in reversed(done))
+    peaks = next((found for found in sizes if found), None)
     rows = []
     for rank, member in enumerate(members):
         place = str(member.get("coordinate") or "")
@@ -176,10 +108,9 @@ def live_workers(members: Sequence[Line], done: Sequence[Line]) -> list[LiveWork
     return rows
 
 
-def numbers_by_rank(line: Line, key: str, workers: int) -> list[float]:
-    """The list of numbers `key` of a line, by rank; empty unless there is a finite number for each worker."""
-    found = line.get(key)
-    whole = isinstance(found, list) and len(found) == workers and all(is_finite_number(one) for one in found)
+def numbers_by_rank(found: Sequence[Any] | None, workers: int) -> list[float]:
+    """The numbers, by rank; empty unless there is a finite number for each worker."""
+    whole = found is not None and len(found) == workers and all(map(is_finite_number, found))
     return list(found) if whole and found is not None else []
 
 

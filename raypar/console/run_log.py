@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from raypar.console.event_lines import EventNarrator
 from raypar.console.run_status import indent_further_lines, local_time
+from raypar.record.events import Event, StepRecord, ValidationRecord, is_finite_number
+from raypar.record.story import Narrator
 
 EVERY_S = 10.0
 """Time from one line about a step to the next."""
@@ -18,41 +18,33 @@ class RunLogFormatter:
     def __init__(self, steps: int | None) -> None:
         self.steps = steps
         """Number of steps of the job."""
-        self.narrate = EventNarrator()
+        self.narrator = Narrator()
         """Makes the lines of events."""
         self.step_told_s = float("-inf")
         """The time of the last step that has a line."""
 
-    def lines(self, metrics: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> list[str]:
-        """The lines for new metrics and events. The first and the last step, and one every `EVERY_S`, have a line."""
-        found = [(entry.get("time") or 0.0, number, entry) for number, entry in enumerate((*metrics, *events))]
-        texts = ((entry, self._text(entry)) for _, _, entry in sorted(found, key=lambda one: one[:2]))
-        return [f"{local_time(entry.get('time'))}  {indent_further_lines(text)}" for entry, text in texts if text is not None]
+    def lines(self, events: Iterable[Event]) -> list[str]:
+        """The lines for new events. The first and the last step, and one every `EVERY_S`, have a line."""
+        texts = ((event, self._text(event)) for event in events)
+        return [f"{local_time(event.time)}  {indent_further_lines(text)}" for event, text in texts if text is not None]
 
-    def _text(self, entry: Mapping[str, Any]) -> str | None:
-        """The text of an entry; None if it has no line."""
-        if "kind" in entry:
-            return self.narrate(entry)
-        if "loss" not in entry:
-            return f"step {entry['step']}: validation loss {loss_text(entry['validation_loss'])}"
-        at = entry.get("time") or 0.0
-        if 0 <= at - self.step_told_s < EVERY_S and entry["step"] != self.steps:
+    def _text(self, event: Event) -> str | None:
+        """The text of an event; None if it has no line."""
+        if isinstance(event, ValidationRecord):
+            return f"step {event.step}: validation loss {loss_text(event.validation_loss)}"
+        if not isinstance(event, StepRecord):
+            return self.narrator.line(event)
+        at = event.time or 0.0
+        if 0 <= at - self.step_told_s < EVERY_S and event.step != self.steps:
             return None
         self.step_told_s = at
         of = f"/{self.steps}" if self.steps is not None else ""
-        return f"step {entry['step']}{of}  loss {loss_text(entry['loss'])}  {entry['samples_per_s']:,.0f} samples/s"
+        return f"step {event.step}{of}  loss {loss_text(event.loss)}  {event.samples_per_s:,.0f} samples/s"
 
 
-def loss_text(loss: float | None) -> str:
-    """A loss as text; the lines have null for one that is not finite."""
-    return "not finite" if loss is None else f"{loss:.4f}"
-
-
-def with_kind(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry with its kind, for `--json`: of metrics step or validation."""
-    if "kind" in entry:
-        return dict(entry)
-    return {"kind": "step" if "loss" in entry else "validation", **entry}
+def loss_text(loss: float) -> str:
+    """A loss as text."""
+    return f"{loss:.4f}" if is_finite_number(loss) else "not finite"
 
 
 def exit_code_of_end(end: str) -> int:

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raypar.console.event_lines import EventNarrator, count_noun, short_node_id
-from raypar.console.event_printer import format_duration
-from raypar.console.fault_summary import summarize_faults
 from raypar.console.run_status import RunStatus, format_loss
-from raypar.console.throughput_chart_data import Line, build_run_history, goodput_of_history
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan, StagePlan
+from raypar.record.events import EndOfRun, SavedCheckpoint, count_noun, format_duration, short_node_id
+from raypar.record.fold import RunView, StepStatistics, peak_sizes
+from raypar.record.story import StoryLine
+from raypar.record.totals import read_totals
 from raypar.schedule.line_chart import ChartSeries, line_chart_svg
-from raypar.schedule.throughput_chart import RunHistory, throughput_svg
-from raypar.telemetry.run_totals import read_totals
+from raypar.schedule.throughput_chart import throughput_svg
 
+Line = Mapping[str, Any]
+"""A document of a run folder, or a part of one."""
 LOSS_COLOUR, VALIDATION_COLOUR, LARGEST_COLOUR, SMALLEST_COLOUR = "#2B7BBA", "#D9861A", "#7A4FA3", "#2FA584"
 FIRST_LINES, LAST_LINES = 60, 240
 """How many of the first and of the last lines of a story are told."""
@@ -38,10 +38,8 @@ TEXT_CHARACTERS = 1200
 class RunFiles:
     """What is read from a run folder. What is missing or damaged is empty."""
 
-    metrics: Sequence[Line]
-    """The lines of metrics.jsonl."""
-    events: Sequence[Line]
-    """The lines of events.jsonl."""
+    view: RunView
+    """What its events say."""
     plan: Line | None
     """plan.json."""
     members: Line | None
@@ -131,7 +129,7 @@ class RunReport:
     all_workers: int
     """Number of workers of the plan, of which `workers` are the first."""
     story: tuple[tuple[float | None, str, str], ...]
-    """(time, kind of event, line); the end of a run that failed is of the kind `failed`."""
+    """(time, tone, line) of events; the tone is good, bad, warn or empty."""
     lines_left_out: int
     """Lines of the story that are left out after the first `FIRST_LINES`."""
     job: str
@@ -146,16 +144,14 @@ def build_run_report(status: RunStatus, files: RunFiles, now: float, clean: Call
     def text(value: object) -> str:
         return clean(str(value)[:TEXT_CHARACTERS])
 
-    done = [line for line in files.metrics if "samples_per_s" in line and "seconds" in line]
-    validated = [line for line in files.metrics if _number(line.get("validation_loss")) is not None]
-    history = build_run_history(files.metrics, files.events)
+    view = files.view
+    history = view.history.history(with_losses=False)  # the report has a chart of its own for them
     marks = tuple(replace(m, label=text(m.label)[:160], brief=m.brief[:60]) for m in history.marks)
-    history = replace(history, marks=marks, losses=(), validation_losses=())  # the report has a chart of its own for them
     plan = read_plan(files.plan)
     result, tone = describe_result(status)
-    told, left_out = shorten_story(tell_story(files.events, text))
-    started = [event for event in files.events if event["kind"] == "started"]
+    told, left_out = view.story.lines(FIRST_LINES, LAST_LINES)
     computing = f", computing in {text(status.precision)}" if status.precision else ""
+    fingerprint = (view.start.fingerprint if view.start is not None else None) or {}
     return RunReport(
         run=text(status.run),
         result=result,
@@ -163,25 +159,25 @@ def build_run_report(status: RunStatus, files: RunFiles, now: float, clean: Call
         subtitle=", schedule ".join(text(part) for part in (status.plan, status.schedule) if part) + computing,
         why=text(status.why),
         made_at=now,
-        started_at=next((event["time"] for event in started if event.get("time")), None),
+        started_at=view.started_s,
         facts=tuple(
             replace(fact, value=text(fact.value), note=text(fact.note))
-            for fact in (*summary_facts(status, done, validated, history, files), *training_facts(files.events, done))
+            for fact in (*summary_facts(status, files, history.between_starts_s), *training_facts(view))
         ),
-        survived=summarize_faults(files.events) or "",
-        loss_chart=draw_loss(done, validated),
-        throughput_chart=throughput_svg(history, title="") if done else "",
-        memory_chart=draw_memory(done),
+        survived=view.faults or "",
+        loss_chart=draw_loss(view),
+        throughput_chart=throughput_svg(replace(history, marks=marks), title="") if view.steps.count else "",
+        memory_chart=draw_memory(view),
         swimlane=files.swimlane or "",
         swimlane_missing="" if files.swimlane else describe_missing_swimlane(status),
-        step_prediction=describe_prediction(files.plan, done),
+        step_prediction=describe_prediction(files.plan, view.steps),
         stages=tuple(stage_rows(plan, files.plan or {}, text)),
-        workers=tuple(worker_rows(plan, files, done, text)),
+        workers=tuple(worker_rows(plan, files, text)),
         all_workers=plan.world if plan is not None else 0,
-        story=tuple(told),
+        story=tuple(tell_line(one, text) for one in told),
         lines_left_out=left_out,
         job=files.job or "",
-        environment=tuple((text(k), text(v)) for k, v in (started[-1].get("fingerprint") or {}).items()) if started else (),
+        environment=tuple((text(k), text(v)) for k, v in fingerprint.items()),
     )
 
 
@@ -218,39 +214,29 @@ def describe_result(status: RunStatus) -> tuple[str, str]:
     return end, {"done": "good", "failed": "bad"}.get(end, "warn")
 
 
-def summary_facts(
-    status: RunStatus, done: Sequence[Line], validated: Sequence[Line], history: RunHistory, files: RunFiles
-) -> list[Fact]:
+def summary_facts(status: RunStatus, files: RunFiles, between_starts_s: Sequence[float]) -> list[Fact]:
     """The numbers at the head of the report."""
     of = f"of {status.steps:,}" if status.steps is not None else ""
     steps_tone = "" if status.steps is None or status.step >= status.steps or status.phase != "ended" else "warn"
     facts = [Fact("steps", f"{status.step:,}", of, steps_tone)]
-    if not done:
+    view, done, time_s = files.view, files.view.steps, files.view.history.end_s
+    if not done.count:
         return facts
-    seconds = sum(line["seconds"] for line in done)
-    samples = sum(line["samples_per_s"] * line["seconds"] for line in done)
-    counted = sum(_number(line.get("count")) or 0.0 for line in done)
-    step_s = statistics.median(line["seconds"] for line in done)
-    starts = describe_starts(history.between_starts_s)
-    facts.append(Fact("time trained", format_duration(history.end_s), f"{starts}median step {format_seconds(step_s)}"))
-    if history.end_s and seconds:
+    starts = describe_starts(between_starts_s)
+    facts.append(Fact("time trained", format_duration(time_s), f"{starts}median step {format_seconds(done.median_step_s)}"))
+    if time_s and done.seconds:
         pauses = "pauses included, the time between starts not" if starts else "all pauses included"
-        tokens = f"{counted / history.end_s:,.0f} tokens/s" if counted > 1.5 * samples else pauses
-        facts.append(Fact("samples per second", format_rate(samples / history.end_s), tokens))
+        tokens = f"{done.counted / time_s:,.0f} tokens/s" if done.counted > 1.5 * done.samples else pauses
+        facts.append(Fact("samples per second", format_rate(done.samples / time_s), tokens))
         goodput = read_totals(files.totals).goodput
         if goodput is None:
-            goodput = goodput_of_history(history) or 0.0
+            goodput = view.history.goodput or 0.0
         facts.append(Fact("goodput", f"{100 * goodput:.1f} %", "of the time in steps that count"))
-    bubbles = [(bubble, line["seconds"]) for line in done if (bubble := _number(line.get("bubble"))) is not None]
-    if bubbles and sum(s for _, s in bubbles):
-        mean = sum(bubble * s for bubble, s in bubbles) / sum(s for _, s in bubbles)
+    if done.bubble_seconds:
         predicted = _number((files.plan or {}).get("predicted_bubble"))
-        facts.append(
-            Fact("bubble", f"{100 * mean:.1f} %", f"predicted {100 * predicted:.1f} %" if predicted is not None else "")
-        )
-    facts.append(_recovery_fact(files.events))
-    facts += _loss_facts(done, validated)
-    return facts
+        note = f"predicted {100 * predicted:.1f} %" if predicted is not None else ""
+        facts.append(Fact("bubble", f"{100 * done.bubble_s / done.bubble_seconds:.1f} %", note))
+    return [*facts, _recovery_fact(view), *_loss_facts(view)]
 
 
 def describe_starts(between_s: Sequence[float]) -> str:
@@ -260,53 +246,44 @@ def describe_starts(between_s: Sequence[float]) -> str:
     return f"in {len(between_s) + 1:,} starts, without the {format_duration(sum(between_s))} between them; "
 
 
-def _recovery_fact(events: Sequence[Line]) -> Fact:
+def _recovery_fact(view: RunView) -> Fact:
     """How often the workers or the plan have changed, and what that has cost."""
-    changes = [event for event in events if event["kind"] == "generation"]
-    pause_s = sum(event.get("pause_s") or 0.0 for event in changes)
-    again = sum(event.get("again") or 0 for event in events if event["kind"] in ("generation", "resumed"))
-    note = "no worker lost or joined" if not changes else f"{pause_s:.1f} s of pauses, {count_noun(again, 'step')} again"
-    if again and not changes:
-        note = f"no worker lost or joined; {count_noun(again, 'step')} again after a resumption"
-    return Fact("recoveries", f"{len(changes):,}", note)
+    changes, again = view.totals.recoveries, view.totals.replayed_steps
+    note = f"{view.totals.recovery_pause_s:.1f} s of pauses, {count_noun(again, 'step')} again"
+    if not changes:
+        note = "no worker lost or joined" + (f"; {count_noun(again, 'step')} again after a resumption" if again else "")
+    return Fact("recoveries", f"{changes:,}", note)
 
 
-def training_facts(events: Sequence[Line], done: Sequence[Line]) -> list[Fact]:
+def training_facts(view: RunView) -> list[Fact]:
     """The optimizer, the learning rate and the batch size of the last start; none of those that the folder does not say."""
-    started = next((event for event in reversed(events) if event["kind"] == "started"), {})
-    facts = []
-    if started.get("optimizer"):
-        name = re.split(r"[:.]", started["optimizer"])[-1]
-        facts.append(Fact("optimizer", name[:40], str(started.get("optimizer_args", ""))))
-    if rates := [rate for line in done if (rate := _number(line.get("lr"))) is not None]:
-        note = f"first {rates[0]:.4g}, largest {max(rates):.4g}" if min(rates) != max(rates) else "in all steps"
-        facts.append(Fact("learning rate", f"{rates[-1]:.4g}", note))
-    if started.get("batch_size"):
-        parts = started.get("microbatches")
-        facts.append(
-            Fact("batch size", f"{started['batch_size']:,}", f"in {parts:,} microbatch{'es' * (parts > 1)}" if parts else "")
-        )
+    facts, started = [], view.start
+    if started is not None and started.optimizer:
+        facts.append(Fact("optimizer", re.split(r"[:.]", started.optimizer)[-1][:40], started.optimizer_args or ""))
+    if view.steps.learning_rates is not None:
+        first, least, largest, last = view.steps.learning_rates
+        note = f"first {first:.4g}, largest {largest:.4g}" if least != largest else "in all steps"
+        facts.append(Fact("learning rate", f"{last:.4g}", note))
+    if started is not None and started.batch_size:
+        parts = started.microbatches
+        note = f"in {parts:,} microbatch{'es' * (parts > 1)}" if parts else ""
+        facts.append(Fact("batch size", f"{started.batch_size:,}", note))
     return facts
 
 
-def _loss_facts(done: Sequence[Line], validated: Sequence[Line]) -> list[Fact]:
+def _loss_facts(view: RunView) -> list[Fact]:
     """The last loss, and the last and the best validation loss."""
-    losses = [(line["step"], loss) for line in done if (loss := _number(line.get("loss"))) is not None]
-    facts = []
-    if losses:
-        odd = len(done) - len(losses)
-        note = f"{count_noun(odd, 'step')} not finite" if odd else f"first {format_loss(losses[0][1])}"
-        facts.append(Fact("loss", format_loss(losses[-1][1]), note, "warn" if odd else ""))
+    steps, facts = view.steps, []
+    if steps.first_loss is not None and steps.last_loss is not None:
+        odd = steps.non_finite
+        note = f"{count_noun(odd, 'step')} not finite" if odd else f"first {format_loss(steps.first_loss)}"
+        facts.append(Fact("loss", format_loss(steps.last_loss), note, "warn" if odd else ""))
     else:
-        facts.append(Fact("loss", "not finite", count_noun(len(done), "step"), "bad"))
-    if validated:
-        best = min(validated, key=lambda line: line["validation_loss"])
-        note = (
-            "the best so far"
-            if best is validated[-1]
-            else f"best {format_loss(best['validation_loss'])} at step {best['step']:,}"
-        )
-        facts.append(Fact("validation loss", format_loss(validated[-1]["validation_loss"]), note))
+        facts.append(Fact("loss", "not finite", count_noun(steps.count, "step"), "bad"))
+    last, best = view.validation, view.best_validation
+    if last is not None and best is not None and last.validation_loss is not None and best.validation_loss is not None:
+        note = "the best so far" if best is last else f"best {format_loss(best.validation_loss)} at step {best.step:,}"
+        facts.append(Fact("validation loss", format_loss(last.validation_loss), note))
     return facts
 
 
@@ -320,7 +297,7 @@ def format_rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def describe_prediction(plan: Line | None, done: Sequence[Line]) -> str:
+def describe_prediction(plan: Line | None, done: StepStatistics) -> str:
     """The predicted step beside the measured ones, as a sentence; empty if nothing was predicted."""
     predicted = _number((plan or {}).get("predicted_ms"))
     if predicted is None:
@@ -328,18 +305,16 @@ def describe_prediction(plan: Line | None, done: Sequence[Line]) -> str:
     text = f"A step was predicted to take {format_seconds(predicted / 1000)}"
     if (plan or {}).get("predicted_for"):
         text += f" with {str((plan or {})['predicted_for'])[:80]}"
-    return text + (
-        f"; the median of all steps is {format_seconds(statistics.median(x['seconds'] for x in done))}." if done else "."
-    )
+    return text + (f"; the median of all steps is {format_seconds(done.median_step_s)}." if done.count else ".")
 
 
 # -- the charts ------------------------------------------------------------------------------------------------------------
 
 
-def draw_loss(done: Sequence[Line], validated: Sequence[Line]) -> str:
+def draw_loss(view: RunView) -> str:
     """The chart of the loss; empty without a finite loss."""
-    losses = [(float(line["step"]), loss) for line in done if (loss := _number(line.get("loss"))) is not None]
-    values = [(float(line["step"]), float(line["validation_loss"])) for line in validated]
+    losses = [(step, loss) for step, loss, _ in view.history.losses.points]
+    values = [(step, loss) for step, loss, _ in view.history.validations.points]
     if not losses and not values:
         return ""
     series = [
@@ -349,24 +324,15 @@ def draw_loss(done: Sequence[Line], validated: Sequence[Line]) -> str:
     return line_chart_svg([one for one in series if one.points], title="loss", x_name="step", y_name="loss")
 
 
-def draw_memory(done: Sequence[Line]) -> str:
+def draw_memory(view: RunView) -> str:
     """The chart of the workers' peak resident memory; empty if no step reports it."""
-    peaks = [(float(line["step"]), sizes) for line in done if (sizes := _sizes(line))]
-    if not peaks:
+    largest, smallest = ([(step, size / 2**20) for step, size in series.points] for series in view.peaks)
+    if not largest:
         return ""
-    many = any(len(sizes) > 1 for _, sizes in peaks)
-    largest = [(step, max(sizes) / 2**20) for step, sizes in peaks]
-    smallest = [(step, min(sizes) / 2**20) for step, sizes in peaks]
+    many = view.several_workers
     series = [ChartSeries("largest worker" if many else "the worker", LARGEST_COLOUR, largest)]
     series += [ChartSeries("smallest worker", SMALLEST_COLOUR, smallest)] * many
     return line_chart_svg(series, title="memory", x_name="step", y_name="peak resident memory, MiB", zero=True)
-
-
-def _sizes(line: Line) -> list[float]:
-    """Peak resident memory by rank, in bytes; empty if one is unknown."""
-    found = line.get("peak_rss_bytes") or ()
-    sizes = [size for each in found if (size := _number(each)) is not None and size > 0]
-    return sizes if len(sizes) == len(found) else []
 
 
 # -- the plan --------------------------------------------------------------------------------------------------------------
@@ -410,15 +376,13 @@ def layer_names(layers: Sequence[Line], stage: StagePlan, text: Callable[[object
     return here[0] if len(here) == 1 else f"{here[0]} .. {here[-1]}"
 
 
-def worker_rows(
-    plan: ParallelPlan | None, files: RunFiles, done: Sequence[Line], text: Callable[[object], str]
-) -> list[WorkerRow]:
+def worker_rows(plan: ParallelPlan | None, files: RunFiles, text: Callable[[object], str]) -> list[WorkerRow]:
     """A row for each seat, at most `MOST_WORKERS`."""
     if plan is None:
         return []
     facts, members = files.plan or {}, list((files.members or {}).get("members") or ())
     layers, predicted = facts.get("layers") or (), facts.get("predicted_memory_bytes") or ()
-    peaks = _sizes(done[-1]) if done else []
+    peaks = peak_sizes(files.view.last_step)
     rows = []
     for rank in range(min(plan.world, MOST_WORKERS)):
         stages = plan.stages_of(rank)
@@ -446,25 +410,10 @@ def _process(member: Line, text: Callable[[object], str]) -> str:
 # -- the story -------------------------------------------------------------------------------------------------------------
 
 
-def tell_story(events: Sequence[Line], text: Callable[[object], str]) -> list[tuple[float | None, str, str]]:
-    """(time, kind, line) of the events, oldest first; of a row of checkpoints only the last one."""
-    tell = EventNarrator()
-    told: list[tuple[float | None, str, str]] = []
-    for number, event in enumerate(events):
-        line = tell(event)
-        following = events[number + 1]["kind"] if number + 1 < len(events) else ""
-        if line is None or (event["kind"] == "checkpoint" == following):
-            continue
-        if event["kind"] == "checkpoint":
-            line = f"step {event['step']}: checkpoint saved"
-        kind = "failed" if event.get("end") == "failed" else str(event["kind"])[:40]
-        told.append((event.get("time"), kind, text(line)))
-    return told
-
-
-def shorten_story(
-    told: Sequence[tuple[float | None, str, str]],
-) -> tuple[list[tuple[float | None, str, str]], int]:
-    """(the first and the last lines of a story, how many between them are left out)."""
-    left_out = max(0, len(told) - FIRST_LINES - LAST_LINES)
-    return ([*told[:FIRST_LINES], *told[FIRST_LINES + left_out :]] if left_out else list(told)), left_out
+def tell_line(one: StoryLine, text: Callable[[object], str]) -> tuple[float | None, str, str]:
+    """(time, tone, text) of a line of the story."""
+    line, event = one.line, one.event
+    if isinstance(event, SavedCheckpoint):
+        line = f"step {event.step}: checkpoint saved"
+    tone = "bad" if isinstance(event, EndOfRun) and event.end == "failed" else event.tone
+    return one.time, tone, text(line)

@@ -9,12 +9,12 @@ import time
 from collections.abc import Sequence
 from html import escape
 
-from raypar.console.event_lines import count_noun
 from raypar.console.run_report import FIRST_LINES, RunReport, StageRow, WorkerRow
 from raypar.console.untrusted_svg import copy_untrusted_svg
 from raypar.plan.ownership import STATE_KIND_NOUNS
 from raypar.planner.memory_sheet import KEPT_NOUNS
 from raypar.planner.plan_search import format_mib
+from raypar.record.events import count_noun
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """The page's content security policy."""
@@ -26,13 +26,6 @@ MEMORY_COLOURS = {
     "average": "#6B7480", "activations": "#2FA584", "kept inputs": "#8ACDB7", "stash": "#D9861A",
 }  # fmt: skip
 """Kind of memory -> its colour in bars."""
-
-STORY_TONES = {
-    "lost": "bad", "driver": "bad", "node": "bad", "failed": "bad",
-    "warning": "warn", "recovering": "warn", "draining": "warn", "waiting": "warn", "straggler": "warn",
-    "resumed": "warn", "joined": "good", "generation": "good", "started": "good", "end": "good",
-}  # fmt: skip
-"""Kind of event -> the tone of its line."""
 
 STYLE = """
 :root{color-scheme:light dark;--page:#F4F6F8;--card:#FFFFFF;--ink:#1F2933;--quiet:#5B6773;--line:#DDE2E7;--soft:#EEF1F4;
@@ -274,7 +267,7 @@ def _story(report: RunReport) -> str:
     """The events as a list with their times; the day is told where it changes."""
     lines: list[str] = []
     day = ""
-    for number, (at, kind, text) in enumerate(report.story):
+    for number, (at, tone, text) in enumerate(report.story):
         if report.lines_left_out and number == len(report.story) - _last_lines(report):
             lines.append(
                 f"<li><time></time><span>{count_noun(report.lines_left_out, 'line')} left out: events.jsonl has all</span></li>"
@@ -283,7 +276,7 @@ def _story(report: RunReport) -> str:
         if when and when[:10] != day:
             day = when[:10]
             lines.append(f'<li class="day">{day}</li>')
-        lines.append(f'<li><time>{when[11:19]}</time><span class="{STORY_TONES.get(kind, "")}">{escape(text)}</span></li>')
+        lines.append(f'<li><time>{when[11:19]}</time><span class="{tone}">{escape(text)}</span></li>')
     return f'<p>Times are in UTC.</p><ol class="story">{"".join(lines)}</ol>' if lines else ""
 
 

@@ -1,29 +1,18 @@
-"""Builds the status of a run, from the files in its folder alone, and its text. Pure; time is an argument."""
+"""Builds the status of a run, of what its events and the documents of its folder say, and its text. Pure; time is given."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from raypar.console.event_lines import (
-    EventNarrator,
-    count_noun,
-    replay_line,
-    seat_without_rank,
-    short_node_id,
-)
-from raypar.console.event_printer import format_duration
-from raypar.console.fault_summary import summarize_faults
-from raypar.console.throughput_chart_data import is_finite_number
 from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.plan.parallel_plan import describe_mesh
+from raypar.record.events import ReplayProgress, count_noun, format_duration, is_finite_number, seat_without_rank, short_node_id
+from raypar.record.fold import UNDER_WAY, RunView
 from raypar.run_folder import resume_argument
 
-RECENT = 20
-"""How many of the last steps the speed is measured over."""
 SILENT_S, SILENT_STEPS = 10.0, 5.0
 """A run under way is silent if it has written nothing for longer than both of these: seconds, and median steps."""
 QUIET_S = {"starting": 60.0, "waiting": 45.0}
@@ -32,8 +21,6 @@ STORY_LINES = 12
 """How many of the last events are printed."""
 STATES = {"there": "", "leaving": ", drained: it leaves", "gone": ", gone"}
 """State of a node -> how it is printed."""
-UNDER_WAY = ("starting", "running", "recovering", "waiting")
-"""Phases of a run that has not ended."""
 
 
 @dataclass(frozen=True)
@@ -105,81 +92,76 @@ class RunStatus:
     survived: str | None
     """The faults of the run, counted, in one line."""
     story: tuple[tuple[float | None, str], ...]
-    """(time, line) of events, oldest first."""
+    """(time, line) of the last events, oldest first."""
+    earlier_lines: int = 0
+    """Number of lines before those of `story`."""
 
     def facts(self) -> dict[str, Any]:
         """The status as data, for `--json`."""
-        return asdict(self)
+        facts = asdict(self)
+        return facts if self.earlier_lines else {key: value for key, value in facts.items() if key != "earlier_lines"}
 
 
 def build_run_status(
     run: str,
     path: str,
+    view: RunView,
     *,
     steps: int | None,
     plan: Mapping[str, Any] | None,
     members: Mapping[str, Any] | None,
-    metrics: Sequence[Mapping[str, Any]],
-    events: Sequence[Mapping[str, Any]],
     cluster: Mapping[str, Any] | None,
     gone: Collection[str] = (),
     resumable: bool = False,
     now: float,
 ) -> RunStatus:
-    """The status that the files of a run folder show. `plan` is plan.json, `members` members.json.
+    """The status that a view and the documents of a run folder show. `plan` is plan.json, `members` members.json.
 
     `gone`: nodes of the local Ray cluster whose raylet does not run any more; `resumable`: there is a checkpoint.
     """
-    done = [line for line in metrics if "loss" in line and "step" in line]
-    speed = recent_training_speed(done, events, now)
-    ended = find_end_event(metrics, events, members or {})
-    phase = "ended" if ended else str(members["phase"]) if members else "running" if done else "starting"
-    told = members or {}
-    last = max((line["time"] for line in (*metrics, *events, told) if line.get("time")), default=None)
-    why = str(ended.get("why") or ended.get("end", "")) if ended else str(told.get("why") or "")
+    told, last = members or {}, view.last_step
+    speed, ended = view.recent_speed(now), view.ended(members)
+    phase = "ended" if ended else str(members["phase"]) if members else "running" if last else "starting"
+    heard_s = max((at for at in (view.last_s, told.get("time")) if at), default=None)
+    why = str(ended.why or ended.end) if ended else str(told.get("why") or "")
+    story, earlier = view.story.summary()
+    validation = view.validation
     return RunStatus(
         run=run,
         path=path,
         phase=phase,
         generation=told.get("generation"),
-        step=max(done[-1]["step"] if done else 0, told.get("step") or 0),
+        step=max(last.step if last else 0, told.get("step") or 0),
         steps=steps,
         samples_per_s=speed.samples_per_s,
         step_s=speed.median_s,
         mean_step_s=speed.mean_s,
         speed_steps=speed.steps,
-        **losses_of_run(metrics, done),
+        loss=last.loss if last is not None and is_finite_number(last.loss) else None,
+        first_loss=view.steps.first_loss,
+        non_finite_losses=view.steps.non_finite,
+        skipped_steps=view.steps.skipped,
+        validation_loss=validation.validation_loss if validation is not None else None,
+        validation_step=validation.step if validation is not None else None,
         plan=told.get("plan") or describe_plan_file(plan),
         schedule=told.get("schedule") or (plan or {}).get("schedule"),
-        precision=next((event.get("precision") for event in reversed(events) if event["kind"] == "started"), None),
+        precision=view.start.precision if view.start is not None else None,
         members=tuple(told.get("members", ())),
         spares=tuple(told.get("spares", ())),
         wanted=told.get("wanted"),
         why=plain_failure_text(why),
-        end=(ended or {}).get("end"),
+        end=ended.end if ended else None,
         replaying=told.get("replaying") if phase in UNDER_WAY else None,
-        silent_s=overdue_silence_s(phase, last, speed.median_s, now),
+        silent_s=overdue_silence_s(phase, heard_s, speed.median_s, now),
         resume=resume_argument(path) if resumable else None,
         driver_pid=told.get("driver_pid") if phase != "ended" else None,
-        nodes=tuple(local_node_states(cluster or {}, gone, events)) if phase != "ended" else (),
+        nodes=tuple(local_node_states(cluster or {}, gone, view)) if phase != "ended" else (),
         address=(cluster or {}).get("address") if not ended else None,
         submitted=bool((cluster or {}).get("submitted")),
-        survived=summarize_faults(events),
-        story=tuple(recent_event_lines(events)),
+        survived=view.faults,
+        story=tuple((one.time, one.summary) for one in story),
+        earlier_lines=earlier,
     )
-
-
-def losses_of_run(metrics: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields of `RunStatus` about losses. `done`: the lines of steps among `metrics`."""
-    validation = next((x for x in reversed(metrics) if is_finite_number(x.get("validation_loss"))), None)
-    return {
-        "loss": done[-1]["loss"] if done and is_finite_number(done[-1]["loss"]) else None,
-        "first_loss": next((line["loss"] for line in done if is_finite_number(line["loss"])), None),
-        "non_finite_losses": sum(not is_finite_number(line["loss"]) for line in done),
-        "skipped_steps": sum(bool(line.get("skipped")) for line in done),
-        "validation_loss": validation["validation_loss"] if validation is not None else None,
-        "validation_step": validation["step"] if validation is not None else None,
-    }
 
 
 def format_losses(status: RunStatus) -> str | None:
@@ -203,30 +185,6 @@ def format_loss(value: float) -> str:
     return f"{value:,.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
-class RecentSpeed(NamedTuple):
-    """The speed of the last steps; None before the first step."""
-
-    samples_per_s: float | None
-    """Their samples over the sum of their times."""
-    mean_s: float | None
-    """The mean of their times."""
-    median_s: float | None
-    """The median of their times."""
-    steps: int
-    """Number of these steps."""
-
-
-def recent_training_speed(done: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], now: float) -> RecentSpeed:
-    """The speed of the last steps of the present generation."""
-    since = max((e.get("time", 0.0) for e in events if e["kind"] == "generation"), default=0.0)
-    recent = [line for line in done if line.get("time", now) - line["seconds"] >= since][-RECENT:] or done[-1:]
-    seconds = sum(line["seconds"] for line in recent)
-    speed = sum(line["samples_per_s"] * line["seconds"] for line in recent) / seconds if seconds else None
-    if not recent:
-        return RecentSpeed(None, None, None, 0)
-    return RecentSpeed(speed, seconds / len(recent), statistics.median(line["seconds"] for line in recent), len(recent))
-
-
 def overdue_silence_s(phase: str, last: float | None, step_s: float | None, now: float) -> float | None:
     """Seconds since the `last` line if a run under way has been silent for too long; else None."""
     if phase not in UNDER_WAY or last is None:
@@ -235,31 +193,11 @@ def overdue_silence_s(phase: str, last: float | None, step_s: float | None, now:
     return now - last if now - last > allowed else None
 
 
-def find_end_event(
-    metrics: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], members: Mapping[str, Any]
-) -> Mapping[str, Any] | None:
-    """The event of the run's end; None if there is none, or if the run has been resumed since."""
-    ends = [(number, event) for number, event in enumerate(events) if event["kind"] == "end"]
-    if not ends:
-        return None
-    number, event = ends[-1]
-    at = event.get("time", 0.0)
-    started = any(later["kind"] in ("started", "generation") for later in events[number:])
-    stepped = bool(metrics) and metrics[-1].get("time", 0.0) > at
-    under_way = members.get("phase") in UNDER_WAY and members.get("time", 0.0) > at
-    return None if started or stepped or under_way else event
-
-
-def local_node_states(
-    cluster: Mapping[str, Any], gone: Collection[str], events: Sequence[Mapping[str, Any]]
-) -> Iterator[dict[str, Any]]:
+def local_node_states(cluster: Mapping[str, Any], gone: Collection[str], view: RunView) -> Iterator[dict[str, Any]]:
     """The raylets of the run's local Ray cluster, with the state of each."""
-    leaving = {short_node_id(event["node"]) for event in events if event["kind"] == "draining" and event.get("node")}
     for node in cluster.get("nodes", ()):
-        yield {
-            **node,
-            "state": "gone" if node["node"] in gone else "leaving" if short_node_id(node["node"]) in leaving else "there",
-        }
+        state = "gone" if node["node"] in gone else "leaving" if view.is_leaving(node["node"]) else "there"
+        yield {**node, "state": state}
 
 
 def describe_plan_file(plan: Mapping[str, Any] | None) -> str | None:
@@ -269,20 +207,6 @@ def describe_plan_file(plan: Mapping[str, Any] | None) -> str | None:
     return describe_mesh(
         [stage["replicas"] for stage in plan["stages"]], [stage.get("shards") or 1 for stage in plan["stages"]]
     )
-
-
-def recent_event_lines(events: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, str]]:
-    """(time, line) of the events, oldest first; only the last checkpoint, and only the ends of recoveries that are over."""
-    saved = next((event for event in reversed(events) if event["kind"] == "checkpoint"), None)
-    over = max((number for number, event in enumerate(events) if event["kind"] in ("started", "generation")), default=-1)
-    told = [
-        event
-        for number, event in enumerate(events)
-        if (event["kind"] != "checkpoint" or event is saved) and (event["kind"] != "recovering" or number > over)
-    ]
-    tell = EventNarrator()
-    words = [(event.get("time"), tell(event)) for event in told]
-    return [(at, line) for at, line in words if line is not None]
 
 
 def format_status(status: RunStatus) -> str:
@@ -313,7 +237,7 @@ def format_status(status: RunStatus) -> str:
     if status.why:
         rows.append(("end" if status.phase == "ended" else "waits" if status.phase == "waiting" else "why", status.why))
     if status.replaying:
-        rows.append(("", replay_line(status.replaying)))
+        rows.append(("", ReplayProgress(step=status.replaying["step"], until=status.replaying["until"]).progress_line()))
     if status.survived is not None and status.phase == "ended":
         rows.append(("before" if status.end == "failed" else "survived", status.survived))
     if status.driver_pid is not None:
@@ -330,7 +254,7 @@ def format_status(status: RunStatus) -> str:
         parts += ["", *["  the last workers were"] * over, *("  " + line for line in format_worker_table(status))]
     if status.story:
         parts += ["", "  what happened"]
-        earlier = len(status.story) - STORY_LINES
+        earlier = status.earlier_lines + len(status.story) - STORY_LINES
         if earlier > 0:
             parts.append(f"  ({count_noun(earlier, 'earlier line')}: events.jsonl)")
         parts += [*(f"  {local_time(at)}  {indent_further_lines(line)}" for at, line in status.story[-STORY_LINES:])]

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raypar.console.event_printer import format_duration
-from raypar.console.run_status import find_end_event, overdue_silence_s
+from raypar.console.run_status import overdue_silence_s
 from raypar.elastic.plain_failure_text import plain_failure_text
+from raypar.record.events import format_duration, is_finite_number
+from raypar.record.fold import RunView
 from raypar.untrusted_files import shorten
 
 DAY_S = 24 * 3600.0
@@ -48,24 +49,21 @@ class RunRow:
 def build_run_row(
     name: str,
     path: str,
+    view: RunView,
     *,
     steps: int | None,
-    metrics: Sequence[Mapping[str, Any]],
-    events: Sequence[Mapping[str, Any]],
     members: Mapping[str, Any] | None,
     locked: bool,
     started_s: float | None,
     now: float,
 ) -> RunRow:
-    """The row of the run in a folder, from the last lines of its files. `locked`: a process of this machine trains it."""
-    done = [line for line in metrics if "loss" in line and "step" in line]
-    told = members or {}
-    end = find_end_event(metrics, events, told)
-    updated_s = max((line["time"] for line in (*metrics, *events, told) if line.get("time")), default=started_s)
-    phase = str(told.get("phase") or ("running" if done else "starting"))
-    silent = overdue_silence_s(phase, updated_s, done[-1]["seconds"] if done else None, now) is not None
+    """The row of the run in a folder, from the last events of its files. `locked`: a process of this machine trains it."""
+    told, last, end = members or {}, view.last_step, view.ended(members)
+    updated_s = max((at for at in (view.last_s, told.get("time")) if at), default=started_s)
+    phase = str(told.get("phase") or ("running" if last else "starting"))
+    silent = overdue_silence_s(phase, updated_s, last.seconds if last else None, now) is not None
     if end is not None:
-        state = str(end["end"])
+        state = end.end
     elif phase != "ended" and not locked and silent:
         state = "lost"
     else:
@@ -74,12 +72,12 @@ def build_run_row(
         name=name,
         path=path,
         state=state,
-        step=max(done[-1]["step"] if done else 0, told.get("step") or 0),
+        step=max(last.step if last else 0, told.get("step") or 0),
         steps=steps,
-        loss=done[-1]["loss"] if done else None,
+        loss=last.loss if last is not None and is_finite_number(last.loss) else None,
         started_s=started_s,
         updated_s=updated_s,
-        why=plain_failure_text(str((end or told).get("why") or "")),
+        why=plain_failure_text((end.why if end is not None else told.get("why")) or ""),
     )
 
 

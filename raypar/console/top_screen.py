@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
-from raypar.console.event_printer import format_duration
 from raypar.console.live_run import LiveView, LiveWorker
 from raypar.console.run_status import format_loss, format_step_times, local_time
 from raypar.errors import ConfigError
+from raypar.record.events import format_duration
 from raypar.schedule.line_chart import LOG_FROM
 
 if TYPE_CHECKING:

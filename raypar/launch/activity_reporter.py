@@ -9,10 +9,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from raypar.elastic.wait_announcements import SILENCE_S, WaitAnnouncer
 from raypar.launch.launch_options import EventHandler
+from raypar.record.events import ActivityNotice, Event
 
 POLL_S = 0.25
 """Time from one look at the stack to the next."""
@@ -37,7 +37,7 @@ class ActivityReporter:
         self._telling = threading.RLock()
         """Held while an event is passed on, so that two threads never print at once."""
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """Pass an event on."""
         with self._telling:
             self.told_s = time.monotonic()
@@ -70,4 +70,4 @@ class ActivityReporter:
                 continue
             with self._telling, contextlib.suppress(Exception):  # the watched thread meets the same error with its next event
                 if self.told_s == since_s and not self._over.is_set():
-                    self.tell({"kind": "waiting_for", "text": line})
+                    self.tell(ActivityNotice(text=line))

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 
 from raypar.errors import ActiveError, LeaseHeldError, RayparError
 from raypar.launch.launch_options import EventHandler
+from raypar.record.events import RunWarning, Wait
+from raypar.record.folder import CHECKPOINTS, LINE_FILES
 from raypar.run_folder import RunFolder, SharedStoragePlace
 from raypar.storage.filesystems import check_storage_is_writable, open_filesystem, storage_errors
 from raypar.storage.folder_download import download_run, remove_run
 from raypar.storage.folder_upload import FolderUpload
 from raypar.storage.held_lease import HeldLease
-from raypar.storage.run_files import ALL_SENT_FILE, CHECKPOINTS, LINE_FILES, TEMPORARY_FOLDER_PREFIX
+from raypar.storage.run_files import ALL_SENT_FILE, TEMPORARY_FOLDER_PREFIX
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri
 
@@ -80,9 +82,9 @@ class ClientStorageSession:
             return
         from raypar.actors.ray_lease_store import RayLeaseStore
 
-        self.tell({"kind": "warning", "text": NO_GUARD.format(place=self.uri)})
+        self.tell(RunWarning(text=NO_GUARD.format(place=self.uri)))
         lease = self._held(RayLeaseStore(str(self.uri)))
-        lease.take(lambda text: self.tell({"kind": "waiting", "text": text}))
+        lease.take(lambda text: self.tell(Wait(text=text)))
         assert self.folder.shared is not None
         self.folder = replace(self.folder, shared=replace(self.folder.shared, lease_in_ray=True))
         self._keep(lease)
@@ -122,7 +124,7 @@ class ClientStorageSession:
                 kept = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_FOLDER_PREFIX}not-sent-"))
                 with contextlib.suppress(OSError):
                     shutil.copytree(self.folder.path, kept / self.folder.name)
-                self.tell({"kind": "warning", "text": f"{error.what}\n  cure: copy them from {kept}"})
+                self.tell(RunWarning(text=f"{error.what}\n  cure: copy them from {kept}"))
         lease.release()
 
     def _has_begun(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.errors import ConfigError
+from raypar.record.events import Event, Resumption
 from raypar.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from raypar.launch.chosen_plan import ChosenPlan
     from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
 
-EventHandler = Callable[[dict[str, Any]], None]
-"""Gets every event of a run, as a dict with its `kind`."""
+EventHandler = Callable[[Event], None]
+"""Gets every event of a run."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class LaunchOptions:
     """Makes or finds the run folder and writes job and plan into it; called when all input has been checked."""
     resume: CheckpointRef | None = None
     """The checkpoint to resume from."""
-    resumption: Mapping[str, Any] | None = None
-    """The event of a resumption (`describe_resumption`), which `make_folder` fills in; None for a new run."""
+    resumption: list[Resumption] | None = None
+    """The event of a resumption (`describe_resumption`), which `make_folder` adds; None for a new run."""
     steps_done: int = 0
     """Steps that are done in the checkpoint to resume from."""
     former_code: Any = None

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raypar.atomic_write import write_text_atomically
 from raypar.errors import ConfigError, InputError, OutOfMemory, UserCodeError
@@ -20,6 +20,19 @@ from raypar.launch.make_run_request import make_run_request
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.launch.result import Result
 from raypar.launch.sample_from_trained_model import generate_text_with_checkpoint
+from raypar.record.events import (
+    EndOfRun,
+    Event,
+    RunStart,
+    RunWarning,
+    SavedCheckpoint,
+    StagesBuilt,
+    StartupStage,
+    StepPicture,
+    StepRecord,
+    ValidationRecord,
+    Wait,
+)
 from raypar.run_folder import RunFolder
 from raypar.stop_before_training import after_the_run
 from raypar.user_code_errors import error_text, recording_ctrl_c, reraise_ctrl_c
@@ -62,7 +75,7 @@ def _run(spec: JobSpec, choose: PlanChooser, options: LaunchOptions, tell: Activ
     spec, chosen, make_request = _check_and_plan(spec, choose, options, tell)
     _tell_stage(tell, "planned", "\n".join([describe_chosen_plan(chosen), *_plan_notes(spec, chosen, options)]))
     if (idle := idle_replicas_text(chosen.plan, spec.batching)) is not None:
-        tell({"kind": "warning", "text": idle})
+        tell(RunWarning(text=idle))
     with contextlib.ExitStack() as after:
         result = _connect_and_follow(spec, chosen, make_request, options, tell, after)
         if result.end in ("done", "stopped") and result.checkpoint_path is not None:
@@ -89,10 +102,10 @@ def _check_and_plan(
             text = f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples"
             _tell_stage(tell, "checked", text)
             for line in checked.notes:
-                tell({"kind": "warning", "text": line})
+                tell(RunWarning(text=line))
             chosen = choose(checked)
             for line in chosen.warnings:
-                tell({"kind": "warning", "text": line})
+                tell(RunWarning(text=line))
             return spec, chosen, make_run_request(spec, checked, chosen, options)
         except UserCodeError as error:
             raise InputError(error.what, error.cure) from error  # nothing has been started: bad input, not a failed run
@@ -168,13 +181,13 @@ def _connect_and_follow(
 
                 documents = {} if folder.shared is not None else folder.read_documents_of_start()
 
-                def tell_and_watch(event: dict[str, Any]) -> None:
+                def tell_and_watch(event: Event) -> None:
                     nonlocal begun
-                    begun = begun or event["kind"] in ("step", "checkpoint")
-                    if queue is not None and (begun or event.get("stage") == "started"):
+                    begun = begun or isinstance(event, (StepRecord, SavedCheckpoint))
+                    if queue is not None and (begun or (isinstance(event, StartupStage) and event.stage == "started")):
                         queue.leave()
                     tell(event)
-                    if event["kind"] == "checkpoint":
+                    if isinstance(event, SavedCheckpoint):
                         _put_documents_back(folder, documents, until_disconnected, tell)
 
                 result = _follow(request, folder, tell_and_watch, tell.note_driver_answer)
@@ -198,7 +211,7 @@ def _put_documents_back(
             return
         names = ", ".join(path.name for path in documents)
         text = f"files of {folder.path} were removed: those of {names} that were gone are written again"
-        tell({"kind": "warning", "text": f"{text}\n  cure: leave the files of a run alone while it trains"})
+        tell(RunWarning(text=f"{text}\n  cure: leave the files of a run alone while it trains"))
         if folder.job in documents:
             held.enter_context(folder.hold_lock())
 
@@ -211,7 +224,7 @@ def _placement_turn(
     from raypar.launch.ray_job_resubmission import QUEUE_S, is_submitted_job
 
     wait_s = max(options.wait_for_workers_s, QUEUE_S) if is_submitted_job() else options.wait_for_workers_s
-    return placement_turn(run, workers, wait_s, lambda text: tell({"kind": "waiting", "text": text}))
+    return placement_turn(run, workers, wait_s, lambda text: tell(Wait(text=text)))
 
 
 def _least_workers(chosen: ChosenPlan, options: LaunchOptions) -> int:
@@ -234,26 +247,27 @@ def _follow(request: RunRequest, folder: RunFolder, tell: EventHandler, on_answe
 
     result = Result({}, folder.place, "failed", request.policy.steps_before_run, checkpoint_path=request.resume)
 
-    def gather(event: dict[str, Any]) -> None:
-        facts = {key: value for key, value in event.items() if key not in ("kind", "time")}
-        if event["kind"] in ("started", "built"):
-            _tell_stage(tell, event["kind"], event["text"])
-            return
-        if event["kind"] == "step":
-            result.metrics.update(facts)
-            result.history.append(facts)
-        elif event["kind"] == "validation":
-            result.metrics["validation_loss"] = event["validation_loss"]
-            result.history.append(facts)
-        elif event["kind"] == "checkpoint":
-            result.checkpoint_path = event["path"]
-        elif event["kind"] == "picture":
-            result.picture_path = event["path"]
+    def gather(event: Event) -> None:
+        facts = {key: value for key, value in event.facts().items() if key not in ("kind", "time")}
+        match event:
+            case RunStart() | StagesBuilt():
+                _tell_stage(tell, event.kind, event.text or "")
+                return
+            case StepRecord():
+                result.metrics.update(facts)
+                result.history.append(facts)
+            case ValidationRecord():
+                result.metrics["validation_loss"] = event.validation_loss
+                result.history.append(facts)
+            case SavedCheckpoint():
+                result.checkpoint_path = event.path
+            case StepPicture():
+                result.picture_path = event.path
         tell(event)
 
     end = follow_run(request, gather, on_answer)
     result.end, result.done, result.why, result.error = end.end, end.done, end.why, end.error
-    tell({"kind": "end", "end": end.end, "text": end.why, "done": end.done})
+    tell(EndOfRun(end=end.end, text=end.why, done=end.done))
     return result
 
 
@@ -263,6 +277,6 @@ def describe_end(result: Result) -> str:
     return f"{result.end} after {result.done} steps{saved}"
 
 
-def _tell_stage(tell: EventHandler, stage: str, text: str, **facts: str) -> None:
+def _tell_stage(tell: EventHandler, stage: str, text: str, run: str | None = None) -> None:
     """Tell that a stage of the start-up is over."""
-    tell({"kind": "stage", "stage": stage, "text": text, **facts})
+    tell(StartupStage(stage=stage, text=text, run=run))

@@ -7,7 +7,8 @@ import io
 import os
 from pathlib import Path
 
-from raypar.read_run_lines import Line, read_valid_lines
+from raypar.read_run_lines import read_events
+from raypar.record.events import Event
 from raypar.untrusted_files import open_regular_file
 
 PIECE_BYTES = 16 << 20
@@ -22,25 +23,35 @@ class NewLines:
         """The file; it may not exist yet."""
         self.offset = 0
         """Where the next look begins."""
+        self.within_line = False
+        """Whether that may be within a line."""
+        self.restarted = False
+        """Whether the last look began at the beginning again: the file had been shortened."""
         if last_bytes is not None:
             with contextlib.suppress(OSError):
                 self.offset = max(0, path.lstat().st_size - last_bytes)
+            self.within_line = self.offset > 0
 
-    def read(self) -> list[Line]:
-        """The valid new lines, whole ones only; of a file that was shortened all lines. Raises `ConfigError`."""
+    def read(self) -> list[Event]:
+        """The events of new lines, whole ones only; of a file that was shortened of all lines. Raises `ConfigError`."""
+        self.restarted = False
         if not os.path.lexists(self.path):
             return []
         with open_regular_file(self.path, follow=False) as file:
             size = os.fstat(file.fileno()).st_size
             if size < self.offset:
-                self.offset = 0
+                self.offset, self.within_line, self.restarted = 0, False, True
             file.seek(self.offset)
-            found: list[Line] = []
+            found: list[Event] = []
             while piece := file.read(PIECE_BYTES):
                 whole = piece[: piece.rfind(b"\n") + 1] or (piece if len(piece) == PIECE_BYTES else b"")
                 if not whole:
                     break
-                found += read_valid_lines(self.path.name, io.BytesIO(whole))
+                lines = io.BytesIO(whole)
+                if self.within_line:
+                    lines.readline()
+                    self.within_line = False
+                found += read_events(self.path.name, lines)
                 self.offset += len(whole)
                 file.seek(self.offset)
             return found

@@ -12,8 +12,9 @@ from raypar.atomic_write import write_text_atomically
 from raypar.errors import Interrupted, LeaseLostError, RayparError, error_first_line
 from raypar.launch.job_printer import RESUBMIT_ADVICE
 from raypar.launch.ray_job_resubmission import is_submitted_job
+from raypar.record.folder import ERROR
 from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
-from raypar.run_folder import ERROR_FILE, parse_storage_location, resume_argument
+from raypar.run_folder import parse_storage_location, resume_argument
 from raypar.stop_before_training import before_training_error
 from raypar.storage.filesystems import call_within, open_filesystem
 from raypar.storage.folder_download import has_document, has_run, upload_document
@@ -142,8 +143,8 @@ def keep_full_error(result: Result) -> None:
         if place is not None:
             kept = put_error_file(place, error, text)
         elif (folder := Path(result.path)).is_dir():
-            write_text_atomically(folder / ERROR_FILE, text)
-            kept = str(folder / ERROR_FILE)
+            write_text_atomically(folder / ERROR, text)
+            kept = str(folder / ERROR)
     if isinstance(error, RayparError) and not shows_raypar_frames() and remove_raypar_frames(error):
         where = f"raypar's own frames are in {kept}" if kept else f"{TRACEBACK_VARIABLE}=whole shows raypar's own frames too"
         error.cure = f"{error.cure}; {where}" if error.cure else where
@@ -155,8 +156,8 @@ def put_error_file(place: StorageUri, error: BaseException, text: str) -> str:
     is there. Raises `RayparError`."""
     if isinstance(error, LeaseLostError) or not call_within(ERROR_FILE_S, lambda: has_run(place), f"{place}"):
         return ""
-    call_within(ERROR_FILE_S, lambda: upload_document(place, ERROR_FILE, text), f"{place}")
-    return str(place.child(ERROR_FILE))
+    call_within(ERROR_FILE_S, lambda: upload_document(place, ERROR, text), f"{place}")
+    return str(place.child(ERROR))
 
 
 def has_job_file(path: str) -> bool:

@@ -26,7 +26,10 @@ from raypar.launch.launch_options import EventHandler, LaunchOptions, launch_opt
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.resumption import describe_resumption
-from raypar.run_folder import ERROR_FILE, RunFolder, SharedStoragePlace, parse_storage_location
+from raypar.record.events import ResumeNotice, Resumption, RunWarning
+from raypar.record.fold import RunView
+from raypar.record.folder import ERROR
+from raypar.run_folder import RunFolder, SharedStoragePlace, parse_storage_location
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.folder_download import has_run
 from raypar.untrusted_files import explain_read_errors, repr_text
@@ -53,7 +56,7 @@ def resume_job(
     Raises `CheckpointError` if there is no such checkpoint, `ConfigError` or `ClusterError` if the run is under way.
     """
     make_importable(job.source_dir)
-    spec, resumption = job.to_spec(), dict[str, Any]()
+    spec, resumption = job.to_spec(), list[Resumption]()
 
     def rewind_folder(chosen: ChosenPlan) -> RunFolder:
         from raypar.actors.driver_client import refuse_active_run
@@ -62,8 +65,8 @@ def resume_job(
         held = hold()
         if held.shared is not None:
             refuse_new_checkpoints(held, before)
-        resumption.update(rewind_metrics(folder, options.steps_done, chosen.plan.describe()))
-        (folder.path / ERROR_FILE).unlink(missing_ok=True)
+        resumption.append(rewind_metrics(folder, options.steps_done, chosen.plan.describe()))
+        (folder.path / ERROR).unlink(missing_ok=True)
         write_text_atomically(folder.plan, plan_json(chosen))
         folder.rewrite_job(job.to_yaml())  # last: the next resumption goes by it
         return held
@@ -83,18 +86,18 @@ def resume_job(
         return launch_run(spec, choose, options, tell)
 
 
-def rewind_metrics(folder: RunFolder, steps_done: int, plan: str) -> dict[str, Any]:
+def rewind_metrics(folder: RunFolder, steps_done: int, plan: str) -> Resumption:
     """Remove the lines of steps after `steps_done` from metrics.jsonl; returns the event of the resumption, for events.jsonl.
 
     `plan`: the plan under which the run goes on, in words.
     """
-    lines, events = list(folder.read_lines(folder.metrics)), list(folder.read_lines(folder.events))
+    view, lines = RunView.of(folder.read_timeline()), folder.read_lines(folder.metrics)
     members = folder.read_document(folder.members, damaged=True)
     text = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= steps_done).encode()
     if not file_has_content(folder.metrics, text):
         with explain_write_errors(folder.metrics):
             replace_file_atomically(folder.metrics, text)
-    return describe_resumption(steps_done, lines, events, members, plan, time.time())
+    return describe_resumption(steps_done, view, members, plan, time.time())
 
 
 def holding_run(folder: RunFolder, tell: EventHandler) -> AbstractContextManager[Callable[[], RunFolder]]:
@@ -139,15 +142,15 @@ def prepare_resumed_run(
         if checked.optimizer is not None:
             checked.optimizer.keeps.check(manifest)
             if line := checked.optimizer.keeps.describe_missing(manifest):
-                tell({"kind": "warning", "text": line})
+                tell(RunWarning(text=line))
         return choose(checked)
 
     text = f"from {checkpoint.name}: {manifest.steps_done} steps are done"
     if changed := list_changed_shard_settings(manifest, spec):
         text += f"; with another {' and '.join(changed)}, on which the bits depend where the plan has shards"
     if line := describe_edition_change(manifest):
-        tell({"kind": "warning", "text": line})
-    tell({"kind": "resuming", "text": text, "step": manifest.steps_done})
+        tell(RunWarning(text=line))
+    tell(ResumeNotice(text=text, step=manifest.steps_done))
     code = manifest.contract.get("code")
     return replace(options, resume=checkpoint, steps_done=manifest.steps_done, former_code=code), check_and_choose
 
@@ -159,7 +162,7 @@ def find_last_whole_checkpoint(folder: RunFolder, tell: EventHandler) -> Checkpo
     with ActivityReporter(tell).reporting():
         checkpoint, skipped = latest_usable_checkpoint(folder.checkpoint_location)
     for line in skipped:
-        tell({"kind": "warning", "text": line})
+        tell(RunWarning(text=line))
     if checkpoint is None:
         raise CheckpointError(
             f"run {folder.name} has no usable checkpoint under {folder.checkpoint_location}", cure="train it again"

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-Line = Mapping[str, Any]
-"""A line of metrics.jsonl or events.jsonl, or members.json."""
+from raypar.record.events import EndOfRun, Resumption
+from raypar.record.fold import RunView
 
 
-def describe_resumption(
-    steps_done: int, metrics: Sequence[Line], events: Sequence[Line], members: Line | None, plan: str, now: float
-) -> dict[str, Any]:
-    """The event `resumed` of a run that goes on from a checkpoint after `steps_done` steps, under `plan` (in words).
+def describe_resumption(steps_done: int, view: RunView, members: Mapping[str, Any] | None, plan: str, now: float) -> Resumption:
+    """The event of a run that goes on from a checkpoint after `steps_done` steps, under `plan` (in words).
 
-    `metrics`, `events`, `members`: the run's files as they are found. `now`: Unix time.
+    `view`, `members`: what the run's files say as they are found. `now`: Unix time.
     """
-    reported = max((line["step"] for line in metrics if "loss" in line), default=0)
+    reported = view.last_step.step if view.last_step is not None else 0
     again = max(0, reported - steps_done)
-    last = next((event for event in reversed(events) if event["kind"] in ("started", "resumed", "generation", "end")), None)
-    broken_off = last is not None and last["kind"] != "end"
+    broken_off = view.boundary not in ("", EndOfRun.kind)
     plan_before = (members or {}).get("plan")
     parts = [f"resumed from the checkpoint after step {steps_done}"]
     if again == 1:
@@ -30,14 +27,13 @@ def describe_resumption(
         parts.append(f"the run had broken off after step {max(reported, steps_done)} without recording an end (killed?)")
     if plan_before and plan_before != plan:
         parts.append(f"plan {plan_before} -> {plan}")
-    times = [line["time"] for line in (*metrics, *events, members or {}) if line.get("time")]
-    return {
-        "kind": "resumed",
-        "text": "; ".join(parts),
-        "step": steps_done,
-        "again": again,
-        "lost": broken_off,
-        "plan": plan,
-        "former_end_s": min(now, max(times, default=now)),
-        "resumed_s": now,
-    }
+    heard_s = max((at for at in (view.last_s, (members or {}).get("time")) if at), default=now)
+    return Resumption(
+        text="; ".join(parts),
+        step=steps_done,
+        again=again,
+        lost=broken_off,
+        plan=plan,
+        former_end_s=min(now, heard_s),
+        resumed_s=now,
+    )

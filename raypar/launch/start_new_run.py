@@ -13,6 +13,7 @@ from raypar.launch.launch_options import EventHandler, launch_options_from_job
 from raypar.launch.launch_run import launch_run
 from raypar.launch.result import Result
 from raypar.launch.resume import find_checkpoint, prepare_resumed_run
+from raypar.record.events import Note, RunWarning
 from raypar.redact_secrets import find_secrets_in_job, redact_certain_secrets, secrets_of_environment
 from raypar.run_folder import RunFolder, check_run_dir_is_writable, parse_storage_location
 from raypar.safe_yaml import parse_yaml
@@ -63,9 +64,9 @@ def train_job_in_new_folder(
         why_no_job = redact_certain_secrets(error.what, secrets_of_environment(os.environ))
     if "plan" not in job.model_fields_set and job.usable_processors > 1:
         text = f"no plan is given: one worker; plan auto uses as many of the {job.usable_processors} processors as help"
-        tell({"kind": "note", "text": text})
+        tell(Note(text=text))
     for line in warnings_about_secrets(job_yaml):
-        tell({"kind": "warning", "text": line})
+        tell(RunWarning(text=line))
     with contextlib.ExitStack() as stack:
 
         def create_folder(chosen: ChosenPlan) -> RunFolder:

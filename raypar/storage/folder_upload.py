@@ -17,11 +17,12 @@ from typing import Any, BinaryIO
 
 from raypar.atomic_write import regular_file_opener
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
+from raypar.record.folder import DOCUMENTS, LINE_FILES
 from raypar.storage.filesystems import is_object_store, open_filesystem, storage_errors
 from raypar.storage.folder_download import PIECE_BYTES
 from raypar.storage.line_chunks import Chunk, add_lines, chunks_to_write, first_line_of_name
 from raypar.storage.pyarrow_store import write_atomically
-from raypar.storage.run_files import DOCUMENTS, LINE_FILES, SENT_DOCUMENT_BYTES, TEMPORARY_SUFFIXES
+from raypar.storage.run_files import SENT_DOCUMENT_BYTES, TEMPORARY_SUFFIXES
 from raypar.storage.storage_uri import StorageUri
 from raypar.untrusted_files import read_limited_bytes
 

@@ -5,17 +5,8 @@ s3://bucket/runs/mine/  lease.json  job.yaml  plan.json  members.json  ...      
                         checkpoints/step_00000050/manifest.json  ...            written by the workers and the driver
 """
 
-DOCUMENTS = (
-    "job.yaml", "plan.json", "members.json", "cluster.json", "totals.json", "trace.json", "swimlane.svg", "wandb.id",
-    "mlflow.id", "error.txt", "why_no_job.txt",
-)  # fmt: skip
-"""Files that are replaced whole."""
-LINE_FILES = ("metrics.jsonl", "events.jsonl")
-"""Files to which lines are added."""
-CHECKPOINTS = "checkpoints"
-"""The folder of the checkpoints."""
 SENT_DOCUMENT_BYTES = 64 << 20
-"""Size limit of a document."""
+"""Size limit of a document (`record.folder.DOCUMENTS`)."""
 ALL_SENT_FILE = ".sent"
 """An empty file that the driver makes in the working folder once all of the folder is on the storage."""
 TEMPORARY_FOLDER_PREFIX = "raypar-"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from raypar.plan import ParallelPlan
-from raypar.telemetry.run_totals import Facts, RunTotals
+from raypar.record.events import Event, StepRecord
+from raypar.record.totals import RunTotals
 
 RECENT_WEIGHT = 0.1
 """Weight of the newest step in the means of the last steps (exponentially weighted): they cover about the last twenty steps."""
 
+Facts = Mapping[str, Any]
+"""A worker's report of a step."""
 Labels = tuple[tuple[str, str], ...]
 """(name, value) of each label of a metric, except `run`."""
 
@@ -95,28 +98,28 @@ class RunTelemetry:
             self.counts = counts
             self.totals.workers = counts.held
 
-    def add_step(self, line: Facts, now_s: float, reports: Mapping[int, Facts] | None = None) -> None:
-        """Add a committed step: its line of metrics.jsonl, and the workers' reports by rank, if there are any."""
+    def add_step(self, step: StepRecord, now_s: float, reports: Mapping[int, Facts] | None = None) -> None:
+        """Add a committed step, and the workers' reports by rank, if there are any."""
         self.advance(now_s)
-        peaks = line.get("peak_rss_bytes") or ()
+        peaks = step.peak_rss_bytes or ()
         workers = len(peaks) or (self.plan.world if self.plan is not None else 0)
-        if not self.totals.add_step(line, workers):
+        if not self.totals.add_step(step, workers):
             return
-        self.durations.append(line["seconds"])
+        self.durations.append(step.seconds)
         if self._first_step_due:
             self._first_step_due = False
             self.memory.clear()
             self.busy.clear()
             self._means.clear()
-        self._add_seats(line, reports or {})
-        for name, key in (("loss", "loss"), ("gradient_norm", "norm")):
-            self.last[f"raypar_{name}"] = math.nan if line.get(key) is None else float(line[key])
-        if line.get("lr") is not None:
-            self.last["raypar_learning_rate"] = float(line["lr"])
-        if line.get("bubble") is not None:
-            self.last["raypar_bubble_ratio"] = self._mean("bubble", line["bubble"])
-        if seconds := self._mean("seconds", line["seconds"]):
-            self.last["raypar_samples_per_second"] = line["samples_per_s"] * line["seconds"] / seconds
+        self._add_seats(step, reports or {})
+        self.last["raypar_loss"] = float(step.loss)
+        self.last["raypar_gradient_norm"] = math.nan if step.norm is None else float(step.norm)
+        if step.lr is not None:
+            self.last["raypar_learning_rate"] = float(step.lr)
+        if step.bubble is not None:
+            self.last["raypar_bubble_ratio"] = self._mean("bubble", step.bubble)
+        if seconds := self._mean("seconds", step.seconds):
+            self.last["raypar_samples_per_second"] = step.samples / seconds
 
     def _mean(self, key: str, value: float) -> float:
         """Add the newest value of a key; returns the mean of its values over the last steps of the generation."""
@@ -124,14 +127,14 @@ class RunTelemetry:
         self._means[key] = mean = mean + RECENT_WEIGHT * (value - mean)
         return mean
 
-    def _add_seats(self, line: Facts, reports: Mapping[int, Facts]) -> None:
+    def _add_seats(self, step: StepRecord, reports: Mapping[int, Facts]) -> None:
         """Note each worker's computing time, memory and sent bytes."""
-        shares = line.get("busy_shares") or []
+        shares = list(step.busy_shares or ())
         if self.plan is not None and len(shares) == self.plan.world:
             self.seated = self.plan
             same = self.busy if len(self.busy) == len(shares) else shares
             self.busy = [mean + RECENT_WEIGHT * (share - mean) for mean, share in zip(same, shares, strict=True)]
-        for rank, peak in enumerate(line.get("peak_rss_bytes") or ()):
+        for rank, peak in enumerate(step.peak_rss_bytes or ()):
             self.memory.setdefault(rank, {})["peak_rss"] = peak
         for rank, report in reports.items():
             self.memory.setdefault(rank, {}).update(report.get("memory") or {})
@@ -153,19 +156,18 @@ class RunTelemetry:
         """Note the loss of a validation."""
         self.last["raypar_validation_loss"] = loss
 
-    def catch_up(self, lines: Iterable[Facts], events: Iterable[Facts], now: float) -> None:
-        """Count the lines and events that a former driver wrote after it had saved these totals. `now`: Unix time.
+    def catch_up(self, steps: Iterable[StepRecord], events: Iterable[Event], now: float) -> None:
+        """Count the steps and events that a former driver wrote after it had saved these totals. `now`: Unix time.
 
         The time since then is counted as worker time: the former driver's workers still exist.
         """
         saved = self.totals.time
         if saved:
             self.totals.worker_s += max(0.0, now - saved) * self.totals.workers
-        for line in lines:
-            if "loss" in line:
-                self.totals.add_step(line, len(line.get("peak_rss_bytes") or ()) or self.totals.workers)
+        for step in steps:
+            self.totals.add_step(step, len(step.peak_rss_bytes or ()) or self.totals.workers)
         for event in events:
-            if (event.get("time") or 0.0) > saved:
+            if (event.time or 0.0) > saved:
                 self.totals.add_event(event)
 
     def take_durations(self) -> list[float]:
@@ -173,8 +175,8 @@ class RunTelemetry:
         found, self.durations = self.durations, []
         return found
 
-    def values(self, job_steps: int, price_per_worker_hour: float | None) -> list[MetricValue]:
-        """The values of all gauges and counters now."""
+    def values(self, job_steps: int, price: float | None) -> list[MetricValue]:
+        """The values of all gauges and counters now. `price`: of one worker for an hour; None: there are no costs."""
         totals, counts = self.totals, self.counts
         found = {
             "raypar_committed_steps": totals.last_step,
@@ -197,10 +199,10 @@ class RunTelemetry:
         }
         if totals.goodput is not None:
             found["raypar_goodput_ratio"] = totals.goodput
-        if price_per_worker_hour is not None:
-            found["raypar_cost_total"] = totals.cost(price_per_worker_hour)
+        if price is not None:
+            found["raypar_cost_total"] = totals.cost(price)
             if totals.samples:
-                found["raypar_cost_per_sample"] = totals.cost(price_per_worker_hour) / totals.samples
+                found["raypar_cost_per_sample"] = totals.cost(price) / totals.samples
         states = {"seated": counts.seated, "spare": counts.spare, "starting": counts.starting, "pending": counts.pending}
         return [
             *(MetricValue(name, (), value) for name, value in found.items()),

@@ -32,7 +32,7 @@ import psutil  # noqa: E402
 from helpers.run_processes import RunProcesses, kill_node  # noqa: E402
 
 from raypar.config import load_job  # noqa: E402
-from raypar.console.event_lines import event_line  # noqa: E402
+from raypar.record.events import parse_event  # noqa: E402
 
 TARGETS = ("worker", "raylet", "driver")
 FIRST, LAST = 0.1, 0.8
@@ -203,7 +203,7 @@ def judge(run: Run, steps: int, expected: str, undisturbed: Run | None, kills: i
         wrong.append(f"losses differ from step {different[:1]} on")
     if run.harmed:
         wrong.append(f"survivors were ended or restarted: pids {sorted(run.harmed)}")
-    told = [event_line(event) or "" for event in run.events if event["kind"] in ("lost", "driver")]
+    told = [parse_event(event).line() or "" for event in run.events if event["kind"] in ("lost", "driver")]
     if run.kills and not told:
         wrong.append("events.jsonl tells of no loss")
     if unsaid := [text for text in told if text not in run.output]:

@@ -21,6 +21,7 @@ from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.elastic.actions import Teardown
 from raypar.elastic.cpu_wait_deadline_extension import CpuWaitDeadlineExtension
 from raypar.elastic.events import StopRequested
+from raypar.record.events import StepRecord, WorkerLoss
 
 
 def test_a_driver_that_is_started_again_begins_even_if_ray_does_not_know_yet_that_it_lives(monkeypatch):
@@ -48,15 +49,15 @@ def test_what_the_client_has_is_forgotten_and_what_it_may_have_missed_is_not():
     async def scene():
         news = EventFeed()
         for step in range(3):
-            news.tell("step", step=step)
+            news.tell(StepRecord(step=step + 1, seconds=1.0, samples_per_s=1.0))
         asked = [await news.after(0, 0, 0.01)]  # of a client that knew another driver
         asked += [await news.after(news.epoch, 0, 0.01)]  # the answer was lost
-        news.tell("step", step=3)
+        news.tell(StepRecord(step=3 + 1, seconds=1.0, samples_per_s=1.0))
         asked += [await news.after(news.epoch, 3, 0.01), await news.after(news.epoch, 4, 0.01)]
         return [([event["step"] for event in events], cursor) for events, _, cursor in asked], news._kept
 
     told, kept = asyncio.run(scene())
-    assert told == [([0, 1, 2], 3), ([0, 1, 2], 3), ([3], 4), ([], 4)]
+    assert told == [([1, 2, 3], 3), ([1, 2, 3], 3), ([4], 4), ([], 4)]
     assert kept == []
 
 
@@ -68,16 +69,16 @@ def test_of_many_quick_steps_each_answer_tells_several_and_everything_else_is_to
     async def scene():
         news, cursor, told = EventFeed(), 0, []
         for number in range(4):
-            news.tell("step", step=number)
+            news.tell(StepRecord(step=number + 1, seconds=1.0, samples_per_s=1.0))
             poll = asyncio.ensure_future(news.after(news.epoch, cursor, 0.01))
             await asyncio.wait([poll], timeout=0.05)
             if number < 3:
                 _, _, cursor = poll.result()
         told.append(poll.done())
-        news.tell("step", step=4)
+        news.tell(StepRecord(step=4 + 1, seconds=1.0, samples_per_s=1.0))
         await asyncio.wait([poll], timeout=0.05)
         told.append(poll.done())
-        news.tell("lost", worker=1)
+        news.tell(WorkerLoss(worker=1))
         events, _, _ = await asyncio.wait_for(poll, 1.0)
         return told, [event["kind"] for event in events]
 
@@ -93,7 +94,7 @@ def test_quick_steps_are_told_evenly_and_not_in_bursts_with_long_breaks(monkeypa
 
         async def train():
             for number in range(150):
-                news.tell("step", step=number)
+                news.tell(StepRecord(step=number + 1, seconds=1.0, samples_per_s=1.0))
                 await asyncio.sleep(0.02)
 
         training = asyncio.ensure_future(train())
@@ -241,7 +242,7 @@ def test_after_the_kernel_has_ended_workers_for_lack_of_memory_none_is_started_f
     driver.parts = SimpleNamespace(
         request=SimpleNamespace(on_one_machine=on_one_machine),
         registry=SimpleNamespace(node_of_worker={1: "other"}, avoid_nodes=nodes.update),
-        side_effects=SimpleNamespace(note=lambda kind, text: told.append(text)),
+        side_effects=SimpleNamespace(note=lambda event: told.append(event.text)),
     )
     driver._look_for_memory_kills()
     assert nodes == avoided

@@ -15,7 +15,6 @@ from raypar.actors.plan_cache import PlanCache
 from raypar.actors.ray_connection import connect_ray
 from raypar.actors.run_request import RunRequest
 from raypar.config import ElasticConfig
-from raypar.console.event_lines import event_line
 from raypar.elastic import actions as do
 from raypar.errors import ModelError
 from raypar.launch import launch_run
@@ -26,6 +25,7 @@ from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_report import fewer_shards_warnings
 from raypar.planner.plan_search import possible_shard_counts
+from raypar.record.events import GenerationStart
 from raypar.run_folder import RunFolder
 from raypar.worker.job_preflight import check_other_shard_counts, preflight
 from raypar.worker.job_spec import JobSpec, Ref
@@ -38,14 +38,12 @@ def plans_of(plan: ParallelPlan) -> PlanCache:
     return PlanCache(SimpleNamespace(plan=plan, schedule_name="1f1b", profile=PROFILE, batching=Microbatches(8)))
 
 
-def told(now: ParallelPlan, then: ParallelPlan) -> dict:
+def told(now: ParallelPlan, then: ParallelPlan) -> GenerationStart:
     """The event of the generation that goes from one plan to another."""
-    events: list[dict] = []
+    events: list[GenerationStart] = []
     parts = SimpleNamespace(
         plans=plans_of(FOUR),
-        side_effects=SimpleNamespace(
-            note=lambda kind, **facts: events.append({"kind": kind, **facts}), aside=lambda *given: None
-        ),
+        side_effects=SimpleNamespace(note=events.append, aside=lambda *given: None),
         recorder=SimpleNamespace(write_plan_file=None),
         tasks=SimpleNamespace(spawn=lambda routine: routine.close()),
     )
@@ -64,14 +62,14 @@ def test_a_plan_for_fewer_workers_keeps_the_shards_as_long_as_there_are_workers_
 
 def test_other_shards_than_before_are_told_with_the_generation():
     alone, two = ParallelPlan.mesh(layers=4), ParallelPlan.mesh(tp=2, layers=4)
-    line = event_line(told(FOUR, alone))
+    line = told(FOUR, alone).line()
     assert line is not None and "layers cut over 1 shard instead of 2, which changes the bits from here on" in line
-    line = event_line(told(alone, FOUR))
+    line = told(alone, FOUR).line()
     assert line is not None and "layers cut over 2 shards instead of 1" in line
     uneven = ParallelPlan.of((1, 1), (2, 1), layers=4)
-    assert told(uneven, two)["shards_was"] == "2/1"
+    assert told(uneven, two).shards_was == "2/1"
     for then in (two, FOUR):
-        assert "shards_was" not in told(FOUR, then), "as many a layer, however the stages are cut"
+        assert told(FOUR, then).shards_was is None, "as many a layer, however the stages are cut"
 
 
 def test_before_it_begins_a_run_says_how_many_workers_keep_its_bits():

@@ -25,6 +25,7 @@ from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError, ConfigError, WorkerLost
 from raypar.launch import Result, resume, start_new_run
 from raypar.launch.launch_options import LaunchOptions
+from raypar.record.events import Note, parse_event
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint import checkpoint_store
 
@@ -159,7 +160,7 @@ def test_a_run_folder_without_metrics_is_not_removed_when_steps_were_seen(tmp_pa
         yield RayConnection("own", "a local Ray cluster", "nowhere:0")
 
     def follow(request, tell, heard):
-        tell({"kind": "step", **LINE, "count_per_s": 1.0, "bubble": 0.0, "eta_s": 1.0})
+        tell(parse_event({"kind": "step", **LINE, "count_per_s": 1.0, "bubble": 0.0, "eta_s": 1.0}))
         raise WorkerLost("the driver was lost")
 
     monkeypatch.chdir(Path(__file__).parents[1])
@@ -186,7 +187,7 @@ def test_a_line_that_cannot_be_printed_does_not_end_the_run():
             raise OSError(errno.ENOSPC, "No space left on device")
 
     console = EventPrinter(steps=10, out=Full())
-    console({"kind": "note", "text": "something"})
+    console(Note(text="something"))
     console.finish(Result({}, "runs/x", "done", 10, "all steps are done"))
 
 
@@ -221,8 +222,8 @@ def test_a_picture_that_does_not_fit_is_a_warning_and_the_run_ends_well(tmp_path
     recorder.traced_step = {"step": 1, "spans": [[("V", 0.0, 1.0)]], "nodes": ["n"]}
     with room(2000):
         recorder.record_end(Teardown("done", "all steps are done", 3, None), None)
-    told = [event for event in recorder.new_events() if "picture" in event.get("text", "")]
-    assert [event["kind"] for event in told] == ["warning"] and "cure: free disk space" in told[0]["text"]
+    told = [event for event in recorder.new_events() if "picture" in event.facts().get("text", "")]
+    assert [event.kind for event in told] == ["warning"] and "cure: free disk space" in told[0].text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "swimlane.svg", "totals.json"]
     assert (tmp_path / "swimlane.svg").read_text() == "of an earlier part of the run"
 

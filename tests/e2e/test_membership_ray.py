@@ -14,6 +14,7 @@ from helpers.tiny_job import write_job
 from cluster.fleet import Fleet, works
 from raypar.config import load_job
 from raypar.launch import Result, train_job_in_new_folder
+from raypar.record.events import Event
 
 STEPS = 60
 LAYOUTS = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (3, 1), (1, 3)]
@@ -59,7 +60,8 @@ class History:
         ]
         waiting = list(self.acts)
 
-        def tell(event: dict) -> None:
+        def tell(given: Event) -> None:
+            event = given.facts()
             self.events.append(event)
             while waiting and event["kind"] == "step" and event["step"] >= waiting[0][0]:
                 self.act(waiting.pop(0)[1])

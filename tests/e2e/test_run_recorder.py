@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from helpers.recorded_runs import view_of
 from helpers.tiny_job import Diary
 
 from raypar.actors import jsonl_file
@@ -17,6 +18,7 @@ from raypar.callbacks import Callback, Callbacks, Tracker
 from raypar.elastic.actions import Teardown
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError
+from raypar.record.events import DriverLoss, RunWarning, ValidationRecord
 
 
 class Full:
@@ -39,10 +41,10 @@ def test_on_a_full_disk_metrics_wait_in_memory_with_one_warning_and_no_line_is_t
     recorder = RunRecorder(SimpleNamespace(folder=tmp_path))
     for step, room in enumerate((True, False, False, True, False)):
         disk.room = room
-        recorder._write({"step": step + 1, "validation_loss": 0.5})
+        recorder._write(ValidationRecord(step=step + 1, validation_loss=0.5))
     news = recorder.new_events()
-    assert [event["kind"] for event in news] == ["warning", "note", "warning"]
-    warnings = [event["text"] for event in news if event["kind"] == "warning"]
+    assert [event.kind for event in news] == ["warning", "note", "warning"]
+    warnings = [event.text for event in news if isinstance(event, RunWarning)]
     assert len(warnings) == 2 and all("No space left" in text and "cure: " in text for text in warnings)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
@@ -67,7 +69,7 @@ def test_a_new_driver_knows_which_of_the_present_workers_were_told_to_be_lost():
         {"kind": "joined", "worker": 4},
         {"kind": "lost", "worker": 2},
     ]
-    assert module.lost_workers_since_last_start(events) == {2}, "worker 1 was one of an earlier start"
+    assert view_of(events=events).lost_since_start == {2}, "worker 1 was one of an earlier start"
 
 
 def test_the_end_that_a_killed_driver_had_decided_on_is_written_once_and_callbacks_hear_of_it(tmp_path):
@@ -96,7 +98,7 @@ def test_a_new_driver_knows_how_long_the_run_has_been_under_way(tmp_path):
     (tmp_path / "events.jsonl").write_text("\n".join([*lines, '{"kind": "lo']))
     recorder = RunRecorder(request)
     assert recorder.take_over().lost == {0} and 100.0 <= recorder.age_s < 110.0
-    recorder.note({"kind": "driver"})
+    recorder.note(DriverLoss())
     whole = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert whole[-1]["kind"] == "driver", "a line cut off by the kill does not swallow the next"
 
@@ -117,10 +119,10 @@ def test_a_tracker_that_cannot_write_is_told_as_a_lost_line_is_and_the_run_goes_
             {},
         )
     (event,) = recorder.new_events()
-    assert event["kind"] == "warning" and "tracker Full cannot write (OSError: [Errno 28] No space left" in event["text"]
-    assert "\n  cure: free disk space" in event["text"]
+    assert event.kind == "warning" and "tracker Full cannot write (OSError: [Errno 28] No space left" in event.text
+    assert "\n  cure: free disk space" in event.text
     kept = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [line["text"] for line in kept] == [event["text"]]
+    assert [line["text"] for line in kept] == [event.text]
 
 
 class Raising(Callback):
@@ -146,7 +148,7 @@ def test_a_callback_that_raises_at_the_end_keeps_no_other_hook_from_its_call_and
     recorder.callbacks = Callbacks([callback])
     recorder.record_end(Teardown("failed", "it failed", 2, CheckpointError("it failed")), None)
     assert callback.called == ["on_exception", "on_end"]
-    warnings = [event["text"] for event in recorder.new_events() if event["kind"] == "warning"]
+    warnings = [event.text for event in recorder.new_events() if isinstance(event, RunWarning)]
     assert [text.count("\n") for text in warnings] == [1, 1] and "callback Raising.on_end" in warnings[1]
     assert all(f'File "{__file__}", line ' in text and "the run itself is not touched" in text for text in warnings)
 
@@ -155,7 +157,7 @@ def test_a_validation_in_which_nothing_counts_has_no_loss_and_the_run_goes_on(tm
     """Only padding in the validation samples: the run ended with `ZeroDivisionError`, without a cure."""
     recorder = RunRecorder(SimpleNamespace(folder=tmp_path))
     recorder.record_validation(4, [{"losses": {0: (0.0, 0.0), 1: (0.0, 0.0)}, "seconds": 0.1}])
-    assert math.isnan(recorder.new_events()[0]["validation_loss"])
+    assert math.isnan(recorder.new_events()[0].validation_loss)
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["validation_loss"] is None
 
 
@@ -170,6 +172,6 @@ def test_skipped_steps_are_told_at_first_and_whenever_their_number_has_doubled(t
     report |= {"mirror_seconds": 0.0, "digest": None, "spans": []}
     for step in range(9):
         recorder.record_step(step, {0: {**report, "skipped": step > 0}})
-    told = [event["text"].splitlines() for event in recorder.new_events() if event["kind"] == "warning"]
+    told = [event.text.splitlines() for event in recorder.new_events() if isinstance(event, RunWarning)]
     assert [what.partition(" was skipped")[0] for what, _ in told] == ["step 2", "step 3", "step 5", "step 9"]
     assert told[0][0].endswith("loss nan, gradient norm 0.5") and told[3][0].endswith("so were 7 steps before it")

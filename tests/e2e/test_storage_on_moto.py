@@ -31,6 +31,7 @@ from raypar.errors import ConfigError, LeaseLostError
 from raypar.launch import train_job_in_new_folder
 from raypar.launch.client_storage_session import resumed_run_on_storage
 from raypar.launch.resume import find_checkpoint
+from raypar.record.events import DriverLoss, Event, SavedCheckpoint
 from raypar.run_folder import RunFolder
 from raypar.storage.run_lease import LEASE_S, Lease
 from raypar.storage.s3_lease_store import s3_lease_store
@@ -215,7 +216,7 @@ def test_a_driver_killed_while_it_uploads_is_followed_by_one_that_goes_on_and_no
 ):
     expected, pauses = Undisturbed.of(tmp_path, "steps=40"), Pauses(monkeypatch, at)
     words = ["plan.stages=1", "plan.replicas=2", "steps=40", "checkpoint.every=4", "model.args.sleep_s=0.05", "elastic=true"]
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
 
     def kill_driver(there: bool) -> None:
         facts = next(tmp_path.glob("raypar-*/tiny/members.json")).read_text()
@@ -226,7 +227,7 @@ def test_a_driver_killed_while_it_uploads_is_followed_by_one_that_goes_on_and_no
     with as_soon_as(pauses.met.is_set, kill_driver, limit_s=120):
         result = train_job_in_new_folder(load_job(job, words), events.append)
     assert (result.end, result.weights_sha256) == ("done", expected.weights_sha256), result.why
-    assert [event for event in events if event["kind"] == "driver"], "another driver has taken over"
+    assert [event for event in events if isinstance(event, DriverLoss)], "another driver has taken over"
     lines = lines_at(s3.at("runs/tiny"))
     assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == expected.losses
     assert [event["kind"] for event in lines_at(s3.at("runs/tiny"), "events.jsonl")][-1] == "end"
@@ -326,8 +327,8 @@ def test_a_run_whose_lease_was_taken_ends_with_one_error_and_writes_nothing_more
     monkeypatch.setattr("raypar.storage.held_lease.RENEW_S", 1.0)
     written: dict[str, Any] = {}
 
-    def tell(event: dict[str, Any]) -> None:
-        if event["kind"] == "checkpoint" and not written:
+    def tell(event: Event) -> None:
+        if isinstance(event, SavedCheckpoint) and not written:
             s3.client.put_object(
                 Bucket="bucket", Key="runs/tiny/lease.json", Body=Lease("other", "process 1 of elsewhere").to_bytes()
             )

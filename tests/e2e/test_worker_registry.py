@@ -64,9 +64,7 @@ def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatc
 
     async def scene():
         over = []
-        registry = WorkerRegistry(
-            SimpleNamespace(workers=workers), None, told.append, lambda kind, **facts: None, workers.__contains__
-        )
+        registry = WorkerRegistry(SimpleNamespace(workers=workers), None, told.append, lambda event: None, workers.__contains__)
         for number in workers:
             registry.add_started_worker(number, WorkerHello("127.0.0.1:1", "node", 1, {}))
         watching = asyncio.ensure_future(registry.watch(1.0, lambda: bool(over)))
@@ -89,7 +87,11 @@ def test_people_are_told_of_nodes_that_flap_whenever_the_age_that_new_ones_have_
     told = []
     pool = SimpleNamespace(workers={})
     registry = WorkerRegistry(
-        pool, None, told.append, lambda kind, **facts: told.append((kind, facts["text"])), {}.__contains__
+        pool,
+        None,
+        told.append,
+        lambda event: told.append((event.kind, event.line().removeprefix("warning: "))),
+        {}.__contains__,
     )
     registry._look_for_flapping_nodes({"head"}, {"dead before"})
     for number in range(1, 7):

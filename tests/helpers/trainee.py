@@ -20,6 +20,7 @@ from helpers.tiny_job import write_job
 
 from raypar.config import load_job
 from raypar.launch import Result, train_job_in_new_folder
+from raypar.record.events import Event
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.worker_assignments import make_layer_graph
 
@@ -39,7 +40,8 @@ class Trainee:
     ) -> Result:
         acts = dict(then or {}) | ({at: lambda: act(self.pids)} if act is not None else {})
 
-        def tell(event: dict) -> None:
+        def tell(given: Event) -> None:
+            event = given.facts()
             self.events.append({**event, "at_s": time.monotonic()})
             if event["kind"] == "stage" and event["stage"] == "started":
                 self.pids = [int(pid) for pid in re.findall(r"\d+", event["text"].split("pids")[1])]

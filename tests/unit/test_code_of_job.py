@@ -155,7 +155,7 @@ def request_of(tmp_path, monkeypatch):
     """`request_of(resume_from)`: the driver's request for a run of a job that is begun, or goes on from a checkpoint."""
     made = []
 
-    def connect(spec, chosen, make_request, options, tell) -> Result:
+    def connect(spec, chosen, make_request, options, tell, after) -> Result:
         made.append(make_request(options.make_folder(chosen), "127.0.0.1"))
         return Result({}, "", "failed", 0)
 
@@ -199,7 +199,7 @@ def test_the_driver_tells_and_records_the_warnings_of_its_request(monkeypatch):
         call()
 
     parts = SimpleNamespace(
-        side_effects=SimpleNamespace(awaited=awaited, note=lambda kind, text: told.append((kind, text))),
+        side_effects=SimpleNamespace(awaited=awaited, note=lambda event: told.append((event.kind, event.text))),
         recorder=SimpleNamespace(record_resumption=lambda: None, new_events=list),
         feed=SimpleNamespace(pass_on=lambda events: None),
         request=SimpleNamespace(run="r", warnings=("other code",)),

@@ -19,6 +19,7 @@ from raypar.errors import ConfigError, PlanError
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.ray_job_resubmission import find_unfinished_run
 from raypar.launch.resume import find_last_whole_checkpoint, prepare_resumed_run
+from raypar.record.events import Event
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import describe_edition_change, list_contract_differences, load_manifest
 from raypar.worker.job_spec import CONTRACT_CHARACTERS, Ref, contract_of_job, stable_callable_label
@@ -262,14 +263,14 @@ def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.Captur
     assert "run old: ended, generation 2, step 5 of 8" in shown and "lost worker 1" in shown
     job = parse_job(old.job.read_text())
     assert find_unfinished_run(job) == (old, "")
-    told: list[dict] = []
+    told: list[Event] = []
     path = find_last_whole_checkpoint(old, told.append)
     options, _ = prepare_resumed_run(
         path, LaunchOptions(make_folder=lambda chosen: old), job.to_spec(), lambda checked: None, told.append
     )
     assert (options.resume, options.steps_done) == (path, 5)
-    assert [event["kind"] for event in told] == ["warning", "resuming"]
-    assert "was computed by edition 1 of the numerics contract, and the run goes on by edition 2" in told[0]["text"]
+    assert [event.kind for event in told] == ["warning", "resuming"]
+    assert "was computed by edition 1 of the numerics contract, and the run goes on by edition 2" in (told[0].line() or "")
 
 
 @pytest.mark.parametrize(

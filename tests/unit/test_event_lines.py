@@ -6,10 +6,10 @@ import json
 import pytest
 
 from raypar.console.brief_event_printer import BriefEventPrinter
-from raypar.console.event_lines import event_line
 from raypar.console.event_printer import EventPrinter
 from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.launch import Result
+from raypar.record.events import parse_event
 from raypar.trainer import Trainer
 
 NODE = "b09ad58ff304f43bab2062275bfedc43fc221be2deddc4e46c63e95e"
@@ -107,7 +107,7 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
     ],
 )
 def test_an_event_is_told_in_one_line(event, words):
-    assert event_line(event) == words
+    assert parse_event(event).line() == words
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def printed(*events: dict, as_json: bool = False) -> list[str]:
     out = io.StringIO()
     console = EventPrinter(steps=200, as_json=as_json, out=out)
     for event in events:
-        console(event)
+        console(parse_event(event))
     return out.getvalue().splitlines()
 
 
@@ -225,7 +225,7 @@ def test_the_speed_at_the_end_says_of_how_many_steps_it_is_if_not_of_all():
         out = io.StringIO()
         console = EventPrinter(steps=200, out=out)
         for step in (199, 200):
-            console({**STEP, "step": step})
+            console(parse_event({**STEP, "step": step}))
         console.finish(Result(metrics={}, path="runs/tiny", end="done", done=done, why="all steps are done"))
         return next(line for line in out.getvalue().splitlines() if line.startswith("all steps are done"))
 
@@ -236,8 +236,8 @@ def test_the_speed_at_the_end_says_of_how_many_steps_it_is_if_not_of_all():
 def test_the_end_of_a_disturbed_run_says_what_it_has_survived():
     out = io.StringIO()
     console = EventPrinter(steps=200, out=out)
-    console({"kind": "lost", "worker": 3})
-    console({"kind": "generation", "generation": 2, "workers": [0], "pause_s": 0.4, "again": 2})
+    console(parse_event({"kind": "lost", "worker": 3}))
+    console(parse_event({"kind": "generation", "generation": 2, "workers": [0], "pause_s": 0.4, "again": 2}))
     console.finish(Result(metrics={}, path="runs/tiny", end="done", done=200, why="all 200 steps are done"))
     assert "survived: 1 worker lost; 0.4 s of pauses in all, 2 steps executed again" in out.getvalue().splitlines()
 
@@ -247,7 +247,7 @@ def test_the_end_of_a_run_says_how_many_of_its_steps_were_skipped():
     out = io.StringIO()
     console = EventPrinter(steps=3, out=out)
     for step, skipped in ((1, {}), (2, {"skipped": True}), (3, {"skipped": True})):
-        console({**STEP, "step": step, **skipped})
+        console(parse_event({**STEP, "step": step, **skipped}))
     console.finish(Result(metrics={}, path="runs/tiny", end="done", done=3, why="all 3 steps are done"))
     assert "skipped 2 of 3 steps: loss or gradient norm not finite" in out.getvalue().splitlines()
 
@@ -272,14 +272,18 @@ def test_a_program_is_told_where_the_checkpoint_is_what_comes_next_and_the_hash(
 
 def test_a_run_among_many_has_a_few_lines_with_its_name(capsys):
     console = BriefEventPrinter("lr_0.1", ["hunter2hunter2"])
-    console({"kind": "stage", "stage": "read", "text": "job lr_0.1: 8 steps"})
-    console({"kind": "stage", "stage": "planned", "text": "2 workers = 2 stages, schedule 1f1b; predicted step 9 ms\nmore"})
-    console({"kind": "waiting_for", "text": "no news for 2 s; now loading PyTorch"})
-    console({"kind": "waiting", "text": "waiting for 2 CPUs: 0 of 2 are free, run lr_0.2 has 2"})
-    console({"kind": "stage", "stage": "built", "text": "stages built"})
-    console(STEP)
-    console({"kind": "warning", "text": "the disk hunter2hunter2 is full\n  cure: free it"})
-    console({"kind": "checkpoint", "step": 8, "path": "x"})
+    console(parse_event({"kind": "stage", "stage": "read", "text": "job lr_0.1: 8 steps"}))
+    console(
+        parse_event(
+            {"kind": "stage", "stage": "planned", "text": "2 workers = 2 stages, schedule 1f1b; predicted step 9 ms\nmore"}
+        )
+    )
+    console(parse_event({"kind": "waiting_for", "text": "no news for 2 s; now loading PyTorch"}))
+    console(parse_event({"kind": "waiting", "text": "waiting for 2 CPUs: 0 of 2 are free, run lr_0.2 has 2"}))
+    console(parse_event({"kind": "stage", "stage": "built", "text": "stages built"}))
+    console(parse_event({**STEP, "step": 1}))
+    console(parse_event({"kind": "warning", "text": "the disk hunter2hunter2 is full\n  cure: free it"}))
+    console(parse_event({"kind": "checkpoint", "step": 8, "path": "x"}))
     console.finish(Result({"loss": 0.5}, "runs/lr_0.1", "done", 8, "all 8 steps are done"))
     *lines, end = capsys.readouterr().out.splitlines()
     assert lines[:2] == [
@@ -297,4 +301,4 @@ def test_json_lines_carry_the_events_as_they_are():
 
 
 def test_the_end_after_no_known_number_of_steps_is_told():
-    assert event_line({"kind": "end", "end": "failed", "step": None}) == "failed after 0 steps"
+    assert parse_event({"kind": "end", "end": "failed", "step": None}).line() == "failed after 0 steps"

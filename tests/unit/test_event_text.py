@@ -50,11 +50,11 @@ def test_steps_that_are_executed_again_are_told_only_where_there_are_any():
 
 
 def test_a_worker_that_is_lost_before_it_has_started_has_no_node():
-    assert membership_event_text.worker_lost_event("worker 3 (stage 1)", WHO, "it died")["text"] == (
+    assert membership_event_text.worker_lost_event("worker 3 (stage 1)", WHO, "it died").text == (
         "worker 3 (stage 1) (worker 3, node 0a1b2c3d, pid 77) is lost: it died"
     )
-    facts = {"worker": 3, "coordinate": "worker 3", "why": "it died"}
-    assert membership_event_text.worker_lost_event("worker 3", {"worker": 3}, "it died") == facts | {
+    facts = {"kind": "lost", "worker": 3, "coordinate": "worker 3", "why": "it died"}
+    assert membership_event_text.worker_lost_event("worker 3", {"worker": 3}, "it died").facts() == facts | {
         "text": "worker 3 (worker 3) is lost: it died"
     }
 
@@ -86,7 +86,8 @@ def test_a_node_is_told_as_lost_once_all_its_workers_are_lost_together():
     fallen, node = NodeLossTracker(), "855ce93100ff"
     assert fallen.lost(0, node, [3], False, 10.0) is None, "another is still there"
     told = fallen.lost(3, node, [], False, 11.0)
-    assert told == {
+    assert told is not None and told.facts() == {
+        "kind": "node",
         "text": "no worker is left on node 855ce931: workers 0, 3 were lost together",
         "node": "855ce931",
         "workers": [0, 3],
@@ -94,14 +95,14 @@ def test_a_node_is_told_as_lost_once_all_its_workers_are_lost_together():
     assert fallen.lost(4, node, [], False, 12.0) is None, "one alone may have died of itself"
     assert fallen.lost(5, node, [], False, 60.0) is None
     said = fallen.lost(6, node, [], True, 90.0)
-    assert said is not None and said["text"] == "node 855ce931 is lost, with worker 6"
+    assert said is not None and said.text == "node 855ce931 is lost, with worker 6"
 
 
 def test_a_node_that_ray_finds_dead_later_is_told_then_with_whom_it_took_along():
     fallen, node = NodeLossTracker(), "855ce93100ff"
     assert fallen.lost(0, node, [], False, 10.0) is None
     told = fallen.died(node, 24.0)
-    assert told is not None and told["text"] == "node 855ce931 is lost, with worker 0"
+    assert told is not None and told.text == "node 855ce931 is lost, with worker 0"
     assert fallen.died(node, 25.0) is None
     fallen.lost(1, node, [], False, 100.0)
     assert fallen.died(node, 900.0) is None, "that worker was lost long before its node"

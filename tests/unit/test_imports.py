@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "raypar"
-PURE = ("errors", "plan", "schedule", "planner", "elastic", "telemetry")
+PURE = ("errors", "plan", "schedule", "planner", "elastic", "record", "telemetry")
 MAY_IMPORT = {
     "errors": "",
     "os_error_cure": "",
     "untrusted_files": "errors os_error_cure",
     "safe_yaml": "untrusted_files errors yaml",
-    "run_folder_schema": "untrusted_files",
     "atomic_write": "untrusted_files errors os_error_cure",
-    "storage": "untrusted_files atomic_write read_run_lines errors",
-    "read_run_lines": "untrusted_files run_folder_schema errors",
+    "storage": "untrusted_files atomic_write read_run_lines record errors",
+    "record": "plan schedule elastic errors untrusted_files",
+    "read_run_lines": "untrusted_files record errors",
     "fences": "errors",
     "ray_compat": "fences errors ray",
     "torch_compat": "fences errors torch",
@@ -30,18 +30,18 @@ MAY_IMPORT = {
     "schedule": "plan errors",
     "planner": "plan schedule errors",
     "elastic": "plan errors",
-    "telemetry": "plan errors",
+    "telemetry": "plan record errors",
     "redact_secrets": "",
     "comm": "plan errors torch_compat torch numpy cupy",
     "model": "plan comm errors user_code_errors torch_compat torch numpy",
     "worker": "schedule model comm plan planner.model_profile planner.kept_storages errors fences "
     "torch_compat user_code_errors torch numpy "
     "safetensors untrusted_files token_files storage os_error_cure",
-    "actors": "worker model elastic planner comm schedule plan telemetry redact_secrets run_folder read_run_lines atomic_write "
-    "callbacks storage errors fences ray_compat untrusted_files os_error_cure "
+    "actors": "worker model elastic planner comm schedule plan record telemetry redact_secrets run_folder read_run_lines "
+    "atomic_write callbacks storage errors fences ray_compat untrusted_files os_error_cure "
     "user_code_errors torch numpy ray",
     "config": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.init_from_setting "
-    "worker.autocast_precisions untrusted_files run_folder_schema safe_yaml traceback_filter pydantic yaml",
+    "worker.autocast_precisions untrusted_files record.events safe_yaml traceback_filter pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 
@@ -207,7 +207,6 @@ LIGHT_FILES = [
     "config",
     "untrusted_files",
     "safe_yaml",
-    "run_folder_schema",
     "atomic_write",
     "read_run_lines",
     "__init__",

@@ -371,7 +371,7 @@ def made_folder(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> tuple[Path
     told: list[str] = []
     monkeypatch.setattr(start_new_run, "launch_run", launch_run)
     monkeypatch.setattr(start_new_run, "plan_json", lambda chosen: "{}")
-    monkeypatch.setattr("raypar.console.event_printer.EventPrinter.__call__", lambda self, event: told.append(event["text"]))
+    monkeypatch.setattr("raypar.console.event_printer.EventPrinter.__call__", lambda self, event: told.append(event.text))
     trainer.fit()
     return seen["folder"].path, told, seen["options"]
 

@@ -23,6 +23,7 @@ from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
 from raypar.plan import ParallelPlan
 from raypar.read_run_lines import jsonl_line_sort_key, parse_jsonl_lines, read_lines_file
+from raypar.record.events import RunWarning, parse_event
 from raypar.run_folder import RunFolder
 
 PLAN = ParallelPlan.mesh(dp=2)
@@ -107,7 +108,7 @@ class Driver:
         self.recorder.record_end(Teardown("done", "all steps are done", END, None), None)
 
     def warnings(self) -> list[str]:
-        return [event["text"] for event in self.recorder.new_events() if event["kind"] == "warning"]
+        return [event.text for event in self.recorder.new_events() if isinstance(event, RunWarning)]
 
 
 def check(folder, last=END) -> None:
@@ -220,14 +221,14 @@ def test_a_file_that_is_damaged_under_a_driver_is_written_again(damage, tmp_path
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_to_the_events_ends_nothing(damage, alive, tmp_path):
     driver = Driver(tmp_path)
-    driver.recorder.note({"kind": "started"})
+    driver.recorder.note(parse_event({"kind": "started"}))
     for worker in range(DONE):
-        driver.recorder.note({"kind": "lost", "worker": worker, "step": worker + 1, "loss": 1.0})
+        driver.recorder.note(parse_event({"kind": "lost", "worker": worker, "step": worker + 1, "loss": 1.0}))
     DAMAGES[damage](tmp_path / "events.jsonl")
     if not alive:
         driver = Driver(tmp_path)
         driver.take_over()
-    driver.recorder.note({"kind": "driver"})
+    driver.recorder.note(parse_event({"kind": "driver"}))
     driver.end()
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events[-2:]] == ["driver", "end"]
@@ -278,7 +279,7 @@ def test_lines_of_a_full_disk_outlive_the_driver(steps, full, keys, tmp_path):
     first.steps(0, 20)
     full.now = True
     first.steps(20, 20 + steps)
-    first.recorder.note({"kind": "lost", "worker": 3})
+    first.recorder.note(parse_event({"kind": "lost", "worker": 3}))
     assert sum("cannot be written" in text for text in first.warnings()) == 2, "once for each file"
     for _ in range(2):  # it is killed, and the next one as well, and the disk is still full
         driver = Driver(tmp_path, last=END + steps)
@@ -337,7 +338,7 @@ def test_the_journal_knows_so_many_events_and_no_more(keys, tmp_path):
         driver = Driver(tmp_path)
         driver.take_over()
         for worker in range(MIRRORED_LINES):
-            driver.recorder.note({"kind": "lost", "worker": worker})
+            driver.recorder.note(parse_event({"kind": "lost", "worker": worker}))
         blocks = [key for key in keys if "/lines/events" in key]
         assert MIRRORED_LINES / BLOCK_LINES <= len(blocks) <= MIRRORED_LINES / BLOCK_LINES + 2
     (tmp_path / "events.jsonl").unlink()
@@ -393,8 +394,8 @@ def test_a_driver_that_wakes_after_its_successor_has_written_removes_nothing(tmp
     new = Driver(tmp_path)
     new.take_over()
     new.steps(20, END)
-    new.recorder.note({"kind": "driver"})
-    old.recorder.note({"kind": "note", "text": "it has slept"})
+    new.recorder.note(parse_event({"kind": "driver"}))
+    old.recorder.note(parse_event({"kind": "note", "text": "it has slept"}))
     old.recorder.record_step(19, {0: {**new.journal.step_report(19), "spans": [], "ledger": {}}})
     new.end()
     check(tmp_path)

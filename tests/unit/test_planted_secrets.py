@@ -20,6 +20,7 @@ from raypar.errors import UserCodeError
 from raypar.launch.result import Result, keep_full_error
 from raypar.launch.start_new_run import warnings_about_secrets
 from raypar.plan import ParallelPlan
+from raypar.record.events import RunWarning, SavedCheckpoint, parse_event, parse_metrics
 from raypar.redact_secrets import REMOVED
 from raypar.run_folder import RunFolder
 from raypar.telemetry.run_telemetry import RunTelemetry
@@ -62,10 +63,11 @@ def folder(tmp_path):
     folder.job.write_text("steps: 4\n")
     policy = RunPolicy(workers=1, job_steps=4)
     recorder = RunRecorder(SimpleNamespace(folder=str(folder.path), run="tiny", policy=policy))
-    recorder.note({"kind": "started", "text": f"1 worker {PLANTED}"})
-    recorder.note({"kind": "lost", "worker": 0, "why": PLANTED, "coordinate": PLANTED})
-    recorder.note({"kind": "warning", "text": f"{PLANTED}\n{PRIVATE}"})
-    recorder._write({"step": 1, "loss": 1.0, "seconds": 1.0, "samples_per_s": 8.0, "note_of_a_callback": PLANTED})
+    recorder.note(parse_event({"kind": "started", "text": f"1 worker {PLANTED}"}))
+    recorder.note(parse_event({"kind": "lost", "worker": 0, "why": PLANTED, "coordinate": PLANTED}))
+    recorder.note(parse_event({"kind": "warning", "text": f"{PLANTED}\n{PRIVATE}"}))
+    step = {"step": 1, "loss": 1.0, "seconds": 1.0, "samples_per_s": 8.0, "note_of_a_callback": PLANTED}
+    recorder._write(parse_metrics(step))
     recorder._save_totals(0.0)
     machine = RunMachine(policy)
     machine.phase, machine.recovery.why = Phase.WAITING, PLANTED
@@ -73,7 +75,7 @@ def folder(tmp_path):
     text = status.text_if_changed(machine, lambda number: {"worker": number}, lambda plan: "1f1b")
     assert text is not None
     recorder.write_members_file(text)
-    recorder.note({"kind": "end", "end": "failed", "why": PLANTED, "step": 1})
+    recorder.note(parse_event({"kind": "end", "end": "failed", "why": PLANTED, "step": 1}))
     recorder.metrics.close()
     recorder.events.close()
     error = UserCodeError(PLANTED, cure="")
@@ -121,8 +123,8 @@ def test_no_command_shows_a_secret_of_a_folder_that_has_some(tmp_path, capsys, c
 def test_no_event_for_the_client_has_a_secret():
     async def told() -> str:
         feed = EventFeed()
-        feed.tell("warning", text=PLANTED)
-        feed.pass_on([{"kind": "lost", "worker": 0, "why": f"{PLANTED} {PRIVATE}"}])
+        feed.tell(RunWarning(text=PLANTED))
+        feed.pass_on([parse_event({"kind": "lost", "worker": 0, "why": f"{PLANTED} {PRIVATE}"})])
         events, _, _ = await feed.after(feed.epoch, 0, 0.01)
         return json_text(events)
 
@@ -136,7 +138,7 @@ def test_the_path_of_a_checkpoint_comes_to_the_client_as_it_is_and_is_printed_wi
 
     async def told(path: str) -> dict:
         feed = EventFeed()
-        feed.tell("checkpoint", step=4, path=path)
+        feed.tell(SavedCheckpoint(step=4, path=path))
         events, _, _ = await feed.after(feed.epoch, 0, 0.01)
         return events[0]
 
@@ -145,7 +147,7 @@ def test_the_path_of_a_checkpoint_comes_to_the_client_as_it_is_and_is_printed_wi
             event = asyncio.run(told(path))
             assert event["path"] == path
             out = io.StringIO()
-            EventPrinter(steps=4, as_json=as_json, out=out)(event)
+            EventPrinter(steps=4, as_json=as_json, out=out)(parse_event(event))
             assert shown in out.getvalue() and found_in(out.getvalue()) == set()
 
 
@@ -158,7 +160,7 @@ def test_no_error_that_a_command_prints_has_a_secret(tmp_path, capsys):
 
 def test_metrics_have_names_and_numbers_only():
     telemetry = RunTelemetry()
-    telemetry.totals.add_event({"kind": "lost", "worker": 0, "why": PLANTED})
+    telemetry.totals.add_event(parse_event({"kind": "lost", "worker": 0, "why": PLANTED}))
     assert found_in(json_text(telemetry.values(4, 1.0))) == set()
 
 

@@ -4,19 +4,18 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from helpers.recorded_runs import history_of, view_of
 
 from raypar.actors.run_recorder import RunRecorder
-from raypar.console.event_lines import event_line
-from raypar.console.fault_summary import COUNTED, summarize_faults
 from raypar.console.run_report import RunFiles, build_run_report
 from raypar.console.run_status import build_run_status
-from raypar.console.throughput_chart_data import build_run_history
 from raypar.elastic.run_policy import RunPolicy
 from raypar.launch.resume import rewind_metrics
 from raypar.launch.resumption import describe_resumption
+from raypar.record.events import Resumption
+from raypar.record.totals import RunTotals
 from raypar.run_folder import RunFolder
 from raypar.telemetry.run_telemetry import RunTelemetry
-from raypar.telemetry.run_totals import RunTotals
 
 BEFORE = "2 stages x 2 replicas"
 NOW = "2 stages x 1 replica"
@@ -36,9 +35,9 @@ def steps(first: int, last: int, at_s: float) -> list[dict]:
     ]
 
 
-def resumption(metrics=None, events=(STARTED,), done=120, plan=NOW) -> dict:
+def resumption(metrics=None, events=(STARTED,), done=120, plan=NOW) -> Resumption:
     metrics = steps(1, 152, 1000.0) if metrics is None else metrics
-    return describe_resumption(done, metrics, events, {"plan": BEFORE, "time": 1100.0}, plan, 1200.0)
+    return describe_resumption(done, view_of(metrics, events), {"plan": BEFORE, "time": 1100.0}, plan, 1200.0)
 
 
 @pytest.fixture
@@ -55,8 +54,8 @@ def killed(tmp_path) -> RunFolder:
 
 def test_a_resumption_says_from_where_what_is_executed_again_how_the_former_start_ended_and_the_plan():
     found = resumption()
-    assert found["text"] == TEXT == event_line(found)
-    assert (found["step"], found["again"], found["lost"], found["former_end_s"]) == (120, 32, True, 1152.0)
+    assert found.text == TEXT == found.line()
+    assert (found.step, found.again, found.lost, found.former_end_s) == (120, 32, True, 1152.0)
 
 
 @pytest.mark.parametrize("metrics, events, plan, text", [
@@ -66,24 +65,24 @@ def test_a_resumption_says_from_where_what_is_executed_again_how_the_former_star
     (steps(1, 122, 0.0), (STARTED, {"kind": "end", "end": "failed"}), BEFORE,
      "; steps 121-122 had been reported and are executed again"),
     ([], (), NOW, "; plan 2 stages x 2 replicas -> 2 stages x 1 replica"),
-    (steps(1, 90, 0.0), (STARTED, {"kind": "end", "end": "stopped"}, {"kind": "resumed"}), BEFORE,
+    (steps(1, 90, 0.0), (STARTED, {"kind": "end", "end": "stopped"}, {"kind": "resumed", "text": "x", "step": 1}), BEFORE,
      "; the run had broken off after step 120 without recording an end (killed?)"),
 ])  # fmt: skip
 def test_what_did_not_happen_is_not_told(metrics, events, plan, text):
-    assert resumption(metrics, events, plan=plan)["text"] == "resumed from the checkpoint after step 120" + text
+    assert resumption(metrics, events, plan=plan).text == "resumed from the checkpoint after step 120" + text
 
 
 def test_lines_of_steps_after_the_checkpoint_are_removed_and_counted(killed):
     found = rewind_metrics(killed, 120, NOW)
-    assert found["text"] == TEXT and found["again"] == 32
+    assert found.text == TEXT and found.again == 32
     assert [line["step"] for line in killed.read_lines(killed.metrics)] == list(range(1, 121))
-    assert rewind_metrics(killed, 120, NOW)["again"] == 0, "nothing has been reported since"
+    assert rewind_metrics(killed, 120, NOW).again == 0, "nothing has been reported since"
 
 
 def test_the_driver_records_the_resumption_once_and_counts_its_steps(killed):
     found = rewind_metrics(killed, 120, NOW)
     policy = RunPolicy(workers=2, steps_before_run=120, job_steps=200)
-    request = SimpleNamespace(run="tiny", folder=str(killed.path), policy=policy, resumption=found)
+    request = SimpleNamespace(run="tiny", folder=str(killed.path), policy=policy, resumption=[found])
     for _ in range(2):  # the first driver dies before its workers have started, and Ray starts another
         recorder = RunRecorder(request)
         recorder.record_resumption()
@@ -106,7 +105,7 @@ def test_what_the_killed_driver_had_not_saved_in_its_totals_is_counted(killed):
     killed.totals.write_text(json.dumps(saved.as_document()))
     found = rewind_metrics(killed, 120, NOW)
     policy = RunPolicy(workers=2, steps_before_run=120, job_steps=200)
-    recorder = RunRecorder(SimpleNamespace(run="tiny", folder=str(killed.path), policy=policy, resumption=found))
+    recorder = RunRecorder(SimpleNamespace(run="tiny", folder=str(killed.path), policy=policy, resumption=[found]))
     recorder.record_resumption()
     totals = recorder.telemetry.totals
     assert (totals.steps, totals.last_step, totals.samples, totals.lost_workers) == (120, 120, 960, 2)
@@ -119,18 +118,22 @@ def test_steps_executed_again_by_a_resumption_are_in_all_sums():
     telemetry.totals.add_event(resumption())
     assert telemetry.totals.replayed_steps == 32
     generation = {"kind": "generation", "generation": 2, "workers": [0], "pause_s": 0.5, "again": 2}
-    assert "resumed" in COUNTED
-    assert summarize_faults([resumption(), generation]) == (
+    resumed = resumption().facts()
+    assert view_of(events=[resumed, generation]).faults == (
         "the whole run lost and resumed (the time in which nothing ran is not counted); "
         "0.5 s of pauses in all, 34 steps executed again"
     )
-    assert summarize_faults([{**resumption(), "again": 0, "lost": False}]) is None, "stopped and resumed is no fault"
-    assert summarize_faults([{**resumption(), "lost": False}]) == "0.0 s of pauses in all, 32 steps executed again"
+    assert view_of(events=[{**resumed, "again": 0, "lost": False}]).faults is None, "stopped and resumed is no fault"
+    assert view_of(events=[{**resumed, "lost": False}]).faults == "0.0 s of pauses in all, 32 steps executed again"
 
 
 def whole_run() -> tuple[list[dict], list[dict]]:
     """Metrics and events of a run that was killed at 1152, resumed at 1200, and whose workers had started at 1227."""
-    events = [STARTED, {"kind": "checkpoint", "time": 1120.5, "step": 120, "path": "x"}, {**resumption(), "time": 1201.0}]
+    events = [
+        STARTED,
+        {"kind": "checkpoint", "time": 1120.5, "step": 120, "path": "x"},
+        {**resumption().facts(), "time": 1201.0},
+    ]
     events += [{"kind": "note", "text": "the run begins with 2 workers", "time": 1210.0}, {**STARTED, "time": 1227.0}]
     return [*steps(1, 120, 1000.0), *steps(121, 160, 1230.0)], events
 
@@ -138,10 +141,10 @@ def whole_run() -> tuple[list[dict], list[dict]]:
 def test_status_and_report_tell_the_resumption_and_the_steps():
     metrics, events = whole_run()
     events.append({"kind": "end", "time": 1271.0, "end": "done", "step": 160})
-    empty = {"plan": None, "members": None, "cluster": None}
-    status = build_run_status("tiny", "runs/tiny", steps=160, metrics=metrics, events=events, now=1300.0, **empty)
+    view, empty = view_of(metrics, events), {"plan": None, "members": None, "cluster": None}
+    status = build_run_status("tiny", "runs/tiny", view, steps=160, now=1300.0, **empty)
     assert TEXT in [line for _, line in status.story] and "32 steps executed again" in (status.survived or "")
-    report = build_run_report(status, RunFiles(metrics, events, None, None, None, None), 1300.0)
+    report = build_run_report(status, RunFiles(view, None, None, None, None), 1300.0)
     facts = {fact.name: (fact.value, fact.note) for fact in report.facts}
     assert TEXT in [line for _, _, line in report.story]
     assert facts["recoveries"] == ("0", "no worker lost or joined; 32 steps again after a resumption")
@@ -151,8 +154,8 @@ def test_status_and_report_tell_the_resumption_and_the_steps():
 
 def test_the_time_axis_has_the_steps_that_came_to_nothing_and_not_the_time_in_which_nothing_ran():
     """The time since the last checkpoint was left out with that after the kill."""
-    found = build_run_history(*whole_run())
+    found = history_of(*whole_run())
     assert found.end_s == pytest.approx(152 + 3 + 40)
     assert found.between_starts_s == (pytest.approx(75.0),)
-    one = build_run_history(steps(1, 9, 1000.0), [STARTED])
+    one = history_of(steps(1, 9, 1000.0), [STARTED])
     assert one.between_starts_s == () and one.end_s == pytest.approx(9.0)

@@ -8,12 +8,13 @@ from ray.exceptions import ActorUnschedulableError, RayActorError
 from raypar.actors import driver_client
 from raypar.actors.driver_client import RunFollower
 from raypar.errors import OutOfMemory, WorkerLost
+from raypar.record.events import Event
 
 END = {"kind": "end", "end": "done", "why": "all steps are done", "done": 3, "error": None}
 
 
 def step(number: int) -> dict:
-    return {"kind": "step", "step": number}
+    return {"kind": "step", "step": number, "loss": 1.0, "seconds": 1.0, "samples_per_s": 8.0}
 
 
 class Driver:
@@ -44,7 +45,7 @@ def follow(monkeypatch: pytest.MonkeyPatch):
         fake = SimpleNamespace(wait=lambda calls, timeout: (calls, []), get=driver.get)
         monkeypatch.setattr(driver_client, "ray", fake)
         monkeypatch.setattr(driver_client.time, "sleep", lambda seconds: None)
-        told: list[dict] = []
+        told: list[Event] = []
         request = SimpleNamespace(policy=SimpleNamespace(steps_before_run=0, elastic=elastic), folder="/r/tiny", storage="")
         end = RunFollower(driver, request, tell or told.append, list(asked)).follow()
         return end, told
@@ -53,11 +54,14 @@ def follow(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_restarted_driver_sends_events_again_and_each_is_told_once(follow):
-    validation, checkpoint = {"kind": "validation", "step": 2}, {"kind": "checkpoint", "step": 2, "path": "c"}
+    validation, checkpoint = (
+        {"kind": "validation", "step": 2, "validation_loss": 1.0},
+        {"kind": "checkpoint", "step": 2, "path": "c"},
+    )
     before = [step(1), step(2), validation, checkpoint]
     driver = Driver(before, RayActorError(), [*before, {"kind": "note"}, step(3), END])
     end, told = follow(driver)
-    assert told == [*before, {"kind": "note"}, step(3)]
+    assert [event.facts() for event in told] == [*before, {"kind": "note"}, step(3)]
     assert (end.end, end.done, driver.starts) == ("done", 3, 1)
 
 
@@ -84,15 +88,15 @@ def test_the_loss_of_a_driver_is_told_before_anything_is_removed(follow):
     told = []
     with pytest.raises(WorkerLost) as raised:
         follow(Driver([step(1)], RayActorError()), elastic=False, tell=told.append)
-    assert told[-1]["kind"] == "warning"
-    assert raised.value.what in told[-1]["text"] and "raypar resume" in told[-1]["text"]
+    assert told[-1].kind == "warning"
+    assert raised.value.what in told[-1].text and "raypar resume" in told[-1].text
 
 
 def test_ctrl_c_is_passed_on_to_every_driver_once(follow):
     driver = Driver([step(1)], [step(2)], RayActorError(), [step(3)], [END])
     _, told = follow(driver, "Ctrl-C")
     assert driver.stops == ["Ctrl-C", "Ctrl-C"]
-    assert [event["kind"] for event in told] == ["step", "stopping", "step", "step", "stopping"]
+    assert [event.kind for event in told] == ["step", "stopping", "step", "step", "stopping"]
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(follow):
@@ -112,7 +116,7 @@ def test_a_driver_that_dies_again_and_again_in_the_same_step_ends_the_run_and_on
 
 
 def test_a_terminal_that_is_gone_does_not_keep_the_driver_from_saving(follow):
-    def gone(event: dict) -> None:
+    def gone(event: Event) -> None:
         raise OSError("the terminal is gone")
 
     end, _ = follow(Driver([step(1)], [END]), "SIGHUP", tell=gone)

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from helpers.recorded_runs import view_of
 
 from raypar.actors.membership_event_text import training_facts
 from raypar.cli import main
@@ -15,11 +16,11 @@ from raypar.console.run_report import RunFiles, build_run_report
 from raypar.console.run_report_html import run_report_html
 from raypar.console.run_status import build_run_status
 from raypar.console.untrusted_svg import copy_untrusted_svg
+from raypar.record.totals import RunTotals
 from raypar.redact_secrets import REMOVED, is_secret_name, redact_text, redact_value, secrets_of_environment
 from raypar.schedule.line_chart import ChartSeries, bucket_means, downsample_min_max, line_chart_svg
 from raypar.schedule.swimlane_svg import swimlanes_svg
 from raypar.schedule.throughput_chart import RunHistory, throughput_svg
-from raypar.telemetry.run_totals import RunTotals
 
 BEGAN = 1_795_475_862.0
 TAGS = {
@@ -238,18 +239,9 @@ def test_a_hundred_thousand_steps_and_thousands_of_events_make_a_small_page_with
         at = BEGAN + 0.6 * i
         events.append({"kind": "lost", "worker": i, "time": at, "why": "it died " * 9})
         events.append({"kind": "generation", "generation": i + 2, "workers": [i], "time": at + 0.3, "pause_s": 0.1, "step": i})
-    status = build_run_status(
-        "long",
-        "runs/long",
-        steps=100_000,
-        plan=PLAN,
-        members=None,
-        metrics=metrics,
-        events=events,
-        cluster=None,
-        now=BEGAN + 1000,
-    )
-    files = RunFiles(metrics, events, PLAN, None, None, None)
+    view = view_of(metrics, events)
+    status = build_run_status("long", "runs/long", view, steps=100_000, plan=PLAN, members=None, cluster=None, now=BEGAN + 1000)
+    files = RunFiles(view, PLAN, None, None, None)
     page = run_report_html(build_run_report(status, files, BEGAN + 1000))
     assert len(page) < 600_000
     text = Page(page).text
@@ -396,10 +388,9 @@ def test_a_report_needs_no_torch(tmp_path):
 
 def test_the_goodput_is_that_of_the_runs_totals_as_in_raypar_top():
     metrics = [{"step": i, "loss": 1.0, "seconds": 0.5, "samples_per_s": 8.0, "time": BEGAN + i} for i in (1, 2, 3)]
-    status = build_run_status(
-        "run", "runs/run", steps=3, plan=PLAN, members=None, metrics=metrics, events=[], cluster=None, now=BEGAN + 9
-    )
+    view = view_of(metrics)
+    status = build_run_status("run", "runs/run", view, steps=3, plan=PLAN, members=None, cluster=None, now=BEGAN + 9)
     totals = RunTotals(steps=3, useful_worker_s=3.0, worker_s=6.0, startup_worker_s=1.0)
-    files = RunFiles(metrics, [], PLAN, None, None, None, totals.as_document())
+    files = RunFiles(view, PLAN, None, None, None, totals.as_document())
     facts = {fact.name: fact.value for fact in build_run_report(status, files, BEGAN + 9).facts}
     assert facts["goodput"] == f"{100 * totals.goodput:.1f} %" == "60.0 %"

@@ -5,6 +5,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from helpers.recorded_runs import view_of
 
 from raypar.actors import members_file
 from raypar.actors.members_file import MembersFileText
@@ -55,7 +56,8 @@ METRICS = [line(step, 1000 + step / 10) for step in range(1, 50)] + [line(50, 10
 
 def of(**facts):
     given = {"steps": 200, "plan": PLAN, "members": MEMBERS, "metrics": METRICS, "events": EVENTS, "cluster": None}
-    return build_run_status("tiny", "runs/tiny", **(given | {"now": 1005.5} | facts))
+    given |= {"now": 1005.5} | facts
+    return build_run_status("tiny", "runs/tiny", view_of(given.pop("metrics"), given.pop("events")), **given)
 
 
 def test_the_precision_is_that_of_the_last_start_and_only_said_where_it_is_set():
@@ -320,7 +322,7 @@ def test_a_run_that_ended_early_says_how_to_go_on(end):
     assert ("  next     `raypar submit` anew: there is no checkpoint to go on from" in lines) == (end != "done")
 
 
-def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_left_out(tmp_path, capsys):
+def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_told(tmp_path, capsys):
     folder = RunFolder.create(tmp_path, "tiny")
     folder.job.write_text("steps: 200\n")
     folder.plan.write_text(json.dumps(PLAN))
@@ -332,7 +334,10 @@ def test_the_command_reads_a_folder_and_a_line_cut_off_by_a_crash_is_left_out(tm
     assert main(["status", "tiny", "--run-dir", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["steps"], found["generation"]) == (51, 200, 2)
-    assert found["story"] == [[1004.5, "lost worker 3 (pid 5003, node 70961f5a): killed"]]
+    assert found["story"] == [
+        [1004.5, "lost worker 3 (pid 5003, node 70961f5a): killed"],
+        [None, "1 line of events.jsonl cannot be read (it is no JSON)"],
+    ]
     assert found["silent_s"] is not None
     assert main(["status", str(folder.path)]) == 0
     assert "no news for" in capsys.readouterr().out

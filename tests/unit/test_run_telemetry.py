@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.recorded_runs import events_of
 
 from raypar.actors import metrics_publisher
 from raypar.actors.metrics_publisher import MetricsPublisher
@@ -15,18 +16,22 @@ from raypar.actors.run_recorder import RunRecorder
 from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches
+from raypar.record.events import RunWarning, StepRecord, WorkerLoss, parse_event, parse_metrics
+from raypar.record.totals import RunTotals, read_totals
 from raypar.run_folder import RunFolder
 from raypar.telemetry.metric_definitions import DEFINITION_BY_NAME, METRIC_DEFINITIONS, scraped_names
 from raypar.telemetry.run_telemetry import RunTelemetry, WorkerCounts, count_workers, seat_labels
-from raypar.telemetry.run_totals import RunTotals, read_totals
 
 DASHBOARD = Path(__file__).parents[2] / "cluster/grafana/raypar.json"
 FOUR = WorkerCounts(seated=4)
 
 
-def line(step: int, seconds: float = 2.0, workers: int = 4, **more: Any) -> dict[str, Any]:
-    return {"step": step, "loss": 1 / step, "norm": 2.0, "lr": 0.1 / step, "seconds": seconds, "samples_per_s": 8 / seconds,
-            "bubble": 0.25, "busy_shares": [0.5] * workers, "peak_rss_bytes": [100 + step] * workers, **more}  # fmt: skip
+def line(step: int, seconds: float = 2.0, workers: int = 4, **more: Any) -> StepRecord:
+    facts = {"step": step, "loss": 1 / step, "norm": 2.0, "lr": 0.1 / step, "seconds": seconds, "samples_per_s": 8 / seconds,
+             "bubble": 0.25, "busy_shares": [0.5] * workers, "peak_rss_bytes": [100 + step] * workers, **more}  # fmt: skip
+    found = parse_metrics(facts)
+    assert isinstance(found, StepRecord)
+    return found
 
 
 def values(telemetry: RunTelemetry, price: float | None = None) -> dict[Any, float]:
@@ -75,7 +80,7 @@ def test_events_count_recoveries_losses_and_drivers():
         {"kind": "generation", "generation": 3, "workers": [0, 4]},
         {"kind": "driver"},
     ):
-        totals.add_event(event)
+        totals.add_event(parse_event(event))
     assert (totals.recoveries, totals.recovery_pause_s, totals.replayed_steps) == (2, 0.5, 3)
     assert (totals.lost_workers, totals.joined_workers, totals.driver_failovers) == (1, 1, 1)
 
@@ -174,9 +179,9 @@ def test_a_new_driver_counts_what_the_former_one_has_written_since_it_saved_and_
     former = RunTotals(time=100.0, last_step=2, steps=2, samples=16, step_s=4.0, useful_worker_s=16.0, worker_s=20.0, workers=4,
                        lost_workers=1)  # fmt: skip
     telemetry = RunTelemetry(former)
-    lines = [line(1), line(2), {"step": 2, "validation_loss": 1.0}, line(3), line(4)]
+    lines = [line(1), line(2), line(3), line(4)]
     events = [{"kind": "lost", "worker": 0, "time": 99.0}, {"kind": "lost", "worker": 1, "time": 101.0}]
-    telemetry.catch_up(lines, events, now=110.0)
+    telemetry.catch_up(lines, events_of(events), now=110.0)
     totals = telemetry.totals
     assert (totals.steps, totals.samples, totals.lost_workers) == (4, 32, 2)
     assert totals.worker_s == pytest.approx(20.0 + 10.0 * 4), "its workers were held while there was no driver"
@@ -208,7 +213,7 @@ def test_counters_go_on_with_a_new_driver_and_with_a_resumed_run(make_recorder):
     first = make_recorder()
     for step in range(3):
         first.record_step(step, reports(0.5))
-    first.note({"kind": "lost", "worker": 1})
+    first.note(WorkerLoss(worker=1))
     first._save_totals(0.0)
     first.record_step(3, reports(0.5))  # and then it was killed
     second = make_recorder()
@@ -297,7 +302,7 @@ def test_when_ray_takes_no_metrics_the_run_is_told_once_and_goes_on(make_recorde
     for step in range(3):
         recorder.record_step(step, reports(0.5))
         recorder.publish_metrics(FOUR)
-    warnings = [event["text"] for event in recorder.new_events() if event["kind"] == "warning"]
+    warnings = [event.text for event in recorder.new_events() if isinstance(event, RunWarning)]
     assert len(warnings) == 1 and len(calls) == 1
     assert (
         "Ray takes no metrics (RuntimeError: no agent)" in warnings[0] and "cure: the run itself is not touched" in warnings[0]

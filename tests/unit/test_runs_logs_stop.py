@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from helpers.recorded_runs import events_of, view_of
 
 from raypar.cli import main
 from raypar.commands import logs
@@ -19,6 +20,7 @@ from raypar.errors import ClusterError, ConfigError
 from raypar.launch.new_run_lines import NewLines
 from raypar.launch.stop_local_run import stop_local_run
 from raypar.launch.submit_to_job_server import make_entrypoint, make_runtime_env, submission_error
+from raypar.record.events import StartupStage
 from raypar.run_folder import RunFolder
 from raypar.writing_process import describe_process, oldest_process
 
@@ -65,7 +67,8 @@ def make_run(root: Path, name: str, metrics=(), events=(), started_s=1000.0) -> 
 
 def row(**facts):
     given = {"steps": 8, "metrics": [step(3, 1000.0)], "events": [], "members": {"phase": "running", "time": 1000.0}}
-    return build_run_row("small", "runs/small", **(given | {"locked": True, "started_s": 990.0, "now": 1001.0} | facts))
+    given |= {"locked": True, "started_s": 990.0, "now": 1001.0} | facts
+    return build_run_row("small", "runs/small", view_of(given.pop("metrics"), given.pop("events")), **given)
 
 
 def test_the_state_of_a_run():
@@ -135,24 +138,24 @@ def test_a_long_file_is_read_from_its_end_and_then_what_is_new(tmp_path):
     path.write_text("".join(json.dumps(step(n, 1000.0 + n)) + "\n" for n in range(1, 101)))
     assert len(NewLines(path).read()) == 100
     lines = NewLines(path, last_bytes=200)
-    assert [line["step"] for line in lines.read()] == [99, 100]
+    assert [event.step for event in lines.read()] == [99, 100]
     with open(path, "a") as file:
         file.write(json.dumps(step(101, 1.0))[:20])
         file.flush()
         assert lines.read() == []
         file.write(json.dumps(step(101, 1.0))[20:] + "\n")
-    assert [line["step"] for line in lines.read()] == [101] and lines.read() == []
+    assert [event.step for event in lines.read()] == [101] and lines.read() == []
     path.write_text(json.dumps(step(1, 1.0)) + "\n")
-    assert [line["step"] for line in lines.read()] == [1], "it was shortened"
+    assert [event.step for event in lines.read()] == [1], "it was shortened"
     assert NewLines(tmp_path / "none").read() == []
 
 
 def test_the_log_of_a_run_has_its_events_and_a_step_every_ten_seconds():
     log = RunLogFormatter(steps=8)
     metrics = [step(n, 1000.0 + 4 * n) for n in range(1, 8)]
-    lines = log.lines(metrics, [{"kind": "warning", "text": "slow", "time": 1009.0}])
+    lines = log.lines(events_of([*metrics[:2], {"kind": "warning", "text": "slow", "time": 1009.0}, *metrics[2:]]))
     assert [line.split("  ", 1)[1].split("  ")[0] for line in lines] == ["step 1/8", "warning: slow", "step 4/8", "step 7/8"]
-    assert [line.split("  ")[1] for line in log.lines([step(8, 1029.0)], [])] == ["step 8/8"], "the last one"
+    assert [line.split("  ")[1] for line in log.lines(events_of([step(8, 1029.0)]))] == ["step 8/8"], "the last one"
 
 
 def test_logs_prints_a_run_and_follows_it_to_its_end(tmp_path, capfd, monkeypatch):
@@ -342,7 +345,7 @@ def test_the_json_of_train_is_pure_while_ray_and_the_jobs_code_print(tmp_path, m
 
     def train(job, tell, **rest):
         print("(autoscaler) Adding 1 node")
-        tell({"kind": "stage", "stage": "checked", "text": "checked"})
+        tell(StartupStage(stage="checked", text="checked"))
         return Result({}, "runs/small", "done", 8)
 
     (tmp_path / "small.yaml").write_text(JOB)

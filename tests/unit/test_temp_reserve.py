@@ -43,8 +43,8 @@ def test_a_driver_that_dies_beside_a_full_temporary_folder_comes_back(follow, fr
     with room_for_new_driver(tmp_path):
         free(0)
         end, told = follow(Driver([step(1)], RayActorError(), [step(2)], [step(3), END]))
-    assert end.end == "done" and [event["kind"] for event in told] == ["step", "warning", "step", "step"]
-    assert "KiB that were kept for a new driver are free now" in told[1]["text"]
+    assert end.end == "done" and [event.kind for event in told] == ["step", "warning", "step", "step"]
+    assert "KiB that were kept for a new driver are free now" in told[1].text
 
 
 def test_where_the_room_does_not_do_the_error_names_the_folder_and_how_the_run_goes_on(follow, free, tmp_path):  # noqa: F811

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.recorded_runs import events_of
 
 from raypar.cli import main
 from raypar.commands import top
 from raypar.commands.top import follow_run_folder
-from raypar.console.live_run import KEPT_LINES, BoundedSeries, LiveRun, live_workers
+from raypar.console.live_run import live_workers
 from raypar.console.top_screen import make_console, sparkline, top_screen
+from raypar.record.totals import RunTotals
 from raypar.run_folder import RunFolder
-from raypar.telemetry.run_totals import RunTotals
 
 ROOT = Path(__file__).parents[2]
 PLAN = {"schedule": "1f1b", "stages": [{"replicas": 2}, {"replicas": 2}]}
@@ -179,13 +180,13 @@ def test_a_look_reads_only_what_is_new_and_the_first_one_only_the_end_of_a_long_
 
     from raypar.launch import new_run_lines
 
-    whole = new_run_lines.read_valid_lines
+    whole = new_run_lines.read_events
 
     def counted(name: str, stream: Any) -> Any:
         read.append(len(stream.getvalue()))
         return whole(name, stream)
 
-    monkeypatch.setattr(new_run_lines, "read_valid_lines", counted)
+    monkeypatch.setattr(new_run_lines, "read_events", counted)
     look = follow_run_folder(run_folder)
     first = look()
     assert sum(read) < 6000 < run_folder.metrics.stat().st_size and first.first_step > 30
@@ -196,34 +197,6 @@ def test_a_look_reads_only_what_is_new_and_the_first_one_only_the_end_of_a_long_
     assert look().status.step == 51 and 0 < sum(read) < 500
 
 
-def test_a_long_run_is_kept_within_bounds():
-    live = LiveRun(None)
-    for first in range(1, 30_001, 500):
-        live.add([step_line(step) for step in range(first, first + 500)], [EVENTS[1]] * 100)
-    assert len(live.metrics) == len(live.events) == KEPT_LINES and len(live.losses.values()) <= 1025
-    live.add([step_line(step) for step in range(29_000, 30_001)], [])
-    assert [line["step"] for line in live.metrics][-2:] == [29_999, 30_000], "a file that was written anew"
-
-
-def test_lines_that_are_read_again_are_added_once_validations_too():
-    live = LiveRun(None)
-    validation = {"step": 2, "validation_loss": 1.0, "time": 1000.25}
-    lines = [step_line(1), step_line(2), validation, step_line(3)]
-    live.add(lines, []), live.add(lines, []), live.add([step_line(4)], [])
-    assert list(live.metrics) == [*lines, step_line(4)]
-    live.add([step_line(3, time=2000.0)], [])
-    assert list(live.metrics) == [*lines[:3], step_line(3, time=2000.0)]
-    assert live.losses.values() == (4.0, 2.0, 4.0 / 3, 1.0)
-
-
-def test_a_bounded_series_keeps_the_course_of_its_values():
-    series = BoundedSeries()
-    for value in range(100_000):
-        series.add(float(value))
-    found = series.values()
-    assert len(found) <= 1025 and list(found) == sorted(found) and found[0] < 200 and found[-1] == 99_999
-
-
 def test_a_sparkline_shows_the_course_and_takes_any_values():
     assert sparkline([1, 2, 3, 4], 4) == "▁▃▆█" and sparkline([3.0], 9) == "▄" and sparkline([], 9) == sparkline([1.0], 0) == ""
     assert sparkline([1.0, 1e-6], 2) == "█▁" and sparkline([1e308, -1e308], 2) == ""
@@ -232,8 +205,8 @@ def test_a_sparkline_shows_the_course_and_takes_any_values():
 
 def test_who_computes_is_known_only_from_steps_with_as_many_workers():
     here = members()["members"]
-    assert [one.busy for one in live_workers(here, [step_line(1), step_line(2)])] == [0.9, 0.8, 0.5, 0.2]
-    assert [one.busy for one in live_workers(here[:3], [step_line(1)])] == [None] * 3
+    assert [one.busy for one in live_workers(here, events_of([step_line(1), step_line(2)]))] == [0.9, 0.8, 0.5, 0.2]
+    assert [one.busy for one in live_workers(here[:3], events_of([step_line(1)]))] == [None] * 3
     odd = live_workers([{"worker": 7, "coordinate": "a spare"}], [])
     assert (odd[0].stage, odd[0].replica, odd[0].node) == ("a spare", "", "?")
 

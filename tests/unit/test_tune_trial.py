@@ -9,6 +9,7 @@ import raypar
 from raypar.console.brief_event_printer import BriefEventPrinter
 from raypar.errors import ConfigError
 from raypar.launch.tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
+from raypar.record.events import parse_event
 
 
 def test_runs_of_trials_that_were_given_no_name_do_not_share_one():
@@ -43,7 +44,7 @@ def test_fit_in_a_trial_is_refused_before_anything_starts(monkeypatch):
 def test_brief_lines_have_the_name_that_the_run_has_got(capsys):
     """Three runs called `run` by their jobs all printed `run: ...`, though two were `run-2` and `run-3`."""
     printer = BriefEventPrinter("run", [])
-    printer({"kind": "stage", "stage": "planned", "text": "1 worker; more"})
-    printer({"kind": "stage", "stage": "connected", "text": "...", "run": "run-2"})
-    printer({"kind": "stage", "stage": "built", "text": "..."})
+    printer(parse_event({"kind": "stage", "stage": "planned", "text": "1 worker; more"}))
+    printer(parse_event({"kind": "stage", "stage": "connected", "text": "...", "run": "run-2"}))
+    printer(parse_event({"kind": "stage", "stage": "built", "text": "..."}))
     assert capsys.readouterr().out == "run-2: training begins: 1 worker\n"

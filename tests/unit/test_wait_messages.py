@@ -22,7 +22,11 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.step_times import StepTimes
 from raypar.elastic.wait_announcements import WaitAnnouncer, describe_waited_workers
 from raypar.launch.activity_reporter import ActivityReporter
+from raypar.record.events import ActivityNotice, Note, StepRecord
 from raypar.worker.process.thread_activity import ACTIVITIES, WAITING_FOR_WORKERS, describe_thread_activity
+
+STEP = StepRecord(step=1, seconds=1.0, samples_per_s=8.0)
+
 
 PACKAGE = Path(raypar.__file__).parent
 
@@ -144,23 +148,23 @@ def test_a_command_says_what_it_is_doing_unless_it_or_the_driver_has_told_someth
     exec(compile(code, str(PACKAGE / "worker/microbatch_loader.py"), "exec"), read)
     with reporter.reporting():
         read["_sample"](10, reporter.note_driver_answer)
-        read["_sample"](10, lambda: reporter({"kind": "step"}))
-        assert {event["kind"] for event in told} == {"step"}
+        read["_sample"](10, lambda: reporter(STEP))
+        assert set(map(id, told)) == {id(STEP)}
         read["_sample"](12, lambda: None)
-    assert told[10:] == [{"kind": "waiting_for", "text": "no news for 0 s; now reading sample 17"}]
+    assert told[10:] == [ActivityNotice(text="no news for 0 s; now reading sample 17")]
     read["_sample"](10, lambda: None)
     assert len(told) == 11  # over
 
 
 def test_what_is_waited_for_is_a_line_for_people_and_none_in_json():
-    event = {"kind": "waiting_for", "text": "no news for 3 s; now loading PyTorch"}
+    event = ActivityNotice(text="no news for 3 s; now loading PyTorch")
     for as_json, expected in ((False, "      no news for 3 s; now loading PyTorch\n"), (True, "")):
         out = io.StringIO()
         EventPrinter(steps=4, as_json=as_json, out=out)(event)
         assert out.getvalue() == expected
     out = io.StringIO()
     console = EventPrinter(steps=4, as_json=True, out=out)
-    console({"kind": "note", "text": "x"})
+    console(Note(text="x"))
     console(event)
     assert [json.loads(line)["kind"] for line in out.getvalue().splitlines()] == ["note"]
 
@@ -206,7 +210,7 @@ def reported(monkeypatch, unanswered: set[int], hellos: set[int], tells: bool = 
         for _ in range(20):
             await asyncio.sleep(0.03)
             if tells:
-                feed.tell("step")
+                feed.tell(STEP)
         parts.machine.phase = Phase.OVER
         await asyncio.wait_for(watching, 5)
         return [event["text"] for event in (await feed.after(0, 0, 0.0))[0] if event["kind"] == "waiting_for"]

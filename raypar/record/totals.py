@@ -1,4 +1,4 @@
-"""Totals of a run since its first start. They only grow, outlive drivers, and are saved in the run folder (totals.json)."""
+"""Totals of a run since its first start. They only grow, outlive drivers, and are saved in totals.json. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-Facts = Mapping[str, Any]
-"""A line of metrics.jsonl, or an event."""
+from raypar.record.events import (
+    DriverLoss,
+    Event,
+    GenerationStart,
+    Resumption,
+    StepRecord,
+    WorkerJoin,
+    WorkerLoss,
+)
 
 
 @dataclass(slots=True)
@@ -65,39 +72,39 @@ class RunTotals:
         held_s = self.worker_s - self.startup_worker_s
         return min(1.0, self.useful_worker_s / held_s) if self.steps and held_s > 0 else None
 
-    def cost(self, price_per_worker_hour: float) -> float:
-        """The cost of all worker time."""
-        return self.worker_s / 3600 * price_per_worker_hour
+    def cost(self, price: float) -> float:
+        """The cost of all worker time. `price`: of one worker for an hour."""
+        return self.worker_s / 3600 * price
 
-    def add_step(self, line: Facts, workers: int) -> bool:
-        """Count a committed step from its line of metrics.jsonl; False if it is counted already."""
-        if line["step"] <= self.last_step:
+    def add_step(self, step: StepRecord, workers: int) -> bool:
+        """Count a committed step that so many workers computed; False if it is counted already."""
+        if step.step <= self.last_step:
             return False
-        useful_s = line["seconds"] * workers
+        useful_s = step.seconds * workers
         if not self.steps:
             self.startup_worker_s = max(0.0, self.worker_s - useful_s)
-        self.last_step = line["step"]
+        self.last_step = step.step
         self.steps += 1
-        self.skipped_steps += bool(line.get("skipped"))
-        self.samples += round(line["samples_per_s"] * line["seconds"])
-        self.step_s += line["seconds"]
+        self.skipped_steps += bool(step.skipped)
+        self.samples += round(step.samples)
+        self.step_s += step.seconds
         self.useful_worker_s += useful_s
         return True
 
-    def add_event(self, event: Facts) -> None:
+    def add_event(self, event: Event) -> None:
         """Count an event of the run, if it is of a kind that is counted."""
-        match event["kind"]:
-            case "generation":
+        match event:
+            case GenerationStart():
                 self.recoveries += 1
-                self.recovery_pause_s += event.get("pause_s") or 0.0
-                self.replayed_steps += event.get("again") or 0
-            case "resumed":
-                self.replayed_steps += event.get("again") or 0
-            case "lost":
+                self.recovery_pause_s += event.pause_s or 0.0
+                self.replayed_steps += event.again or 0
+            case Resumption():
+                self.replayed_steps += event.again or 0
+            case WorkerLoss():
                 self.lost_workers += 1
-            case "joined":
+            case WorkerJoin():
                 self.joined_workers += 1
-            case "driver":
+            case DriverLoss():
                 self.driver_failovers += 1
 
     def as_document(self) -> dict[str, Any]:
@@ -105,7 +112,7 @@ class RunTotals:
         return asdict(self)
 
 
-def read_totals(document: Facts | None) -> RunTotals:
+def read_totals(document: Mapping[str, Any] | None) -> RunTotals:
     """The totals of a document made by `RunTotals.as_document`; zeros for None, and if one of its values is not a number.
 
     Others may have changed the run folder, and wrong totals are no reason to refuse a run.

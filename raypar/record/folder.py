@@ -1,0 +1,105 @@
+"""What is where in a run folder, and the checks of its JSON documents before they are used. Pure.
+
+The lines of metrics.jsonl and events.jsonl are the events of `events.py`. Unknown keys of documents are allowed; a known key
+has its type, or is null or absent where that is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raypar.record.events import (
+    MAX_GENERATIONS,
+    MAX_TIME_S,
+    MAX_WORKER_NUMBER,
+    STEP,
+    TIME,
+    WHO,
+    WORKER,
+    Check,
+    is_count,
+    is_flag,
+    is_list_of,
+    is_mapping_of,
+    is_number,
+    is_real,
+    is_text,
+)
+from raypar.untrusted_files import shorten
+
+JOB = "job.yaml"
+"""The job with its overrides and defaults written out; loads like any job file."""
+PLAN = "plan.json"
+"""The plan of the last start, or of the last generation with another plan."""
+METRICS = "metrics.jsonl"
+"""One line per committed step or validation."""
+EVENTS = "events.jsonl"
+"""One line per event of the cluster or the run."""
+MEMBERS = "members.json"
+"""Phase, plan and workers right now; replaced as a whole at every change."""
+CLUSTER = "cluster.json"
+"""Address of the last start's Ray cluster, and the raylets of a local one."""
+TOTALS = "totals.json"
+"""What the run has done since its first start (`totals.RunTotals`); replaced as a whole."""
+TRACE = "trace.json"
+"""Chrome/Perfetto trace of a measured step."""
+SWIMLANE = "swimlane.svg"
+"""Drawing of the predicted and the measured step."""
+ERROR = "error.txt"
+"""The error of a failed run, with all frames."""
+WHY_NO_JOB = "why_no_job.txt"
+"""Which functions and objects of a job that was given in Python no job file can name. Only there without a job.yaml."""
+CHECKPOINTS = "checkpoints"
+"""The folder of the checkpoints."""
+TRACKER_IDS = ("wandb.id", "mlflow.id")
+"""The run's ids in trackers."""
+LINE_FILES = (METRICS, EVENTS)
+"""Files to which lines are added."""
+DOCUMENTS = (JOB, PLAN, MEMBERS, CLUSTER, TOTALS, TRACE, SWIMLANE, *TRACKER_IDS, ERROR, WHY_NO_JOB)
+"""Files that are replaced whole."""
+
+
+def _records(fields: Mapping[str, Check], *required: str) -> Check:
+    return is_list_of(lambda value: isinstance(value, dict) and _wrong(value, fields, required) is None)
+
+
+_BYTES = is_count(2**63)
+_STAGES = _records(dict.fromkeys(("first", "last", "position", "replicas", "shards"), is_count(MAX_WORKER_NUMBER)), "replicas")
+_LAYERS = _records({"name": is_text, "parameters": _BYTES, "parameter_bytes": _BYTES}, "name")
+_NODE: dict[str, Check] = {"node": is_text, "pid": is_count(2**31), "head": is_flag}
+FIELDS: dict[str, dict[str, Check]] = {
+    PLAN: {
+        "schedule": is_text, "stages": lambda value: bool(value) and _STAGES(value), "layers": _LAYERS,
+        "workers": is_list_of(is_text), "predicted_memory_bytes": is_list_of(is_mapping_of(_BYTES)),
+        "predicted_ms": is_number(MAX_TIME_S), "predicted_bubble": is_real, "predicted_for": is_text,
+    },
+    MEMBERS: {
+        "time": TIME, "phase": is_text, "generation": is_count(MAX_GENERATIONS), "step": STEP, "plan": is_text,
+        "schedule": is_text, "steps": STEP, "members": _records(WHO), "spares": _records(WHO), "wanted": WORKER, "why": is_text,
+        "driver_pid": is_count(2**31),
+        "replaying": lambda value: isinstance(value, dict) and all(STEP(value.get(key)) for key in ("step", "until")),
+    },
+    CLUSTER: {"kind": is_text, "address": is_text, "nodes": _records(_NODE, *_NODE), "submitted": is_flag},
+    TOTALS: {"time": TIME},  # the rest is checked by `totals.read_totals`
+}  # fmt: skip
+"""Document -> its fields and their checks."""
+NEVER_NULL = ("time", "stages", "members", "spares", "nodes")
+"""Fields that may be absent, but not null."""
+
+
+def check_document(name: str, found: Any) -> None:
+    """Raise `ValueError` unless `found` is valid as the content of the document `name`, one of `FIELDS`."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{shorten(found)} is no object with keys and values")
+    key = _wrong(found, FIELDS[name], ("phase",) if name == MEMBERS else ())
+    if key is not None:
+        raise ValueError(f"{key} is {shorten(found[key])}" if key in found else f"it has no {key}")
+
+
+def _wrong(found: Mapping[str, Any], fields: Mapping[str, Check], required: tuple[str, ...]) -> str | None:
+    """The first key that is missing or of the wrong type; None if there is none."""
+    for key in (*required, *(key for key in NEVER_NULL if key in found)):
+        if found.get(key) is None:
+            return key
+    return next((key for key, check in fields.items() if found.get(key) is not None and not check(found[key])), None)

@@ -1,0 +1,269 @@
+"""The history of a run over time, for its charts: times of steps, losses, number of workers, faults. Pure.
+
+Its clock stands still while the run does not run: from the last sign of life before a start to that start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import TypeVar
+
+from raypar.record.events import (
+    Event,
+    GenerationStart,
+    Resumption,
+    RunStart,
+    StepRecord,
+    ValidationRecord,
+    WorkerDrain,
+    WorkerJoin,
+    WorkerLoss,
+    format_duration,
+    is_finite_number,
+    short_node_id,
+)
+from raypar.record.series import MOST_POINTS, IntervalSeries, PointSeries
+from raypar.schedule.throughput_chart import MARK_KINDS, ChartMark, RunHistory
+
+MANY = 10
+"""More marks than this get short labels."""
+MOST_MARKS = 4096
+"""Marks, pauses and changes of the number of workers that are kept; older ones are dropped."""
+SAME = 0.004
+"""Marks of one kind that lie closer than this share of the time are one mark: a node takes several workers with it."""
+WHOLE = {"driver": ("driver", "driver lost"), "started": ("resumed", "run resumed")}
+"""Kind of event that concerns the whole run -> its short and its long label."""
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """An event that is drawn."""
+
+    at: float
+    event: Event
+    idle_s: float = 0.0
+
+
+class HistoryFold:
+    """Collects the history from a run's events, in the order of time. Times within are of its clock, in seconds."""
+
+    def __init__(self, most_points: int | None = MOST_POINTS) -> None:
+        self.steps = IntervalSeries(most_points)
+        """(start, end, samples) of every step. A step after a pause begins when the pause ends."""
+        self.losses = PointSeries()
+        """(step, loss, time) of every step with a finite loss."""
+        self.validations = PointSeries()
+        """(step, loss, time) of every finite validation loss; the time is NaN if it is not known."""
+        self.step_s = 0.0
+        """Time in steps."""
+        self._begun = False
+        """Whether there was a step."""
+        self._origin = 0.0
+        """Unix time of the start of the first step, without the time in which the run did not run; 0 before it."""
+        self._end = 0.0
+        """End of the last step."""
+        self._marks: list[_Mark] = []
+        self._pauses: list[tuple[float, float]] = []
+        self._workers: list[tuple[float, int]] = []
+        self._seated: set[int] | None = None
+        """Workers that the last start or generation names, without those lost since; None before one names them."""
+        self._lost_before: set[int] = set()
+        """Workers that were lost before any were named."""
+        self._first_workers = 0
+        """Number of workers that the first step names."""
+        self._idle_s = 0.0
+        """Time so far in which the run did not run."""
+        self._idle: list[tuple[float, float]] = []
+        """(end by the clock, length) of each such time."""
+        self._started = False
+        self._written_s: float | None = None
+        """Unix time of the last step or event."""
+        self._alive_s: float | None = None
+        """Unix time of the last sign of life before the resumption that no start has followed yet."""
+
+    def apply(self, event: Event) -> None:
+        """Add the next event. Without a time it has no place here."""
+        if isinstance(event, StepRecord) and not self._begun and event.time is not None:
+            self._begin(event, event.time)
+        at = math.nan if event.time is None else self._clock(event.time)
+        validation = event.validation_loss if isinstance(event, (StepRecord, ValidationRecord)) else None
+        if isinstance(event, (StepRecord, ValidationRecord)) and validation is not None and is_finite_number(validation):
+            self.validations.add((float(event.step), float(validation), at))
+        if isinstance(event, StepRecord) and is_finite_number(event.loss):
+            self.losses.add((float(event.step), float(event.loss), at))
+        if event.time is None or isinstance(event, ValidationRecord):
+            return
+        if isinstance(event, StepRecord):
+            start = min(max(self._end, at - event.seconds), at)
+            self._end = max(self._end, at)
+            self.steps.add(start, at, event.samples)
+            self.step_s += at - start
+        else:
+            self._add_event(event, event.time)
+        self._written_s = event.time if self._written_s is None else max(self._written_s, event.time)
+
+    def _clock(self, time_s: float) -> float:
+        """The time by the history's clock: from the start of the first step on, since then."""
+        return time_s - self._idle_s - self._origin
+
+    def _begin(self, step: StepRecord, time_s: float) -> None:
+        """Begin the history with its first step; what was before it gets negative times."""
+        self._begun, self._origin = True, self._clock(time_s) - step.seconds
+        self._marks = [replace(mark, at=mark.at - self._origin) for mark in self._marks]
+        self._workers = [(at - self._origin, count) for at, count in self._workers]
+        self._pauses = [(start - self._origin, end - self._origin) for start, end in self._pauses]
+        self._idle = [(end - self._origin, length) for end, length in self._idle]
+        self._first_workers = len(step.peak_rss_bytes or ())
+        if self._seated is None:
+            self._seated = set(range(self._first_workers)) - self._lost_before
+
+    def _add_event(self, event: Event, time_s: float) -> None:
+        idle_s = 0.0
+        match event:
+            case Resumption() if self._alive_s is None:
+                self._alive_s = time_s if self._written_s is None else self._written_s
+                if event.former_end_s is not None:
+                    self._alive_s = max(self._alive_s, event.former_end_s)
+            case RunStart():
+                idle_s = self._stand_still(time_s)
+            case _:
+                pass
+        at = self._clock(time_s)
+        self._count_workers(event, at)
+        if event.kind in MARK_KINDS:
+            _keep(self._marks, _Mark(at, event, idle_s))
+        if isinstance(event, GenerationStart) and event.pause_s:
+            _keep(self._pauses, (at - event.pause_s, at))
+
+    def _stand_still(self, start: float) -> float:
+        """Take the time without a run before a start out of the clock; returns its length."""
+        last = self._alive_s if self._alive_s is not None else self._written_s
+        again, self._started, self._alive_s = self._started, True, None
+        if not again:
+            return 0.0
+        idle_s = start - min(start if last is None else last, start)
+        self._idle_s += idle_s
+        stop = self._clock(start)
+        self._idle.append((stop, idle_s))
+        # What was written meanwhile is put at the time at which the clock stands.
+        for number in _later(self._marks, stop, lambda mark: mark.at):
+            self._marks[number] = replace(self._marks[number], at=stop)
+        for number in _later(self._workers, stop, lambda change: change[0]):
+            self._workers[number] = (stop, self._workers[number][1])
+        points = self.validations.points
+        for number in _later(points, stop, lambda point: point[2]):
+            points[number] = (*points[number][:2], stop)
+        del self._idle[:-MOST_MARKS]
+        return idle_s
+
+    def _count_workers(self, event: Event, at: float) -> None:
+        seated = self._seated
+        match event:
+            case WorkerLoss() if seated is None:
+                self._lost_before.add(event.worker)
+                return
+            case WorkerLoss() if seated is not None:
+                seated.discard(event.worker)
+            case GenerationStart():
+                seated = set(event.workers)
+            case RunStart() if event.workers is not None:
+                seated = {one["worker"] for one in event.workers}
+            case _:
+                return
+        self._seated = seated
+        _keep(self._workers, (at, len(seated or ())))
+
+    # -- what charts and reports need ----------------------------------------------------------------------------------------
+
+    @property
+    def end_s(self) -> float:
+        """Time from the start of the first step to the last step or mark; 0 before the first step."""
+        return max([self._end, *(mark.at for mark in self._marks), 0.0]) if self._begun else 0.0
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the time since the first step that went into steps that count; None before the first step.
+
+        Steps that are executed again come once; pauses, replays and waits are what is missing.
+        """
+        return min(1.0, self.step_s / self.end_s) if self.end_s else None
+
+    def history(self, *, with_losses: bool = True) -> RunHistory:
+        """The history, as the chart takes it. Time 0 is the start of the first step; what was before is left out."""
+        if not self._begun:
+            return RunHistory((), (), (), (), 0.0)
+        end_s = self.end_s
+        validated = [(min(end_s, at), loss) for _, loss, at in self.validations.points]  # one at the end comes later
+        return RunHistory(
+            tuple(self.steps.intervals),
+            self._worker_counts(),
+            make_history_marks([(one.at, one.event, one.idle_s) for one in self._marks if one.at >= 0], end_s),
+            tuple((max(0.0, start), end) for start, end in self._pauses if end >= 0),
+            end_s,
+            tuple((at, loss) for _, loss, at in self.losses.points if not math.isnan(at)) if with_losses else (),
+            tuple((at, loss) for at, loss in validated if at >= 0) if with_losses else (),
+            tuple(length for end, length in self._idle if end > 0),
+        )
+
+    def _worker_counts(self) -> tuple[tuple[float, int], ...]:
+        """(time, number of workers from then on)."""
+        found = [(0.0, self._first_workers)]
+        for at, count in self._workers:
+            if at < 0:
+                found = [(0.0, count)]
+            elif count != found[-1][1]:
+                found.append((at, count))
+        return tuple(found)
+
+
+def _later(entries: Sequence[_T], at: float, time_of: Callable[[_T], float]) -> Iterator[int]:
+    """The numbers of the last entries, which are in the order of time, that are later than a time."""
+    return takewhile(lambda number: time_of(entries[number]) > at, range(len(entries) - 1, -1, -1))
+
+
+def _keep(kept: list[_T], one: _T) -> None:
+    """Add one more; of too many the older half is dropped."""
+    kept.append(one)
+    if len(kept) > MOST_MARKS:
+        del kept[: MOST_MARKS // 2]
+
+
+def make_history_marks(told: Sequence[tuple[float, Event, float]], extent: float) -> tuple[ChartMark, ...]:
+    """A mark for each event, given as (time, event, time without a run before it); events of one kind at one moment share one.
+
+    `extent`: the time of the whole history.
+    """
+    groups: list[tuple[float, str, list[Event], float]] = []
+    last: dict[str, int] = {}
+    for at, event, idle_s in told:
+        number = last.get(event.kind)
+        if number is not None and at - groups[number][0] < SAME * extent:
+            start, kind, among, idle = groups[number]
+            groups[number] = (start, kind, [*among, event], idle + idle_s)
+        else:
+            last[event.kind] = len(groups)
+            groups.append((at, event.kind, [event], idle_s))
+    crowded = len(groups) > MANY
+    return tuple(
+        ChartMark(at, kind, mark_label(kind, among, idle), mark_label(kind, among, idle, brief=True) if crowded else "")
+        for at, kind, among, idle in groups
+    )
+
+
+def mark_label(kind: str, events: Sequence[Event], idle_s: float, *, brief: bool = False) -> str:
+    """The label of a mark: `workers 2, 3 lost`; briefly `2, 3`. `idle_s`: the time without a run before it."""
+    if kind in WHOLE:
+        later = f", {format_duration(idle_s)} later" if kind == "started" and idle_s >= 1 and not brief else ""
+        return WHOLE[kind][0 if brief else 1] + later
+    if kind == "draining":
+        named = [short_node_id(one.node) for one in events if isinstance(one, WorkerDrain) and one.node]
+        nodes = list(dict.fromkeys(node[:4] if brief else node for node in named))
+        return ", ".join(nodes) if brief else f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)} will leave"
+    numbers = ", ".join(str(one.worker) for one in events if isinstance(one, (WorkerLoss, WorkerJoin)))
+    return numbers if brief else f"worker{'s' * (len(events) > 1)} {numbers} {kind}"

@@ -1,0 +1,90 @@
+"""Series of values of bounded size, for charts and medians of runs of any length. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+MOST_POINTS = 8192
+"""A series keeps every point up to so many; of longer ones at least half as many stay."""
+
+Point = tuple[float, ...]
+"""(place, value, ...): the place grows from point to point."""
+
+
+class PointSeries:
+    """Points of which the least and the largest of each part of the axis stay, as `schedule.line_chart` draws them."""
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
+        self.most = most
+        """The number of points beyond which the series is thinned."""
+        self.points: list[Point] = []
+        """The points, in order."""
+
+    def add(self, point: Point) -> None:
+        """Add the next point."""
+        self.points.append(point)
+        if len(self.points) > self.most:
+            self.points = [kept for part in _parts(self.points, self.most // 4) for kept in _extremes(part)]
+
+
+class ValueSample:
+    """Values of which every n-th stays, with n = 1 for as many as fit: for a median."""
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
+        self.most = most
+        """The number of values beyond which every other one is dropped."""
+        self.values: list[float] = []
+        """Every `stride`-th value."""
+        self.stride = 1
+        """One value of so many is kept."""
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        """Add the next value."""
+        if self._count % self.stride == 0:
+            self.values.append(value)
+            if len(self.values) > self.most:
+                self.values, self.stride = self.values[::2], 2 * self.stride
+        self._count += 1
+
+
+class IntervalSeries:
+    """(start, end, amount) of consecutive intervals; where there are too many, neighbours become one."""
+
+    def __init__(self, most: int | None = MOST_POINTS) -> None:
+        self.most = most
+        """The number of intervals beyond which pairs become one; None: all stay."""
+        self.intervals: list[tuple[float, float, float]] = []
+        """The intervals, in order."""
+        self._stride = 1
+        self._in_last = 0
+
+    def add(self, start: float, end: float, amount: float) -> None:
+        """Add the next interval."""
+        if self.intervals and self._in_last < self._stride:
+            first, _, before = self.intervals[-1]
+            self.intervals[-1] = (first, end, before + amount)
+            self._in_last += 1
+            return
+        self.intervals.append((start, end, amount))
+        self._in_last = 1
+        if self.most is not None and len(self.intervals) > self.most:
+            pairs = [self.intervals[i : i + 2] for i in range(0, len(self.intervals), 2)]
+            self._in_last = self._stride * (len(pairs[-1]) - 1) + self._in_last
+            self.intervals = [(pair[0][0], pair[-1][1], sum(one[2] for one in pair)) for pair in pairs]
+            self._stride *= 2
+
+
+def _parts(points: Sequence[Point], count: int) -> Iterator[list[Point]]:
+    """The points in equal parts of the axis; parts without points are left out."""
+    first, extent = points[0][0], points[-1][0] - points[0][0] or 1.0
+    parts: list[list[Point]] = [[] for _ in range(count)]
+    for point in points:
+        parts[max(0, min(count - 1, int((point[0] - first) / extent * count)))].append(point)
+    return (part for part in parts if part)
+
+
+def _extremes(part: Sequence[Point]) -> list[Point]:
+    """The first least and the first largest point, in order."""
+    low, high = min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])
+    return [low] if low is high else sorted((low, high))
