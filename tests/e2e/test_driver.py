@@ -207,7 +207,12 @@ def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, sto
     driver.parts = SimpleNamespace(
         request=SimpleNamespace(max_time_s=3600.0),
         recorder=SimpleNamespace(age_s=age_s),
-        registry=SimpleNamespace(unheard_workers=frozenset, ended_workers=frozenset, cpu_wait=CpuWaitDeadlineExtension()),
+        registry=SimpleNamespace(
+            unheard_workers=frozenset,
+            ended_workers=frozenset,
+            reading_workers=frozenset,
+            cpu_wait=CpuWaitDeadlineExtension(),
+        ),
         machine=SimpleNamespace(phase=module.Phase.RUNNING),
     )
 

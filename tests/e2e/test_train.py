@@ -155,7 +155,7 @@ def test_a_run_on_shared_storage_is_read_and_resumed_by_its_uri_with_the_bits_of
             resumed_run_on_storage(other, said.append) as held,
         ):
             held()
-    assert "only runs of this Ray cluster are kept from training in" in said[0]["text"]
+    assert "only runs of this Ray cluster are kept from training in" in said[0].text
     assert main(["status", uri]) == 0 and "4 of 12" in capfd.readouterr().out
     assert main(["resume", uri]) == 0
     assert hash_in(capfd.readouterr().out) == whole.weights_sha256
