@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from raypar.errors import error_first_line
 from raypar.fences.fence import Fence
 from raypar.ray_compat import TESTED
 
@@ -21,24 +22,50 @@ CONNECT_S = 10.0
 """How long the head of a cluster may take to accept a connection."""
 
 
+PRIVATE_ARGUMENTS = ("_temp_dir", "_node_ip_address")
+"""Arguments of `ray.init` that are not public."""
+
+
+def _look_for_init() -> Any:
+    import ray
+
+    assert callable(ray.init)
+    return ray.init
+
+
+HEAD: Fence[Any] = Fence(
+    api="ray.init._temp_dir",
+    reason="`ray.init` has no public arguments for the folder of its files and the address that it listens on",
+    versions=TESTED,
+    feature="starting a local Ray cluster that nobody else can enter",
+    without="join a running cluster (--address)",
+    probe=_look_for_init,
+)
+
+
 def start_head(cpus: int, gpus: int | None, object_store_bytes: int, folder: Path) -> None:
     """Start a local cluster's head with its files in `folder`, and join it. `gpus`: None for all that there are.
 
-    `ray.init` has no public arguments for the folder and the address: a Ray that no longer knows these two raises
-    `RuntimeError`, which names them, and one that ignores them is found out by `start_local_ray`.
+    Raises `ClusterError` for a Ray that no longer knows these two; one that ignores them is found out by `start_local_ray`.
     """
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        num_gpus=gpus,
-        include_dashboard=False,
-        object_store_memory=object_store_bytes,
-        logging_level=logging.ERROR,
-        _temp_dir=str(folder),
-        _node_ip_address=LOOPBACK,
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            num_gpus=gpus,
+            include_dashboard=False,
+            object_store_memory=object_store_bytes,
+            logging_level=logging.ERROR,
+            _temp_dir=str(folder),
+            _node_ip_address=LOOPBACK,
+        )
+    except RuntimeError as error:  # of which one names the arguments that Ray does not know
+        if any(name in str(error) for name in PRIVATE_ARGUMENTS):
+            with HEAD.required():
+                raise TypeError(error_first_line(error)) from error
+        raise
 
 
 def is_late_start(error: Exception) -> bool:

@@ -248,6 +248,11 @@ def printed(data) -> list:
     return seen
 
 
+def unknown_arguments(**given):
+    """What `ray.init` does with arguments that it does not know."""
+    raise RuntimeError(f"Unknown keyword argument(s): {', '.join(name for name in given if name.startswith('_'))}")
+
+
 GONE = object()
 """In the place of a value: the attribute is removed."""
 Case = tuple[Fence, dict[str, object], Callable, object]
@@ -346,6 +351,12 @@ CASES: dict[str, Case] = {
         key_value_store.STORE,
         {"ray.experimental.internal_kv._internal_kv_list": GONE},
         raises(OLD, lambda: key_value_store.kv_get("key")),
+        "says",
+    ),
+    "arguments of ray.init gone": (
+        local_cluster.HEAD,
+        {"ray.init": unknown_arguments},
+        raises(OLD, lambda: local_cluster.start_head(1, 0, 1, Path())),
         "says",
     ),
     "raylets gone": (
