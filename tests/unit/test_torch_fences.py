@@ -13,12 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.tiny_job import write_job
 from test_fences import GONE, entered, raises, told  # noqa: F401 - the last is a fixture
 from torch import nn
 
+from raypar.config import parse_job
 from raypar.errors import ModelError
 from raypar.fences.fence import FENCES, Fence
 from raypar.model.tensor_parallel.gradient_memory_reuse import KeptGradientMemory
+from raypar.plan import ParallelPlan
 from raypar.torch_compat import (
     autograd,
     dispatch,
@@ -29,6 +32,7 @@ from raypar.torch_compat import (
     storages,
     without_dynamo,
 )
+from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.autograd_backward import run_autograd_backward
 
 ROOM = Path(__file__).parents[2] / "raypar/torch_compat"
@@ -323,6 +327,29 @@ def test_an_api_that_is_gone_or_answers_otherwise_is_one_line_and_the_run_goes_o
     first = lines[0].partition("\n")[0]
     assert first.startswith(f"PyTorch 3.1.4+cpu: {fence.feature} is off, as {fence.api} is not what raypar knows (")
     assert first.endswith(f"): {fence.without}")
+
+
+def steps(folder: Path) -> tuple[list, list[str]]:
+    """(losses, norms and gradients of two steps, lines for the user) of a job in stages and replicas, with a split backward."""
+    spec = parse_job(write_job(folder).read_text()).to_spec()
+    with OneProcessRun(spec, ParallelPlan.mesh(pp=2, dp=2, layers=4), "zb-h1") as run:
+        found = [(report.loss, report.norm) for step in range(2) for report in run.step(step)]
+        gradients = [(name, each.tolist()) for name, copies in run.gradients().items() for each in copies if each is not None]
+        return [*found, *gradients], run.warnings
+
+
+@pytest.mark.parametrize(
+    "fence",
+    [autograd.ENGINE, autograd.EXECUTION, autograd.HOOKS, storages.COUNTS, multi_tensor.LISTS, process_state.CUDNN],
+    ids=lambda fence: fence.api,
+)
+def test_a_worker_without_what_only_saves_time_has_the_same_bits_and_reports_the_line(fence, tmp_path, told):  # noqa: F811
+    usual, quiet = steps(tmp_path)
+    found = fence._found
+    found.asked, found.usable, found.missing = True, False, "ImportError: it has moved"
+    without, lines = steps(tmp_path)
+    assert without == usual and not quiet
+    assert fence is storages.COUNTS or [line for line in lines if fence.feature in line] == lines != []
 
 
 def test_with_the_api_and_without_the_numbers_are_the_same():
