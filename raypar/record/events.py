@@ -176,10 +176,10 @@ def _fields_of(kind: type[Event]) -> tuple[tuple[str, Check, bool], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _TextEvent(Event):
-    """An event whose line is its text."""
+    """An event with a text, which is its line unless the class makes one of its facts."""
 
     text: Text | None = None
-    """The line for people."""
+    """What happened, in words."""
 
     def line(self) -> str | None:
         return self.text or None
@@ -417,13 +417,11 @@ class ReplayProgress(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerLoss(_WorkerEvent):
+class WorkerLoss(_TextEvent, _WorkerEvent):
     """A worker was lost."""
 
     kind = "lost"
     tone = "bad"
-    text: Text | None = None
-    """What happened, as one sentence."""
     coordinate: Text | None = None
     """Its seat: `worker 3 (stage 1, replica 1)`."""
     why: Text | None = None
@@ -459,26 +457,22 @@ class DriverLoss(_TextEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerJoin(_WorkerEvent):
+class WorkerJoin(_TextEvent, _WorkerEvent):
     """A worker has started during the run."""
 
     kind = "joined"
     tone = "good"
-    text: Text | None = None
-    """What happened, as one sentence."""
 
     def line(self) -> str:
         return f"joined: {self.label()}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerDrain(_WorkerEvent):
+class WorkerDrain(_TextEvent, _WorkerEvent):
     """A worker has to leave."""
 
     kind = "draining"
     tone = "warn"
-    text: Text | None = None
-    """What happened, as one sentence."""
     why: Text | None = None
     """Why."""
     works: Flag | None = None
@@ -564,13 +558,11 @@ class _Generation(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovery(_Generation):
+class Recovery(_TextEvent, _Generation):
     """The run recovers: training stands still, or a next generation is tried (then `workers` is given)."""
 
     kind = "recovering"
     tone = "warn"
-    text: Text | None = None
-    """Why, or what is tried."""
     generation: GenerationNumber | None = None
     """The number of the next generation."""
     workers: WorkerNumbers | None = None
@@ -593,13 +585,11 @@ class Recovery(_Generation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationStart(_Generation):
+class GenerationStart(_TextEvent, _Generation):
     """A new generation has committed its first step: the recovery is over."""
 
     kind = "generation"
     tone = "good"
-    text: Text | None = None
-    """What happened, as one sentence."""
     pause_s: Seconds | None = None
     """Time without a step."""
     again: StepNumber | None = None

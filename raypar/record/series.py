@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from raypar.schedule.line_chart import downsample_min_max
 
 MOST_POINTS = 8192
 """A series keeps every point up to so many; of longer ones at least half as many stay."""
@@ -24,7 +24,7 @@ class PointSeries:
         """Add the next point."""
         self.points.append(point)
         if len(self.points) > self.most:
-            self.points = [kept for part in _parts(self.points, self.most // 4) for kept in _extremes(part)]
+            self.points = downsample_min_max(self.points, self.most // 4)
 
 
 class ValueSample:
@@ -73,18 +73,3 @@ class IntervalSeries:
             self._in_last = self._stride * (len(pairs[-1]) - 1) + self._in_last
             self.intervals = [(pair[0][0], pair[-1][1], sum(one[2] for one in pair)) for pair in pairs]
             self._stride *= 2
-
-
-def _parts(points: Sequence[Point], count: int) -> Iterator[list[Point]]:
-    """The points in equal parts of the axis; parts without points are left out."""
-    first, extent = points[0][0], points[-1][0] - points[0][0] or 1.0
-    parts: list[list[Point]] = [[] for _ in range(count)]
-    for point in points:
-        parts[max(0, min(count - 1, int((point[0] - first) / extent * count)))].append(point)
-    return (part for part in parts if part)
-
-
-def _extremes(part: Sequence[Point]) -> list[Point]:
-    """The first least and the first largest point, in order."""
-    low, high = min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])
-    return [low] if low is high else sorted((low, high))

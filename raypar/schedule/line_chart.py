@@ -9,12 +9,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TypeVar
 
 from raypar.schedule.svg_style import INK, LINE, QUIET, estimate_text_width
 from raypar.schedule.text_grid import round_tick_step
 
 Point = tuple[float, float]
 """(step, value)."""
+AnyPoint = TypeVar("AnyPoint", bound=tuple[float, ...])
+"""(step, value), perhaps with more."""
 
 MOST_BUCKETS = 400
 """A drawn line has at most so many points for its means, and twice as many for its least and largest values."""
@@ -44,14 +47,14 @@ class ChartSeries:
     """Whether its points are marked, where they are few."""
 
 
-def downsample_min_max(points: Sequence[Point], buckets: int) -> list[Point]:
+def downsample_min_max(points: Sequence[AnyPoint], buckets: int) -> list[AnyPoint]:
     """At most 2 points of each of `buckets` equal parts of the x axis: the first least and the first largest value, in order.
 
     So peaks stay where they are. Points that are few enough are returned as they are.
     """
     if len(points) <= 2 * buckets:
         return list(points)
-    found: list[Point] = []
+    found: list[AnyPoint] = []
     for part in _parts(points, buckets):
         low, high = min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])
         found += [low] if low == high else sorted((low, high))
@@ -65,10 +68,10 @@ def bucket_means(points: Sequence[Point], buckets: int) -> list[Point]:
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in _parts(points, buckets)]
 
 
-def _parts(points: Sequence[Point], buckets: int) -> list[list[Point]]:
+def _parts(points: Sequence[AnyPoint], buckets: int) -> list[list[AnyPoint]]:
     """The points in equal parts of the x axis; parts without points are left out."""
     first, extent = points[0][0], points[-1][0] - points[0][0] or 1.0
-    parts: list[list[Point]] = [[] for _ in range(buckets)]
+    parts: list[list[AnyPoint]] = [[] for _ in range(buckets)]
     for point in points:
         parts[max(0, min(buckets - 1, int((point[0] - first) / extent * buckets)))].append(point)
     return [part for part in parts if part]

@@ -14,11 +14,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from raypar.actors.run_recorder import _finite
 from raypar.cli import main
+from raypar.record.events import parse_event, parse_metrics
+from raypar.record.folder import EVENTS, METRICS
 
 RUNS = Path(__file__).parents[1] / "data/old_runs"
 NOW_S = {"elastic": 1795733580.0, "oldest": 2015.0}
@@ -74,6 +78,17 @@ def test_what_is_said_of_an_old_run_stays_as_it_was(run: str, command: str, tmp_
     expected = json.loads((RUNS / "said.json").read_text())
     with copy_of(run, tmp_path):
         assert same(said(run, command)) == same(expected[f"{run}: {command}"])
+
+
+@pytest.mark.parametrize("file", [EVENTS, METRICS])
+def test_a_line_that_is_read_and_written_again_is_the_same_to_the_byte(file: str):
+    for text in (RUNS / "elastic" / file).read_text().splitlines():
+        line = json.loads(text)
+        event = (parse_event if file == EVENTS else parse_metrics)(line)
+        facts = replace(event, time=None).facts()
+        if file == METRICS:
+            del facts["kind"]
+        assert json.dumps(_finite({"time": event.time, **facts})) == text
 
 
 if __name__ == "__main__":
