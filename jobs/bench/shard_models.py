@@ -217,13 +217,27 @@ vit_pytorch("ViT with qk norm", "simple_vit_with_qk_norm.SimpleViT", dim_head=16
 SMALL = {"num_attention_heads": 4, "attention_head_dim": 16}
 
 
-def diffusers_model(name: str, kind: str, batch: Callable[[], Batch], **options: Any) -> None:
-    """A model of diffusers: its class."""
+class Called(nn.Module):
+    """A model that is given numbers beside the fields of a batch."""
+
+    def __init__(self, model: nn.Module, numbers: dict[str, int]) -> None:
+        super().__init__()
+        self.model, self.numbers = model, numbers
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.model(**batch, **self.numbers)
+
+
+def diffusers_model(
+    name: str, kind: str, batch: Callable[[], Batch], numbers: dict[str, int] | None = None, **options: Any
+) -> None:
+    """A model of diffusers: its class, its batch and what its forward is given besides."""
 
     def make() -> tuple[nn.Module, Batch]:
         import diffusers
 
-        return getattr(diffusers, kind)(**options), batch()
+        model = getattr(diffusers, kind)(**options)
+        return (model if numbers is None else Called(model, numbers)), batch()
 
     entry(f"diffusers {name}")(make)
 
@@ -307,6 +321,7 @@ diffusers_model(
         "hidden_states": normal(2 * 4 * 4, 4), "encoder_hidden_states": normal(5, 24), "timestep": step_of_diffusion(),
         "encoder_attention_mask": torch.ones(SAMPLES, 5, dtype=torch.bool),
     },
+    numbers={"num_frames": 2, "height": 4, "width": 4},
     **SMALL, in_channels=4, out_channels=4, cross_attention_dim=64, num_layers=4, caption_channels=24,
 )  # fmt: skip
 diffusers_model(

@@ -702,3 +702,43 @@ class MapsAModule(nn.Module):
 def test_a_mapped_function_that_holds_a_module_is_refused():
     with pytest.raises(ModelError, match=r"torch\.vmap is called between units at .*with a function that holds"):
         capture(MapsAModule(), numbers(3)[0])
+
+
+class Lengths(nn.Module):
+    """Returns numbers of the batch's mask, and a table for them; it has no parameters."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, list[int]]:
+        lengths = mask.sum(1).tolist()
+        return torch.arange(max(lengths)).to(x).cos(), lengths
+
+
+class ReadsLengths(nn.Module):
+    """As in Lumina2: a module without parameters tells the code between units lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths, self.blocks = Lengths(), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        table, lengths = self.lengths(x, mask)
+        x = self.blocks[1](x[:, : max(lengths)] * table[:, None])
+        return torch.stack([self.blocks[2](row[:length].mean(0)) for row, length in zip(x, lengths, strict=True)])
+
+
+def test_numbers_that_a_module_without_parameters_reads_of_the_batch_are_seen():
+    masks = [torch.tensor(each) for each in ([[1, 1, 1, 0], [1, 1, 0, 0]], [[1, 0, 0, 0], [1, 1, 0, 0]])]
+    layers = check(ReadsLengths, [{"x": noise(2, 2, 4, 8), "mask": mask} for mask in masks])
+    assert layers == ["blocks.0", "blocks.1", "blocks.2", "blocks.2#2"]
+
+
+class DrawsLengths(ReadsLengths):
+    """Its numbers are read of an activation."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x, (self.blocks[0](x).mean(-1) > 0).long() + mask)
+
+
+def test_numbers_that_a_module_reads_of_activations_are_refused():
+    with pytest.raises(ModelError, match="decides by the values of an activation"):
+        capture(DrawsLengths(), {"x": noise(2, 2, 4, 8), "mask": torch.ones(2, 4, dtype=torch.int64)})

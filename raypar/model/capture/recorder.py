@@ -489,12 +489,14 @@ class Recorder(TorchFunctionMode):
         """Raises `Refused` if a unit that has read values returns a number: code after it would always get this one."""
         numbers = [value for value in tree_flatten(out)[0] if isinstance(value, (int, float, complex, str, numpy.generic))]
         if numbers and (self._unit_has_asked or python_random_state() != self._random_state):
-            raise Refused(
+            refused = Refused(
                 f"unit {name} ({type(module).__name__}), called at {user_location()}, reads values or draws "
                 f"random numbers, and returns {numbers[0]!r}: "
                 "in a record it would stay as it is now",
                 "return it as a tensor, or make a module around all that uses it a unit (model.units)",
             )
+            refused.unit_without_parameters = "" if any(True for _ in module.parameters()) else name
+            raise refused
 
     def _refuse_python_random(self) -> None:
         """Raises `Refused` if code between units has drawn from Python's or numpy's generators."""

@@ -32,6 +32,8 @@ class Refused(BaseException):
         self.module = ""
         """Qualified name of the module whose own code does it, between units, or that has units inside and is an argument of
         another; empty for the model, or if it is not known."""
+        self.unit_without_parameters = ""
+        """Qualified name of a unit that causes it and has no parameters: its code may be recorded in the place of its call."""
 
 
 class InnerModuleUsed(BaseException):

@@ -85,6 +85,8 @@ class TraceCache:
         """Qualified name -> unit, in `model`."""
         self.units_are_named = units_are_named
         """Whether the user has named them, so that no other module runs whole."""
+        self._opened = set[str]()
+        """Former units without parameters, whose code is recorded like that between units."""
         self._divided: list[str] = []
         """Modules inside of units which code outside of them uses."""
         self.inputs = inputs
@@ -211,7 +213,7 @@ class TraceCache:
                 except InnerModuleUsed as found:
                     self._refine(found.path)
                 except Refused as error:
-                    if not self._coarsen(error.module):
+                    if not self._open(error.unit_without_parameters) and not self._coarsen(error.module):
                         raise error.error from None
                 except RayparError:
                     raise
@@ -365,9 +367,17 @@ class TraceCache:
         self._divided.append(path)
         self.units = refine_units(self.model, self.units, path)
 
+    def _open(self, unit: str) -> bool:
+        """Let the code of a unit be recorded like that between units, where its reads of the batch are seen; whether it may."""
+        if self._first_trace is not None or self.units_are_named or not unit:
+            return False
+        self.units = {name: module for name, module in self.units.items() if name != unit}
+        self._opened.add(unit)
+        return True
+
     def _coarsen(self, path: str) -> bool:
         """Let a module whose own code between units cannot be captured run whole, in one layer; whether it may."""
-        if self._first_trace is not None or self.units_are_named or not path:
+        if self._first_trace is not None or self.units_are_named or not path or path in self._opened:
             return False
         if any(divided.startswith(path + ".") for divided in self._divided):
             return False  # code outside of it uses what is inside
