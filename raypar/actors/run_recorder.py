@@ -149,7 +149,7 @@ class RunRecorder:
         """The last checkpoint."""
         self.age_s = 0.0
         """Seconds that former drivers have worked since the run was last started or resumed."""
-        self.telemetry = RunTelemetry(read_totals(self._former_totals()))
+        self.telemetry = RunTelemetry(RunView(read_totals(self._former_totals())))
         """The values of the run's metrics. A resumed run goes on with the totals of its former starts."""
         self._known_secrets = secrets_of_environment(os.environ)
         """Secrets of this process's environment, which no file of the run may contain."""
@@ -399,14 +399,14 @@ class RunRecorder:
         if self.journal is not None:
             self.journal.store_validation(done, _finite({"time": time.time(), **_without_kind(record)}))
         self._write(record)
-        self.telemetry.add_validation(record.validation_loss)
+        self.telemetry.view.apply(record)
         self._last_s = time.monotonic()
         self._new_events.append(record)
         return stop
 
     def note(self, event: Event) -> None:
         """Write an event to events.jsonl."""
-        self.telemetry.totals.add_event(event)
+        self.telemetry.view.apply(event)
         self._append(self.events, event.facts())
 
     # -- metrics for Prometheus --------------------------------------------------------------------------------------------

@@ -122,7 +122,8 @@ class RecentSpeed(NamedTuple):
 class RunView:
     """What the events so far say of a run. It takes those of metrics.jsonl and events.jsonl in order of time (`timeline`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, totals: RunTotals | None = None) -> None:
+        """`totals`: those of former drivers, which go on."""
         self.steps = StepStatistics()
         """All steps, each once."""
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
@@ -137,8 +138,10 @@ class RunView:
         """(step, bytes) of the largest and of the smallest worker's peak memory."""
         self.several_workers = False
         """Whether a step reports the memory of several workers."""
-        self.totals = RunTotals()
+        self.totals = totals or RunTotals()
         """What the events count. The time for which workers were held is known to the driver only (totals.json)."""
+        self.workers = 0
+        """Number of workers of a step that does not name their memory."""
         self.story = Story()
         """The events as lines."""
         self.history = HistoryFold()
@@ -225,7 +228,7 @@ class RunView:
         self.recent.append(step)
         self._validation_s = None
         sizes = peak_sizes(step)
-        if self.totals.add_step(step, len(step.peak_rss_bytes or ())):
+        if self.totals.add_step(step, len(step.peak_rss_bytes or ()) or self.workers):
             self.steps.add(step)
             if sizes:
                 self.several_workers = self.several_workers or len(sizes) > 1

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from raypar.plan import ParallelPlan
 from raypar.record.events import Event, StepRecord
+from raypar.record.fold import RunView
 from raypar.record.totals import RunTotals
 
 RECENT_WEIGHT = 0.1
@@ -58,14 +59,12 @@ class RunTelemetry:
     The recorder adds each committed step once; replayed steps are not added again.
     """
 
-    totals: RunTotals = field(default_factory=RunTotals)
-    """Totals of the run over all of its drivers."""
+    view: RunView = field(default_factory=RunView)
+    """What the steps and events of this driver say, with the totals of the run over all of its drivers."""
     counts: WorkerCounts = WorkerCounts()
     """The numbers of workers since the last `advance`."""
     plan: ParallelPlan | None = None
     """The plan of the present generation; None before it is known."""
-    last: dict[str, float] = field(default_factory=dict)
-    """Gauge of the whole run -> its last value."""
     seated: ParallelPlan | None = None
     """The plan of the last step, to which `busy` and `memory` belong. A new generation replaces it with its first step."""
     busy: list[float] = field(default_factory=list)
@@ -83,9 +82,14 @@ class RunTelemetry:
     _advanced_s: float | None = None
     """Time of the last `advance`."""
 
+    @property
+    def totals(self) -> RunTotals:
+        """Totals of the run over all of its drivers."""
+        return self.view.totals
+
     def begin_generation(self, plan: ParallelPlan) -> None:
         """Note the plan of a new generation, whose workers count sent bytes from 0."""
-        self.plan = plan
+        self.plan, self.view.workers = plan, plan.world
         self._first_step_due = True
         self._ledgers.clear()
 
@@ -101,9 +105,9 @@ class RunTelemetry:
     def add_step(self, step: StepRecord, now_s: float, reports: Mapping[int, Facts] | None = None) -> None:
         """Add a committed step, and the workers' reports by rank, if there are any."""
         self.advance(now_s)
-        peaks = step.peak_rss_bytes or ()
-        workers = len(peaks) or (self.plan.world if self.plan is not None else 0)
-        if not self.totals.add_step(step, workers):
+        counted = self.totals.steps
+        self.view.apply(step)
+        if self.totals.steps == counted:
             return
         self.durations.append(step.seconds)
         if self._first_step_due:
@@ -112,20 +116,10 @@ class RunTelemetry:
             self.busy.clear()
             self._means.clear()
         self._add_seats(step, reports or {})
-        self.last["raypar_loss"] = float(step.loss)
-        self.last["raypar_gradient_norm"] = math.nan if step.norm is None else float(step.norm)
-        if step.lr is not None:
-            self.last["raypar_learning_rate"] = float(step.lr)
-        if step.bubble is not None:
-            self.last["raypar_bubble_ratio"] = self._mean("bubble", step.bubble)
-        if seconds := self._mean("seconds", step.seconds):
-            self.last["raypar_samples_per_second"] = step.samples / seconds
-
-    def _mean(self, key: str, value: float) -> float:
-        """Add the newest value of a key; returns the mean of its values over the last steps of the generation."""
-        mean = self._means.get(key, value)
-        self._means[key] = mean = mean + RECENT_WEIGHT * (value - mean)
-        return mean
+        for key, value in (("bubble", step.bubble), ("seconds", step.seconds)):
+            if value is not None:
+                mean = self._means.get(key, value)
+                self._means[key] = mean + RECENT_WEIGHT * (value - mean)
 
     def _add_seats(self, step: StepRecord, reports: Mapping[int, Facts]) -> None:
         """Note each worker's computing time, memory and sent bytes."""
@@ -151,10 +145,6 @@ class RunTelemetry:
             self.totals.sent_bytes[operation] = self.totals.sent_bytes.get(operation, 0) + fresh
         if ledger:
             self._ledgers[rank] = sent
-
-    def add_validation(self, loss: float) -> None:
-        """Note the loss of a validation."""
-        self.last["raypar_validation_loss"] = loss
 
     def catch_up(self, steps: Iterable[StepRecord], events: Iterable[Event], now: float) -> None:
         """Count the steps and events that a former driver wrote after it had saved these totals. `now`: Unix time.
@@ -195,7 +185,7 @@ class RunTelemetry:
             "raypar_lost_workers_total": totals.lost_workers,
             "raypar_joined_workers_total": totals.joined_workers,
             "raypar_driver_failovers_total": totals.driver_failovers,
-            **self.last,
+            **self._last_values(),
         }
         if totals.goodput is not None:
             found["raypar_goodput_ratio"] = totals.goodput
@@ -213,6 +203,25 @@ class RunTelemetry:
             ),
             *self._seat_values(),
         ]
+
+    def _last_values(self) -> dict[str, float]:
+        """Gauge of the whole run -> its last value."""
+        step, validation, rates = self.view.last_step, self.view.last_validation, self.view.steps.learning_rates
+        found = {}
+        if step is not None:
+            found = {
+                "raypar_loss": float(step.loss),
+                "raypar_gradient_norm": math.nan if step.norm is None else float(step.norm),
+            }
+        if step is not None and self._means.get("seconds"):
+            found["raypar_samples_per_second"] = step.samples / self._means["seconds"]
+        if "bubble" in self._means:
+            found["raypar_bubble_ratio"] = self._means["bubble"]
+        if rates is not None:
+            found["raypar_learning_rate"] = rates[-1]
+        if validation is not None:
+            found["raypar_validation_loss"] = validation.validation_loss
+        return found
 
     def _seat_values(self) -> list[MetricValue]:
         """The values of the metrics of each seat, at the last step."""

@@ -16,7 +16,8 @@ from raypar.actors.run_recorder import RunRecorder
 from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches
-from raypar.record.events import RunWarning, StepRecord, WorkerLoss, parse_event, parse_metrics
+from raypar.record.events import RunWarning, StepRecord, ValidationRecord, WorkerLoss, parse_event, parse_metrics
+from raypar.record.fold import RunView
 from raypar.record.totals import RunTotals, read_totals
 from raypar.run_folder import RunFolder
 from raypar.telemetry.metric_definitions import DEFINITION_BY_NAME, METRIC_DEFINITIONS, scraped_names
@@ -32,6 +33,12 @@ def line(step: int, seconds: float = 2.0, workers: int = 4, **more: Any) -> Step
     found = parse_metrics(facts)
     assert isinstance(found, StepRecord)
     return found
+
+
+def of_plan(plan: ParallelPlan) -> RunTelemetry:
+    telemetry = RunTelemetry()
+    telemetry.begin_generation(plan)
+    return telemetry
 
 
 def values(telemetry: RunTelemetry, price: float | None = None) -> dict[Any, float]:
@@ -116,7 +123,7 @@ def test_bytes_are_counted_from_ledgers_that_begin_anew_with_every_generation():
 
 def test_workers_are_named_by_their_seats_and_only_while_the_plan_is_that_of_the_step():
     plan = ParallelPlan.mesh(pp=2, dp=2, tp=1, chunks=2)
-    telemetry = RunTelemetry(plan=plan)
+    telemetry = of_plan(plan)
     telemetry.add_step(line(1), 1.0, {0: {"memory": {"rss": 7}}, 1: {}})
     found = values(telemetry)
     assert found["raypar_worker_busy_ratio", "0+2", "1", "0"] == 0.5
@@ -132,7 +139,7 @@ def test_workers_are_named_by_their_seats_and_only_while_the_plan_is_that_of_the
 
 
 def test_speed_bubble_and_computing_are_means_of_the_last_steps_of_a_generation():
-    telemetry = RunTelemetry(plan=ParallelPlan.mesh(dp=4))
+    telemetry = of_plan(ParallelPlan.mesh(dp=4))
     for step in range(1, 101):
         telemetry.add_step(line(step, seconds=2.0), 2.0 * step)
     telemetry.add_step(line(101, seconds=12.0, bubble=0.75, busy_shares=[1.0] * 4), 212.0)
@@ -178,7 +185,7 @@ def test_totals_come_back_from_the_run_folder_whole_or_not_at_all():
 def test_a_new_driver_counts_what_the_former_one_has_written_since_it_saved_and_nothing_twice():
     former = RunTotals(time=100.0, last_step=2, steps=2, samples=16, step_s=4.0, useful_worker_s=16.0, worker_s=20.0, workers=4,
                        lost_workers=1)  # fmt: skip
-    telemetry = RunTelemetry(former)
+    telemetry = RunTelemetry(RunView(former))
     lines = [line(1), line(2), line(3), line(4)]
     events = [{"kind": "lost", "worker": 0, "time": 99.0}, {"kind": "lost", "worker": 1, "time": 101.0}]
     telemetry.catch_up(lines, events_of(events), now=110.0)
@@ -259,7 +266,7 @@ def published(monkeypatch):
 
 
 def test_counters_are_given_differences_gauges_their_values_and_the_histogram_every_step_once(published):
-    telemetry, publisher = RunTelemetry(plan=ParallelPlan.mesh(dp=4)), MetricsPublisher("tiny", 100, 3.6)
+    telemetry, publisher = of_plan(ParallelPlan.mesh(dp=4)), MetricsPublisher("tiny", 100, 3.6)
     for now_s, step in ((0.0, 0), (2.0, 1), (4.0, 2)):
         telemetry.advance(now_s, FOUR)
         if step:
@@ -274,12 +281,12 @@ def test_counters_are_given_differences_gauges_their_values_and_the_histogram_ev
 
 
 def test_the_first_publication_of_a_driver_that_takes_over_gives_the_totals(published):
-    MetricsPublisher("tiny", 100, None).publish(RunTelemetry(RunTotals(steps=7)))
+    MetricsPublisher("tiny", 100, None).publish(RunTelemetry(RunView(RunTotals(steps=7))))
     assert sum(published["raypar_steps_total"].given["tiny",]) == 7
 
 
 def test_a_seat_that_is_no_more_is_not_shown_as_busy_for_ever(published):
-    telemetry, publisher = RunTelemetry(plan=ParallelPlan.mesh(dp=4)), MetricsPublisher("tiny", 100, None)
+    telemetry, publisher = of_plan(ParallelPlan.mesh(dp=4)), MetricsPublisher("tiny", 100, None)
     telemetry.add_step(line(1), 1.0)
     publisher.publish(telemetry)
     telemetry.begin_generation(ParallelPlan.mesh(dp=3))
@@ -310,10 +317,10 @@ def test_when_ray_takes_no_metrics_the_run_is_told_once_and_goes_on(make_recorde
 
 
 def test_every_value_has_a_definition_with_its_labels():
-    telemetry = RunTelemetry(plan=ParallelPlan.mesh(dp=4))
+    telemetry = of_plan(ParallelPlan.mesh(dp=4))
     telemetry.advance(0.0, FOUR)
     telemetry.add_step(line(1), 4.0, {0: {"ledger": {"send": {"sent": 3}}, "memory": {"rss": 3}}})
-    telemetry.add_validation(1.0)
+    telemetry.view.apply(ValidationRecord(step=1, validation_loss=1.0))
     found = telemetry.values(100, 1.0)
     assert {name for name, _, _ in found} == {one.name for one in METRIC_DEFINITIONS if one.kind != "histogram"}
     for name, labels, _ in found:
