@@ -81,6 +81,23 @@ def test_a_command_that_is_stopped_before_training_says_so_in_one_line(moment, n
     assert line == said and not (tmp_path / "runs/tiny").exists()
 
 
+def test_a_signal_when_the_run_is_over_says_how_the_run_ended(stop_at, tmp_path, monkeypatch, capfd):
+    """While this process leaves Ray, or computes the hash of the weights: `interrupted`, as if the run were."""
+
+    @contextlib.contextmanager
+    def connected(*arguments):
+        yield RayConnection("own", "a local Ray cluster", "nowhere:0")
+        ends_itself(signal.SIGTERM)
+
+    stop_at("", signal.SIGTERM)
+    monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
+    ended = Result({}, str(tmp_path / "runs/tiny"), "done", 12, checkpoint_path="c/step_12")
+    monkeypatch.setattr("raypar.launch.launch_run._follow", lambda *given: ended)
+    assert main(["train", str(write_job(tmp_path))]) == 130
+    said = "stopped by SIGTERM when the run was over: done after 12 steps, the checkpoint c/step_12 is whole\n"
+    assert capfd.readouterr().err == said
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_script_that_is_stopped_before_training_gets_an_error_without_frames_of_raypar(moment, stop_at, tmp_path):
     trainer = Trainer.from_yaml(write_job(tmp_path), stop_at(moment, signal.SIGTERM))
