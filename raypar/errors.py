@@ -56,6 +56,10 @@ class CheckpointError(InputError):
     """A checkpoint is missing, damaged or belongs to another model or contract."""
 
 
+class StateNotKeptError(CheckpointError):
+    """An optimizer has state that cannot be saved, or moved to another worker."""
+
+
 class ClusterError(RayparError):
     """The cluster cannot give, or no longer gives, what the plan needs."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from raypar.actors.driver_parts import DriverParts
 from raypar.actors.hello_and_failure_messages import CallFailure
 from raypar.elastic import events as on
-from raypar.errors import RayparError
+from raypar.errors import RayparError, StateNotKeptError, error_first_line
 
 
 @dataclass
@@ -41,7 +41,10 @@ class CheckpointTask:
         failed = [answer for answer in taken if isinstance(answer, CallFailure)]
         if failed:
             await asyncio.to_thread(recorder.checkpoint_drop, begun)
-            parts.tasks.post(on.CheckpointFailed(done, failed[0].error))
+            cause = next((f.error for f in failed if isinstance(f.error, StateNotKeptError)), failed[0].error)
+            if isinstance(cause, StateNotKeptError):
+                cause = await self._save_weights(done, cause)
+            parts.tasks.post(on.CheckpointFailed(done, cause))
             return
         try:
             await asyncio.get_running_loop().run_in_executor(self._disk, recorder.checkpoint_end, done, begun, taken)
@@ -50,4 +53,27 @@ class CheckpointTask:
             return
         parts.side_effects.perform(
             lambda: recorder.checkpoint_seen(done), lambda _: parts.side_effects.seen(on.CheckpointSaved(done))
+        )
+
+    async def _save_weights(self, done: int, error: StateNotKeptError) -> StateNotKeptError:
+        """Save parameters and buffers, because the optimizer has state that cannot be saved; the error with where they are."""
+        parts = self.parts
+        generation, recorder = parts.machine.membership.generation, parts.recorder
+        workers = {n: parts.pool.workers[n] for n in parts.machine.membership.members if n in parts.pool.workers}
+        what = f"the state after {done} steps cannot be saved: {error.what}"
+        try:
+            begun = await asyncio.to_thread(recorder.checkpoint_begin, done, only_weights=True)
+            asked = [parts.calls.ask(n, w.save.remote(generation, done, str(begun), True)) for n, w in workers.items()]
+            taken = await asyncio.gather(*asked)
+            if not any(isinstance(answer, CallFailure) for answer in taken):
+                taken = await asyncio.gather(*(parts.calls.ask(n, w.save_result.remote()) for n, w in workers.items()))
+            if failed := [answer for answer in taken if isinstance(answer, CallFailure)]:
+                await asyncio.to_thread(recorder.checkpoint_drop, begun)
+                raise failed[0].error
+            weights = await asyncio.to_thread(recorder.weights_end, done, begun, taken)
+        except Exception as failure:
+            return StateNotKeptError(f"{what}; nor can its parameters ({error_first_line(failure)})", error.cure)
+        return StateNotKeptError(
+            f"{what}. Parameters and buffers are in {weights}",
+            cure=f"{error.cure}; begin a new run with these weights: init_from={weights}",
         )

@@ -322,7 +322,8 @@ class RunRecorder:
         )
 
     def record_step(self, step: int, reports: Mapping[int, Mapping[str, Any]], *, fresh: bool = False) -> str | None:
-        """Write the metrics of a committed step and call its callbacks; the reason to stop, if a callback gave one.
+        """Write the metrics of a committed step and call its callbacks; the reason to stop: a callback's, or state of an
+        optimizer that can no longer be saved.
 
         `fresh`: the first step of a new generation, whose time does not include the pause before it.
         """
@@ -353,7 +354,8 @@ class RunRecorder:
         self._write(record)
         left = request.policy.end - step - 1
         self._new_events.append(replace(record, eta_s=left * statistics.median(self._step_seconds)))
-        return stop
+        not_kept = next((what for report in reports.values() if (what := report.get("not_kept"))), None)
+        return stop or not_kept
 
     def _step_record(self, step: int, brief: Mapping[str, Any], wall: float) -> StepRecord:
         """The record of a step (from 0) that took `wall` seconds. `brief`: its merged report (`merge_reports`)."""
@@ -518,10 +520,10 @@ class RunRecorder:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
-    def checkpoint_begin(self, done: int) -> CheckpointRef:
-        """Begin a checkpoint, into which workers write. Raises `CheckpointError`."""
+    def checkpoint_begin(self, done: int, *, only_weights: bool = False) -> CheckpointRef:
+        """Begin a checkpoint, or weights, into which workers write. Raises `CheckpointError`."""
         self._check_lease()
-        return checkpoint_files.create_checkpoint(self._checkpoint_store, done)
+        return checkpoint_files.create_checkpoint(self._checkpoint_store, done, only_weights=only_weights)
 
     def _check_lease(self) -> None:
         """Raise `ClusterError` if checkpoints may not be written now, because another process may hold the run's lease."""
@@ -534,6 +536,18 @@ class RunRecorder:
 
     def checkpoint_end(self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None]) -> None:
         """Write the manifest, give the checkpoint its name, remove the oldest beyond `keep`. Raises `CheckpointError`."""
+        self.last_checkpoint = self._commit(done, begun, records)
+        checkpoint_files.remove_old_checkpoints(self._checkpoint_store, self.request.keep_checkpoints)
+
+    def weights_end(self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None]) -> CheckpointRef:
+        """The same for weights without state of the optimizer; only the newest are kept. Returns where they are."""
+        weights = self._commit(done, begun, records, only_weights=True)
+        checkpoint_files.remove_other_weights(weights)
+        return weights
+
+    def _commit(
+        self, done: int, begun: CheckpointRef, records: Sequence[ShardRecord | None], *, only_weights: bool = False
+    ) -> CheckpointRef:
         written = [record for record in records if record is not None]
         try:
             for record in written:
@@ -543,13 +557,17 @@ class RunRecorder:
                         cure="set run_dir to storage that all nodes share",
                     )
             self._check_lease()
-            self.last_checkpoint = checkpoint_files.commit_checkpoint(
-                begun, written, steps_done=done, contract=self.request.contract, metrics=self._last_loss_and_norm
+            return checkpoint_files.commit_checkpoint(
+                begun,
+                written,
+                steps_done=done,
+                contract=self.request.contract,
+                metrics=self._last_loss_and_norm,
+                only_weights=only_weights,
             )
         except Exception:
             checkpoint_files.discard_checkpoint(begun)  # on a full disk the next one needs its room
             raise
-        checkpoint_files.remove_old_checkpoints(self._checkpoint_store, self.request.keep_checkpoints)
 
     def checkpoint_seen(self, done: int) -> None:
         """Report the checkpoint to the client and the callbacks."""

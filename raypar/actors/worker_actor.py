@@ -242,11 +242,13 @@ class WorkerActor:
         )
 
     @ray.method(concurrency_group="step")
-    def save(self, generation: int, done: int, checkpoint: str) -> Any:
+    def save(self, generation: int, done: int, checkpoint: str, only_weights: bool = False) -> Any:
         """Copy the state after `done` steps and start writing it in the background; `save_result` returns the outcome."""
-        return self._run_call(
-            "saving", lambda: self.generation_guard.save(generation, done, lambda: self.core.save(checkpoint))
-        )
+
+        def copy() -> None:
+            self.core.save(checkpoint, only_weights=only_weights)
+
+        return self._run_call("saving", lambda: self.generation_guard.save(generation, done, copy))
 
     # -- ctl: answers while a step runs --------------------------------------------------------------------------------
 

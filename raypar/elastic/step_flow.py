@@ -24,7 +24,7 @@ from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_state import RunState
 from raypar.elastic.run_state_parts import Due
 from raypar.elastic.worker_hiring import start_missing_workers
-from raypar.errors import CheckpointError
+from raypar.errors import CheckpointError, StateNotKeptError
 
 MAX_OPEN_STEPS = 2
 """The most steps that a worker has been called for and has not finished: one runs, one waits."""
@@ -155,7 +155,7 @@ def end_if_saved(m: RunState) -> None:
 
 def explain_unsaved_state(m: RunState, error: Exception) -> Exception:
     """The error of a run whose last checkpoint failed with `error`; if the disk is the cause, also what is lost with it."""
-    if not isinstance(error, (CheckpointError, OSError)):
+    if isinstance(error, StateNotKeptError) or not isinstance(error, (CheckpointError, OSError)):
         return error
     p = m.progress
     what, cure = (error.what, error.cure) if isinstance(error, CheckpointError) else (str(error), "free disk space")
@@ -176,7 +176,7 @@ def wait_for_disk(m: RunState) -> bool:
     p, now_s = m.progress, m.timer.now_s
     since_s = now_s if p.unsaved_since_s is None else p.unsaved_since_s
     left_s = m.policy.save_wait_s - (now_s - since_s)
-    if left_s <= 0 or m.stopping.interrupted:
+    if left_s <= 0 or m.stopping.interrupted or isinstance(p.save_error, StateNotKeptError):
         return False
     minutes = [math.ceil(s / 60.0) for s in (left_s, left_s + m.policy.save_retry_s)]
     if p.unsaved_since_s is None or minutes[0] != minutes[1]:  # again every minute

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from raypar.comm.transport import Routine, RoutineWait, Transport
-from raypar.errors import RayparError
+from raypar.errors import RayparError, StateNotKeptError
 from raypar.model.layer_skeletons import state_shapes
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.global_loss_and_norm import VoteResult
@@ -75,7 +75,8 @@ class ElasticWorker:
         if into_mirror:
             self._take_mirror_snapshot(self.core.transport)
         digest = self.mirror.digests.get(step + 1) if into_mirror else None
-        return replace(report, mirror_seconds=self.mirror.pop_seconds_spent(), digest=digest)
+        not_kept = report.not_kept or (self.core.why_not_kept() if into_mirror else "")
+        return replace(report, mirror_seconds=self.mirror.pop_seconds_spent(), digest=digest, not_kept=not_kept)
 
     def validate(self) -> Routine[ValidationReport]:
         """Run one validation pass."""
@@ -224,7 +225,11 @@ class ElasticWorker:
             optimizer = self.core.step_commit.optimizers.get(index)
             state: dict[str, StateByKey] = {}
             if optimizer is not None:
-                state = read_optimizer_state(optimizer).by_parameter(names_with_patterns(optimizer))
+                names = names_with_patterns(optimizer)
+                try:
+                    state = read_optimizer_state(optimizer).by_parameter(names)
+                except StateNotKeptError as error:
+                    state = OptimizerState.not_kept(names, error)
             for name, parameter in stage.parameters.items():
                 if parameter.numel():
                     found.setdefault(name, {PARAMETER: parameter.detach(), **state.get(name, {})})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.transport import Routine, Transport, run_routine
-from raypar.errors import WorkerLost
+from raypar.errors import StateNotKeptError, WorkerLost
 from raypar.fences.fence import said_lines
 from raypar.model.capture.module_graph import lines_about_repeated_traces
 from raypar.model.graph import Graph, Layer
@@ -39,6 +39,7 @@ from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import StageBuilder
 from raypar.worker.state.checkpoint_snapshot import CheckpointWriter, restore_from_checkpoint, take_snapshot
 from raypar.worker.step.interpreter import Interpreter, StageLinks
+from raypar.worker.step.optimizer_state import read_optimizer_state
 from raypar.worker.step.step_commit import InstructionSpan, StepCommit
 from raypar.worker.worker_assignments import ProgramAssignment, make_layer_graph
 
@@ -85,6 +86,8 @@ class StepReport:
     """Digest of the state after the step, if the mirror copied it and other workers should hold the same."""
     warnings: StateWarnings = ()
     """Process state that users' code has left changed since the last report (`TorchStateGuard.lines`)."""
+    not_kept: str = ""
+    """What optimizer state can no longer be saved, and why; looked for after 1, 2, 4, 8, ... steps, and where it is copied."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +362,17 @@ class WorkerCore:
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             memory=memory_in_use(self.device) if sampled else {},
             warnings=self._lines_for_user(),
+            not_kept="" if (step + 1) & step else self.why_not_kept(),
         )
+
+    def why_not_kept(self) -> str:
+        """What optimizer state cannot be saved, and why; empty if all can."""
+        try:
+            for optimizer in self.step_commit.optimizers.values():
+                read_optimizer_state(optimizer)
+        except StateNotKeptError as error:
+            return error.what
+        return ""
 
     def step(self, step: int, *, trace: bool = False) -> StepReport:
         """One training step on a real transport; every wait is bounded by `step_timeout_s`."""
@@ -392,9 +405,14 @@ class WorkerCore:
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
-    def save(self, checkpoint: CheckpointAt) -> None:
-        """Copy this rank's share of the state, and write it in the background; see `save_result`."""
-        state = take_snapshot(self.stages, self.step_commit.optimizers, self.ownership.checkpoint_pieces(self.rank))
+    def save(self, checkpoint: CheckpointAt, *, only_weights: bool = False) -> None:
+        """Copy this rank's share of the state, and write it in the background; see `save_result`.
+
+        `only_weights`: parameters and buffers, without state of the optimizers. Raises `StateNotKeptError` for such state that
+        cannot be saved.
+        """
+        optimizers = {} if only_weights else self.step_commit.optimizers
+        state = take_snapshot(self.stages, optimizers, self.ownership.checkpoint_pieces(self.rank))
         self._writer.start(checkpoint, f"worker_{self.rank:04d}.safetensors", state)
 
     def save_result(self) -> ShardRecord:

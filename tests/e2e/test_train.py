@@ -81,6 +81,31 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+NO_LONGER_KEPT = (
+    *("optimizer.function=helpers.optimizers:KeepsListLater", "optimizer.args={above: 0.01}"),
+    "lr_schedule=helpers.optimizers:doubles_after_two",
+)
+"""An optimizer whose state after the third step no file holds, which no trial sees."""
+
+
+def test_a_run_whose_optimizer_state_can_no_longer_be_saved_ends_with_an_error_and_its_weights(job, tmp_path, capfd):
+    settings = [word for setting in NO_LONGER_KEPT for word in ("--set", setting)]
+    assert job(*settings, "--set", "plan={stages: 2}", "--set", "checkpoint={every: 0}") == 1
+    said = capfd.readouterr().err
+    assert "cannot be saved: optimizer state 'factors' of layer" in said and "is a list, neither tensor nor number" in said
+    (weights,) = (tmp_path / "runs/tiny/checkpoints").iterdir()
+    steps = int(re.fullmatch("weights_([0-9]{8})", weights.name)[1])
+    assert 4 <= steps <= 6, "found after step 4; the steps under way are made"
+    assert f"Parameters and buffers are in {weights}" in said and f"init_from={weights}" in said
+    there = checkpoint_files.checkpoint_weights_hash(weights)
+    assert there == Undisturbed.of(tmp_path, *NO_LONGER_KEPT, f"steps={steps}").weights_sha256
+
+    assert main(["resume", str(tmp_path / "runs/tiny")]) == 2
+    assert "has no usable checkpoint" in capfd.readouterr().err
+    assert Undisturbed.of(tmp_path, "steps=1", f"init_from={weights}").weights_sha256 != there
+    assert nothing_left()
+
+
 def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_when_resumed(job, tmp_path, capfd):
     assert job() == 0
     out = capfd.readouterr().out

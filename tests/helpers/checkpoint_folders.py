@@ -13,8 +13,8 @@ def __getattr__(name: str) -> Any:
     return getattr(checkpoint_files, name)
 
 
-def create_checkpoint(root: Path, steps_done: int) -> Path:
-    return Path(str(checkpoint_files.create_checkpoint(root, steps_done)))
+def create_checkpoint(root: Path, steps_done: int, **how: Any) -> Path:
+    return Path(str(checkpoint_files.create_checkpoint(root, steps_done, **how)))
 
 
 def commit_checkpoint(folder: Path, *given: Any, **facts: Any) -> Path:

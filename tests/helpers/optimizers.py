@@ -282,16 +282,21 @@ class CachesInClass(Written):
 
 
 class KeepsListLater(Written):
-    """Keeps a list for each parameter from a step on, or once a weight is so large."""
+    """Keeps a list for each parameter after so many steps, or once the learning rate is above what the job sets at first."""
 
     def __init__(self, params: Any, after: int = 0, above: float = 0.0, **given: Any) -> None:
         super().__init__(params, after=after, above=above, **given)
 
     def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
         state["step"] = state.get("step", 0) + 1
-        if state["step"] > group["after"] and parameter.abs().max() >= group["above"]:
+        if state["step"] > group["after"] and group["lr"] > group["above"]:
             state["factors"] = [gradient]
         return gradient
+
+
+def doubles_after_two(step: int) -> float:
+    """A factor on the learning rate that no trial has: 2 from the third step on."""
+    return 1.0 if step < 2 else 2.0
 
 
 class Keeps(Written):

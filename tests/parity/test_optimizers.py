@@ -13,14 +13,14 @@ from helpers.optimizer_layouts import LAYERS, LAYOUTS, job_of, outcomes
 from safetensors.torch import load_file
 
 from raypar.comm.buffer_pool import BufferPool
-from raypar.errors import CheckpointError, ConfigError
+from raypar.errors import CheckpointError, ConfigError, StateNotKeptError
 from raypar.launch.chosen_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.resume import prepare_resumed_run
 from raypar.model.python_state import read_content
 from raypar.plan import ParallelPlan
 from raypar.planner.candidate_plans import enumerate_candidates
-from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, encode_tensor
+from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, CheckpointTensors, encode_tensor, load_manifest
 from raypar.worker.checkpoint.checkpoint_store import open_checkpoint
 from raypar.worker.checkpoint.expected_optimizer_state import NUMBER, ExpectedOptimizerState, SharedEntry
 from raypar.worker.checkpoint.manifest import manifest_checksum
@@ -324,6 +324,36 @@ def test_a_checkpoint_that_lacks_state_of_the_optimizer_or_has_another_form_of_i
 def test_what_comes_back_to_the_value_that_it_was_given_may_be_missing():
     (entry,) = try_optimizer(spec(optimizers.CountsToTwenty, ()), SHAPES).keeps.shared.values()
     assert not entry.is_always_there and entry.forms == {NUMBER}
+
+
+def test_state_that_can_no_longer_be_kept_is_reported_and_the_weights_are_saved_without_it(tmp_path: Path):
+    job = job_of(spec(optimizers.KeepsListLater, (), above=0.01), lr_schedule=Ref(optimizers.doubles_after_two))
+    with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=LAYERS), "1f1b") as run:
+        reports = [run.step(step) for step in range(4)]
+        assert [any(report.not_kept for report in of_step) for of_step in reports] == [False, False, False, True]
+        assert re.match("optimizer state 'factors' of first.weight is a list", reports[3][0].not_kept)
+        with pytest.raises(StateNotKeptError, match=r"'factors' of first\.weight is a list"):
+            run.cores[0].save(checkpoint_files.create_checkpoint(tmp_path, 4))
+        begun = checkpoint_files.create_checkpoint(tmp_path, 4, only_weights=True)
+        for core in run.cores:
+            core.save(begun, only_weights=True)
+        records = [core.save_result() for core in run.cores]
+        weights = checkpoint_files.commit_checkpoint(begun, records, steps_done=4, contract={}, only_weights=True)
+        found = CheckpointTensors(weights)
+        assert all(torch.equal(found[name], copies[0]) for name, copies in run.parameters().items())
+    assert checkpoint_files.latest_usable_checkpoint(tmp_path) == (None, [])
+    with pytest.raises(CheckpointError, match="has weights, and no state of the optimizer"):
+        preflight(job).optimizer.keeps.check(load_manifest(weights))
+
+
+def test_state_that_cannot_be_moved_is_an_error_for_whoever_needs_it():
+    """The mirror copies what stands for it, so that no worker waits; a recovery from that copy is refused."""
+    error = StateNotKeptError("optimizer state 'factors' of w is a list", cure="")
+    stands = OptimizerState.not_kept(["w"], error)
+    copy = StateCopy.of({"w": {PARAMETER: torch.ones(2), **stands["w"]}}, BufferPool())
+    held = {name: dict(holding.state) for name, holding in copy.holdings().items()}
+    with pytest.raises(StateNotKeptError, match="'factors' of w is a list"):
+        OptimizerState.of_parameters(held, {"w": "*"})
 
 
 def test_a_snapshot_that_no_reader_would_take_is_no_checkpoint(tmp_path: Path):

@@ -40,7 +40,15 @@ from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
-from raypar.errors import CheckpointError, CommTimeout, GroupAborted, LeaseLostError, UserCodeError, WorkerLost
+from raypar.errors import (
+    CheckpointError,
+    CommTimeout,
+    GroupAborted,
+    LeaseLostError,
+    StateNotKeptError,
+    UserCodeError,
+    WorkerLost,
+)
 
 
 def test_two_steps_are_issued_ahead_and_the_next_when_one_has_been_seen():
@@ -327,6 +335,15 @@ def test_a_run_whose_last_checkpoint_fails_ends_at_once_where_nobody_is_to_wait(
     commit(machine, 0)
     _, teardown = do(machine, FULL)
     assert teardown.end == "failed" and "no earlier checkpoint" in teardown.why
+
+
+def test_a_run_whose_state_cannot_be_saved_waits_for_no_disk():
+    machine = RunMachine(RunPolicy(workers=2, job_steps=1))
+    do(machine, WorkersReady())
+    commit(machine, 0)
+    error = StateNotKeptError("a list", cure="a tensor")
+    warning, teardown = do(machine, CheckpointFailed(1, error))
+    assert "a list" in warning.text and teardown.end == "failed" and teardown.error is error
 
 
 def test_an_event_without_a_rule_raises_with_the_story():

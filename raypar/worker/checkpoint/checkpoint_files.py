@@ -140,10 +140,15 @@ def checkpoint_name(steps_done: int) -> str:
     return f"step_{steps_done:08d}"
 
 
-def create_checkpoint(store: StoreAt, steps_done: int) -> CheckpointRef:
-    """Begin a new checkpoint, into which workers write. Raises `CheckpointError` if the storage refuses."""
+def weights_name(steps_done: int) -> str:
+    """The name of weights without state of the optimizer, beside checkpoints: no run is resumed from them."""
+    return f"{WEIGHTS}{steps_done:08d}"
+
+
+def create_checkpoint(store: StoreAt, steps_done: int, *, only_weights: bool = False) -> CheckpointRef:
+    """Begin a new checkpoint, or weights, into which workers write. Raises `CheckpointError` if the storage refuses."""
     store = _store(store)
-    return CheckpointRef(store, store.begin(checkpoint_name(steps_done)))
+    return CheckpointRef(store, store.begin(weights_name(steps_done) if only_weights else checkpoint_name(steps_done)))
 
 
 def write_shard(
@@ -238,13 +243,15 @@ def commit_checkpoint(
     steps_done: int,
     contract: Mapping[str, Any],
     metrics: Mapping[str, Any] | None = None,
+    only_weights: bool = False,
 ) -> CheckpointRef:
     """Add the manifest and give the checkpoint its final name. One that is there already is replaced. Returns the new one.
 
-    Raises `CheckpointError` for state that no reader would accept, or on whose shared part stages disagree.
+    `only_weights`: it was begun so. Raises `CheckpointError` for state that no reader would accept, or on whose shared part
+    stages disagree.
     """
     begun = _checkpoint(checkpoint)
-    final = CheckpointRef(begun.store, checkpoint_name(steps_done))
+    final = CheckpointRef(begun.store, weights_name(steps_done) if only_weights else checkpoint_name(steps_done))
     body = manifest_to_json(
         [*(entry for record in records for entry in record.entries), *merge_shared_state(records)],
         {record.file: (record.nbytes, record.sha256) for record in records},
@@ -295,6 +302,13 @@ def discard_checkpoint(checkpoint: CheckpointAt) -> None:
     """Remove a checkpoint that could not be finished; the last good checkpoint stays."""
     begun = _checkpoint(checkpoint)
     begun.store.remove(begun.name)
+
+
+def remove_other_weights(weights: CheckpointRef) -> None:
+    """Remove the weights without state of the optimizer that lie beside the newest ones."""
+    for name in weights.store.names():
+        if name.startswith(WEIGHTS) and name != weights.name:
+            weights.store.remove(name)
 
 
 def remove_old_checkpoints(store: StoreAt, count: int) -> None:
@@ -679,6 +693,8 @@ def check_contract(manifest: Manifest, spec: JobSpec) -> None:
 # -- parts -------------------------------------------------------------------------------------------------------------------
 
 
+WEIGHTS = "weights_"
+"""How the names of weights without state of the optimizer begin."""
 _STEP = re.compile(r"step_([0-9]+)")
 """The name of a checkpoint; other names in a store are none."""
 

@@ -9,6 +9,8 @@ from raypar.errors import with_article
 OPTIMIZER, GROUP, ATTRIBUTE = "optimizer", "optimizer group", "optimizer attribute"
 """Kinds of optimizer state: of one parameter (`optimizer.state[p]`); of a group of parameters (an entry of `param_groups`); of
 the optimizer itself (an attribute)."""
+NOT_KEPT = "optimizer state that cannot be kept"
+"""Kind of what stands for optimizer state that cannot be moved, in the mirror and in moves; its name says why."""
 NAMED_KINDS = (OPTIMIZER, GROUP, ATTRIBUTE)
 """The kinds whose keys have a name, which the optimizer has chosen."""
 SHARED_KINDS = (GROUP, ATTRIBUTE)

@@ -55,7 +55,8 @@ def take_snapshot(
 ) -> StateSnapshot:
     """Copy the state of the named parameters and buffers to host memory. `names`: by stage, as `Ownership` gives them.
 
-    Raises `CheckpointError` for optimizer state that cannot be kept, by name.
+    `optimizers`: by stage; a snapshot has no state of those that are left out. Raises `StateNotKeptError` for optimizer state
+    that cannot be kept, by name.
     """
     tensors: dict[StateName, Tensor] = {}
     scalars: dict[StateName, Scalar] = {}

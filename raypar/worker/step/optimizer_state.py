@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.errors import CheckpointError, RayparError, with_article
+from raypar.errors import CheckpointError, RayparError, StateNotKeptError, with_article
 from raypar.model.python_state import PythonState, read_content
 from raypar.worker.checkpoint.manifest import ALL_PARAMETERS, DTYPES
 from raypar.worker.checkpoint.safetensors_header import MAX_ELEMENTS
-from raypar.worker.checkpoint.state_key import ATTRIBUTE, GROUP, OPTIMIZER, StateKey, why_unusable_name
+from raypar.worker.checkpoint.state_key import ATTRIBUTE, GROUP, NOT_KEPT, OPTIMIZER, StateKey, why_unusable_name
 
 Value = Tensor | float | int | bool | None
 """A piece of optimizer state."""
@@ -61,8 +61,14 @@ class OptimizerState:
         }
 
     @staticmethod
+    def not_kept(names: Iterable[str], error: StateNotKeptError) -> dict[str, dict[StateKey, Value]]:
+        """What stands for the state of parameters if it cannot be moved: whoever needs it gets the error (`of_parameters`)."""
+        return {name: {StateKey(NOT_KEPT, error.what): None} for name in names}
+
+    @staticmethod
     def of_parameters(states: Mapping[str, Mapping[StateKey, Any]], names: Mapping[str, str]) -> OptimizerState:
-        """The inverse of `by_parameter`. Raises `RayparError` if parameters disagree on what they share."""
+        """The inverse of `by_parameter`. Raises `RayparError` if parameters disagree on what they share, `StateNotKeptError`
+        for state that could not be moved (`not_kept`)."""
         parameters: dict[str, dict[str, Value]] = {}
         shared: dict[tuple[str, str], dict[str, Value]] = {}
         first: dict[tuple[str, str], str] = {}
@@ -71,6 +77,8 @@ class OptimizerState:
                 continue
             found: dict[str, dict[str, Value]] = {OPTIMIZER: {}, GROUP: {}, ATTRIBUTE: {}}
             for key, value in states[name].items():
+                if key.kind == NOT_KEPT:
+                    raise StateNotKeptError(key.name, cure=_CURE)
                 if key.kind in found:
                     found[key.kind][key.name] = value
             if found[OPTIMIZER]:  # an empty dict is not what an optimizer has before its first step
@@ -131,7 +139,7 @@ def named_optimizer_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn
 
 
 def read_optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """The optimizer's state. Raises `CheckpointError` for state that cannot be kept, by name."""
+    """The optimizer's state. Raises `StateNotKeptError` for state that cannot be kept, by name."""
     named, known, given = named_optimizer_parameters(optimizer), _read_elsewhere(optimizer), getattr(optimizer, GIVEN)
     for key in optimizer.state:
         if not isinstance(key, Tensor) or id(key) not in known:
@@ -178,7 +186,7 @@ def copied(state: OptimizerState) -> OptimizerState:
 def _changed(
     now: Iterable[tuple[str, Any]], given: Mapping[str, object], known: Mapping[int, Any], what: str
 ) -> dict[str, Value]:
-    """The values that hold something else than those given. Raises `CheckpointError` for what cannot be kept."""
+    """The values that hold something else than those given. Raises `StateNotKeptError` for what cannot be kept."""
     found: dict[str, Value] = {}
     present = dict(now)
     for name in given.keys() - present.keys():
@@ -272,8 +280,11 @@ def _no_state(what: str) -> CheckpointError:
     )
 
 
-def _cannot_keep(what: str, why: str) -> CheckpointError:
-    return CheckpointError(
+def _cannot_keep(what: str, why: str) -> StateNotKeptError:
+    return StateNotKeptError(
         f"{what} is {why}: it cannot be saved, or moved to another worker",
-        cure="use an optimizer whose state is tensors and numbers: in optimizer.state[p], in param_groups, or in attributes",
+        cure=_CURE,
     )
+
+
+_CURE = "use an optimizer whose state is tensors and numbers: in optimizer.state[p], in param_groups, or in attributes"
