@@ -195,13 +195,23 @@ def test_an_optimizer_may_refuse_to_go_on_after_its_last_step(total: int):
 
 def test_an_optimizer_that_counts_only_steps_with_gradients_is_not_for_stages():
     trial = preflight(job_of(spec(optimizers.CountsSteps))).optimizer
-    with pytest.raises(ConfigError, match=r"'k' of the group .* having no gradient in some steps") as found:
+    with pytest.raises(ConfigError, match=r"'k' of the group .* having no gradient in some steps"):
         trial.check_plan(ParallelPlan.mesh(pp=3, layers=LAYERS))
-    assert (
-        "the plan has 3 stages" in found.value.what
-        and "set plan.stages: 1 (plan.replicas may be any number)" in found.value.cure
-    )
     trial.check_plan(ParallelPlan.mesh(dp=3, layers=LAYERS))
+
+
+def test_the_refusal_of_a_coupled_optimizer_says_what_why_and_the_cure_and_then_what_was_measured():
+    trial = preflight(job_of(spec(optimizers.NormalisesAll))).optimizer
+    with pytest.raises(ConfigError) as found:
+        trial.check_plan(ParallelPlan.mesh(pp=3, layers=LAYERS))
+    what, cure, measured = str(found.value).splitlines()
+    assert re.fullmatch(
+        r"NormalisesAll cannot be used with 3 stages: its step of one parameter depends on the other parameters, "
+        r"and each stage has an optimizer of its own parameters only",
+        what,
+    )
+    assert cure.startswith("  cure: set plan.stages: 1 (plan.replicas may be any number), or use an optimizer that takes each")
+    assert re.match(r"  measured: in a trial of 12 steps .* differ by [\d.e-]+ ", measured)
 
 
 def test_an_optimizer_that_draws_is_said_to_do_so():

@@ -72,18 +72,22 @@ class OptimizerTrial:
     def check_plan(self, plan: ParallelPlan) -> None:
         """Raises `ConfigError` for a plan in which the optimizer would train otherwise than in one process."""
         if self.kind is OptimizerKind.COUPLED and len(plan.stages) > 1:
-            draws = ": its step draws random numbers, one after the other for all parameters of a stage" if self.draws else ""
-            raise ConfigError(
-                f"{self.label} trains parameters together otherwise than apart{draws}, and the plan has {len(plan.stages)} "
-                f"stages, each with an optimizer of its own parameters; {self.difference}",
-                cure="set plan.stages: 1 (plan.replicas may be any number), or use an optimizer that takes each parameter by "
-                "itself (SGD, Adam, AdamW, ...)",
+            why = (
+                "its step draws random numbers, one after the other for all parameters of a stage"
+                if self.draws
+                else "its step of one parameter depends on the other parameters"
             )
-        if self.kind is not OptimizerKind.ELEMENTWISE and any(stage.shards > 1 for stage in plan.stages):
             raise ConfigError(
-                f"{self.label} trains half of a parameter otherwise than that half of the whole one, and shards "
-                "have slices of parameters",
-                cure="use an optimizer that takes each element by itself (SGD, Adam, AdamW, ...), or set plan.shards: 1",
+                f"{self.label} cannot be used with {len(plan.stages)} stages: {why}, and each stage has an optimizer "
+                "of its own parameters only",
+                cure="set plan.stages: 1 (plan.replicas may be any number), or use an optimizer that takes each parameter by "
+                f"itself (SGD, Adam, AdamW, ...)\n  measured: {self.difference}",
+            )
+        if self.kind is not OptimizerKind.ELEMENTWISE and (shards := max(stage.shards for stage in plan.stages)) > 1:
+            raise ConfigError(
+                f"{self.label} cannot be used with {shards} shards: its step of one element depends on other elements of the "
+                "parameter, and each shard has a slice of it only",
+                cure="set plan.shards: 1, or use an optimizer that takes each element by itself (SGD, Adam, AdamW, ...)",
             )
 
 
