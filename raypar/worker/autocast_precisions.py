@@ -63,6 +63,10 @@ AUTOCAST_PRECISIONS: Mapping[PrecisionName, AutocastPrecision] = {
 """Value of `precision.compute` -> the precision."""
 
 
+NO_FLOAT16 = "float16, which needs a scaled loss, is not there yet"
+"""What is said of float16, for messages."""
+
+
 def precision_settings_text() -> str:
     """The values that a job's `precision` may have, in words: `{"compute": "bf16"}`."""
     return " or ".join(f'{{"compute": "{name}"}}' for name in AUTOCAST_PRECISIONS)

@@ -1,6 +1,8 @@
-"""Refuses, before a run, layers that fail once their parameters are cast to the job's dtype."""
+"""Says, before a run, that parameters are cast to the job's dtype; refuses layers that fail then."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import torch
 
@@ -8,9 +10,36 @@ from raypar.errors import ModelError, UserCodeError
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import layer_sizes, shared_skeleton
 from raypar.plan import ParallelPlan
+from raypar.worker.autocast_precisions import NO_FLOAT16, precision_settings_text
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.numeric_check_settings import MOST_BYTES, with_few_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
+
+
+def line_about_cast_parameters(spec: JobSpec, graph: Graph) -> str | None:
+    """A line for the user about parameters and buffers that the model function has made in another floating point dtype than
+    the job's; None if there are none."""
+    counts, total, wanted = Counter[torch.dtype](), 0, getattr(torch, spec.dtype)
+    for layer in graph.layers:
+        module = shared_skeleton(layer)
+        for tensor in (*module.parameters(), *module.buffers()):
+            total += tensor.is_floating_point()
+            counts[tensor.dtype] += tensor.is_floating_point() and tensor.dtype != wanted
+    made = [f"{number} in {str(dtype).removeprefix('torch.')}" for dtype, number in counts.items() if number]
+    if not made:
+        return None
+    text = (
+        f"of the model's {total} parameters and buffers the model function makes {' and '.join(made)}: they are cast to "
+        f"{spec.dtype}, the job's dtype, and trained in it"
+    )
+    advice = []
+    if counts[torch.float16]:
+        advice.append(f"{NO_FLOAT16}; leave .half() out")
+    if counts[torch.bfloat16] or counts[torch.float16]:
+        advice.append(f"layers compute in bfloat16 with precision: {precision_settings_text()}")
+    if counts[torch.float64]:
+        advice.append("dtype: float64 keeps those")
+    return f"{text}\n  cure: {'; '.join(advice)}" if advice else text
 
 
 def check_cast_parameters(spec: JobSpec, graph: Graph) -> None:

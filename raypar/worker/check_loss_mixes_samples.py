@@ -14,7 +14,7 @@ from raypar.worker.check_sum_and_count import random_output
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.stage.loss_function import make_loss_function
 
-_MOST_NUMBERS = 1 << 20
+MOST_LOSS_NUMBERS = 1 << 20
 """Losses of larger outputs are not tried."""
 _TOLERANCE = 1e-3
 """Largest change of a gradient, as a share of the largest gradient, that counts as none."""
@@ -30,7 +30,7 @@ def line_about_mixed_samples(spec: JobSpec, graph: Graph, values: Mapping[str, T
     if spec.loss.is_loss_of_model or spec.microbatches == 1 or target is None or not target.dim():
         return None
     outputs, samples = [values[name] for name in graph.loss_inputs], len(target)
-    if not all(x.dim() and len(x) == samples for x in outputs) or sum(x.numel() for x in outputs) > _MOST_NUMBERS:
+    if not all(x.dim() and len(x) == samples for x in outputs) or sum(x.numel() for x in outputs) > MOST_LOSS_NUMBERS:
         return None
     if samples < 2 or not any(x.is_floating_point() for x in outputs):
         return None

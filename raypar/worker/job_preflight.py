@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,11 @@ from raypar.plan import ParallelPlan
 from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
-from raypar.worker.check_cast_parameters import check_cast_parameters
+from raypar.worker.check_cast_parameters import check_cast_parameters, line_about_cast_parameters
 from raypar.worker.check_layers_with_numbers import check_layers_with_numbers
-from raypar.worker.check_loss_mixes_samples import line_about_mixed_samples
+from raypar.worker.check_loss_mixes_samples import MOST_LOSS_NUMBERS, line_about_mixed_samples
 from raypar.worker.check_shards_with_numbers import check_shards_with_numbers
-from raypar.worker.check_sum_and_count import check_sum_and_count
+from raypar.worker.check_sum_and_count import check_sum_and_count, random_output
 from raypar.worker.job_spec import JobSpec, Ref, loss_target_name
 from raypar.worker.measure_profile import read_microbatches
 from raypar.worker.microbatch_loader import WHERE_FIELDS_ARE_NAMED, SampleOrder, SampleReader, make_dataset
@@ -120,14 +120,9 @@ def preflight(spec: JobSpec) -> PreflightResult:
             size = len(make_dataset(spec.validation.data, "validation"))
         validation = min(size, spec.validation.samples or size)
     of_values = graph.initial_values.notes if graph.initial_values is not None else ()
-    notes = (*of_values, *_notes_about_data(spec, graph, names, batch, samples))
-    if mixed is not None:
-        notes = (*notes, mixed)
-    if not_compared is not None:
-        notes = (*notes, not_compared)
-    added_by_layer = line_about_parameters_added_by_layer(graph)
-    if added_by_layer is not None:
-        notes = (*notes, added_by_layer)
+    of_data = _notes_about_data(spec, graph, names, batch, samples)
+    more = (line_about_cast_parameters(spec, graph), mixed, not_compared, line_about_parameters_added_by_layer(graph))
+    notes = (*of_values, *of_data, *(line for line in more if line is not None))
     return PreflightResult(graph, samples, validation, batch, trial, notes)
 
 
@@ -359,27 +354,55 @@ def _check_loss(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor], batch
             cure=f"choose data.target: one of {list(batch)}",
         )
     check_sum_and_count(spec, graph, values, batch.get(target))
-    try:
-        with torch.no_grad(), meta_operations_without_dynamo():
-            loss = graph.loss_of_values(make_loss_function(spec.loss))
-            found = loss(*(values[name] for name in graph.loss_inputs), values[target])
-    except USER_CODE_ERRORS as error:
-        reraise_ctrl_c(error)
-        # A loss may read numbers; if it is wrong, the first step says so with its own traceback.
-        return
-    total = found[0] if isinstance(found, tuple) and found else found
+    loss, read = graph.loss_of_values(make_loss_function(spec.loss)), [values[name] for name in graph.loss_inputs]
+    called = _call_loss(loss, read, values[target])
+    if called is None and target in batch and sum(tensor.numel() for tensor in read) <= MOST_LOSS_NUMBERS:  # it reads numbers
+        with preserve_random_state():
+            called = _call_loss(loss, [random_output(tensor.shape, tensor.dtype) for tensor in read], batch[target])
+    if called is None:
+        return  # if it is wrong, the first step says so with its own traceback
+    found, trained = called
+    total = found[0] if isinstance(found, tuple) and len(found) == 2 else found
+    if total is None and (given := fields_without_target(graph, target)) is not None:
+        raise ModelError(
+            f"the loss {spec.loss.label} returned None: the forward of the model was given {', '.join(given)}, and not "
+            f"{target!r}, although it has a parameter of that name, so what it returns has no loss",
+            cure=f"set loss: model, with which forward is given {target!r} and its own loss is taken; or compute the loss "
+            "of the output and the target",
+        )
+    number = isinstance(total, (int, float)) or type(total).__module__ == "numpy"
+    if number or (isinstance(total, Tensor) and total.numel() == 1 and trained and total.grad_fn is None):
+        kind = (
+            "a tensor that does not depend on the output" if isinstance(total, Tensor) else with_article(type(total).__name__)
+        )
+        raise ModelError(
+            f"the loss {spec.loss.label} returned {kind}: without a gradient nothing would be trained",
+            cure="return the tensor that is computed from the output, by differentiable operations: no .item(), no float(), no "
+            "detach(), no numpy, no torch.no_grad()",
+        )
     if not isinstance(total, Tensor) or total.numel() != 1:
-        shape = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
-        if total is None and (given := fields_without_target(graph, target)) is not None:
-            raise ModelError(
-                f"the loss {spec.loss.label} returned None: the forward of the model was given {', '.join(given)}, and not "
-                f"{target!r}, although it has a parameter of that name, so what it returns has no loss",
-                cure=f"set loss: model, with which forward is given {target!r} and its own loss is taken; or compute the loss "
-                "of the output and the target",
-            )
+        shape = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else with_article(type(total).__name__)
+        shape = "None" if total is None else shape
         raise ModelError(
             f"the loss {spec.loss.label} returned {shape}, not a scalar", cure="return a scalar, or (sum, count) as scalars"
         )
+    if isinstance(found, tuple) and len(found) == 2 and not isinstance(found[1], (int, float, Tensor)):
+        raise ModelError(
+            f"the loss {spec.loss.label} returned a pair whose second value is {with_article(type(found[1]).__name__)}, and it "
+            "is the count by which the first is divided",
+            cure="return the loss alone, or (sum, count): the sum over samples or tokens, and how many they are",
+        )
+
+
+def _call_loss(loss: Callable[..., Any], read: Sequence[Tensor], target: Tensor) -> tuple[Any, bool] | None:
+    """(what the loss returns for outputs like these, whether they require gradients); None if it raises."""
+    given = [tensor.detach().requires_grad_(tensor.is_floating_point()).clone() for tensor in read]
+    try:
+        with torch.enable_grad(), meta_operations_without_dynamo():
+            return loss(*given, target.clone()), any(tensor.requires_grad for tensor in given)
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        return None
 
 
 def _check_lr_schedule(ref: Ref) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import raypar
 from raypar.errors import ModelError, NonFiniteError, UserCodeError
 from raypar.plan import ParallelPlan
+from raypar.worker import job_preflight
 from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import Ref
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -50,6 +51,47 @@ def classify(loss: Any, *, tokens: int = 0) -> raypar.Trainer:
         batch_size=4,
         microbatches=2,
     )
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+@pytest.mark.parametrize("model", [lambda: nn.Sequential(nn.Linear(2, 3)), lambda: Wrapped()], ids=["layers", "captured"])
+@pytest.mark.parametrize(
+    "loss, said",
+    [
+        (lambda output, target: cross_entropy(output, target).item(), "a float: without a gradient nothing would be trained"),
+        (lambda output, target: float(cross_entropy(output, target)), "a float: without a gradient nothing would be trained"),
+        (lambda output, target: 1, "an int: without a gradient nothing would be trained"),
+        (
+            lambda output, target: cross_entropy(output, target).detach(),
+            "a tensor that does not depend on the output: without a gradient nothing would be trained",
+        ),
+        (
+            lambda output, target: cross_entropy(output, target).detach().numpy(),
+            "a ndarray: without a gradient nothing would be trained",
+        ),
+        (lambda output, target: None, "returned None, not a scalar"),
+        (lambda output, target: {"loss": cross_entropy(output, target)}, "a dict, not a scalar"),
+        (lambda output, target: (cross_entropy(output, target), output, target), "a tuple, not a scalar"),
+        (lambda output, target: (cross_entropy(output, target), {"accuracy": 0.5}), "a pair whose second value is a dict"),
+    ],
+)
+def test_a_loss_that_returns_no_tensor_with_a_gradient_is_the_first_thing_said(loss, said, model, monkeypatch):
+    """A line that the layers were not compared with the model on numbers came first."""
+    monkeypatch.setattr(job_preflight, "check_capture_with_numbers", lambda *given: pytest.fail("the loss was not refused"))
+    with pytest.raises(ModelError, match=said):
+        preflight(replace(classify(loss).spec, model=Ref(model)))
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
 
 
 def mean_and_accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
