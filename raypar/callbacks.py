@@ -607,10 +607,16 @@ def check_callback(made: Any, name: str) -> Callback:
     if isinstance(made, type) and issubclass(made, Callback):
         raise ConfigError(f"callback {name} is a class, not an object of it", cure=f"give an object: {made.__name__}(...)")
     if not isinstance(made, Callback):
-        kind = "a class" if isinstance(made, type) else with_article(type(made).__name__)
+        kind = made if isinstance(made, type) else type(made)
+        package = kind.__module__.partition(".")[0]
+        origin = f" of {package}" if package not in ("builtins", "__main__") else ""
+        found = f"the class {kind.__name__}" if isinstance(made, type) else with_article(kind.__name__)
         raise ConfigError(
-            f"callback {name} is {kind}, not a raypar.callbacks.Callback",
-            cure=advice_for_callback(name) or "derive your class from raypar.callbacks.Callback, and give an object of it",
+            f"callback {name} returned {found}{origin}, and no raypar.Callback"
+            if name != kind.__name__
+            else f"callbacks has {found}{origin}, which is no raypar.Callback",
+            cure=advice_for_callback(kind.__name__)
+            or f"derive your class from raypar.Callback, and give an object of it; its hooks are {', '.join(_INFOS)}",
         )
     for hook in dir(type(made)):
         if hook.startswith("on_") and hook not in _INFOS:

@@ -120,9 +120,9 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "grad_clip clip_grad_norm",
     "gradients are clipped by their norm (clip_norm); by value is not there yet": "gradient_clip_algorithm clip_value "
     "clip_grad_value",
-    _PRECISION: "bf16 fp16 fp32 amp autocast mixed_precision torch_dtype param_dtype compute_dtype half use_amp",
-    "float16, which needs a scaled loss, is not there yet; bfloat16 is precision.compute": "grad_scaler scaler loss_scale "
-    "initial_scale_power",
+    _PRECISION: "bf16 fp32 amp autocast mixed_precision torch_dtype param_dtype compute_dtype use_amp",
+    "float16, which needs a scaled loss, is not there yet; bfloat16 is precision.compute": "fp16 half grad_scaler scaler "
+    "loss_scale initial_scale_power",
     "quantized training is not there yet; bfloat16 is precision.compute": "quantization load_in_8bit load_in_4bit fp8",
     "compiled models (torch.compile) are not there yet; `model` is computed as it is written": "torch_compile compile "
     "dynamo_backend torch_compile_backend",

@@ -104,7 +104,7 @@ class Trainer:
     - `scaling_config`, `run_config`, `checkpoint_config`: Ray Train's. They may say the number of workers, the device, the
       name, the folder of runs, and how many checkpoints are kept.
 
-    Raises `ConfigError` or `PlanError`, in two lines that say what is wrong and what cures it.
+    Raises `ConfigError` or `PlanError`, which say what is wrong and, below, what cures it.
     """
 
     job: Job

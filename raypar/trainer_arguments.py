@@ -393,10 +393,12 @@ def _built_model(value: Any) -> Given:
     """A small model that is built already, with its values.
 
     Raises `ConfigError` for a larger one: every worker would get all of it, through Ray's store; `ModelError` for one without
-    layers, which may be a wrapper that cannot be copied.
+    layers, and for one that another framework has wrapped, which perhaps cannot be copied.
     """
     from raypar.model.capture.sequential import layers_in, whole_module
+    from raypar.model.framework_wrappers import refuse_framework_wrappers
 
+    refuse_framework_wrappers("", value)
     if whole_module(value) is None:
         layers_in(value)
     nbytes = sum(t.numel() * t.element_size() for t in (*value.parameters(), *value.buffers()))

@@ -124,6 +124,10 @@ _DEVICE_ERRORS = ("Torch not compiled with CUDA", "Found no NVIDIA driver", "No 
 """What PyTorch says where code asks for a GPU itself."""
 
 
+_DISTRIBUTED = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}torch{os.sep}nn{os.sep}parallel{os.sep}")
+"""Folders of PyTorch's code that wants a process group."""
+
+
 def cure_for_known_error(error: BaseException, model: object = None) -> str | None:
     """What to do about an error that PyTorch raises in many users' code; None for others. `model`: whose forward raised it."""
     text = error_message(error)
@@ -131,6 +135,12 @@ def cure_for_known_error(error: BaseException, model: object = None) -> str | No
         return (
             "leave .cuda() and .to(device) out: raypar puts model and batches where workers compute (device: gpu gives each a "
             "GPU); a tensor that forward makes itself gets device=x.device"
+        )
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and any(part in frames[-1].filename for part in _DISTRIBUTED):
+        return (
+            "leave process groups and what is wrapped around a model (DistributedDataParallel, FSDP) out: raypar connects the "
+            "workers itself; for data parallelism set plan.replicas"
         )
     if isinstance(error, NotImplementedError) and 'the required "forward"' in text:
         if hasattr(model, "training_step"):  # Lightning's, which raypar does not call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import typing
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from raypar.config.plain_values import is_importable_name
 from raypar.errors import ConfigError
 from raypar.keys_of_other_frameworks import advice_for
 from raypar.untrusted_files import repr_text, shorten
-from raypar.worker.autocast_precisions import precision_settings_text
+from raypar.worker.autocast_precisions import NO_FLOAT16, precision_settings_text
 
 AUTO, GIVEN = "<auto>", "<given>"
 """Tags of the two types of `plan`. Pydantic puts them into error locations; messages leave them out."""
@@ -66,22 +67,48 @@ def config_error(
     of_trainer: bool = False,
     more: Sequence[str] = (),
 ) -> ConfigError:
-    """One `ConfigError` for the errors of pydantic (`ValidationError.errors()`), unknown keys first.
+    """One `ConfigError` for the errors of pydantic (`ValidationError.errors()`), with the cure of each; unknown keys first.
 
     A missing key often is one that was misspelt, so the misspelt one is the better first message. `inside`: path of the section
     of `job` that was checked; `of_trainer`: whether to speak of `Trainer`'s arguments instead of a job file; `more`: arguments
     that are not keys of a job.
     """
-    ordered = sorted(errors, key=lambda one: one["type"] != "extra_forbidden")
-    explain = _Explainer(job, of_trainer, tuple(more)).explain
-    found = [explain({**one, "loc": (*inside, *one["loc"])}) for one in ordered]
-    return ConfigError("; ".join(what for what, _ in found[:5]), cure=found[0][1])
+    order = {"extra_forbidden": 0, "missing": 2}
+    ordered = sorted(errors, key=lambda one: order.get(one["type"], 1))
+    missing = Counter(tuple(one["loc"][:-1]) for one in errors if one["type"] == "missing")
+    explainer, whats, cures = _Explainer(job, of_trainer, tuple(more)), list[str](), list[tuple[str, str]]()
+    for one in ordered[:MOST_ERRORS]:
+        several = one["type"] == "missing" and missing[tuple(one["loc"][:-1])] > 1
+        what, cure = explainer.explain({**one, "loc": (*inside, *one["loc"])}, several=several)
+        whats.append(what)
+        cures.append((explainer.key_of([*inside, *one["loc"]]), cure))
+    if len(ordered) > MOST_ERRORS:
+        whats.append(f"and {len(ordered) - MOST_ERRORS} more")
+    return ConfigError("; ".join(whats), cure=_join_cures(cures))
+
+
+MOST_ERRORS = 16
+"""The most errors about one job that are said at once."""
+
+
+def _join_cures(cures: Sequence[tuple[str, str]]) -> str:
+    """One text of (key, cure) pairs: of several different cures each has a line of its own, after the keys that it is for."""
+    keys_by_cure: dict[str, list[str]] = {}
+    for key, cure in cures:
+        keys_by_cure.setdefault(cure, []).append(key)
+    if len(keys_by_cure) == 1:
+        return next(iter(keys_by_cure))
+    indent = "\n" + " " * len("  cure: ")
+    return indent.join(f"{', '.join(keys)}: {cure}" for cure, keys in keys_by_cure.items())
 
 
 FUNCTION_KEY = '"function": ..., '
 _OPTIMIZER_OPTIONS = {"lr": "lr", "learning_rate": "lr", "weight_decay": "weight_decay", "betas": "betas"}
 """Arguments that people give to `Trainer` -> the optimizer's own."""
-_HALF_PRECISION = ("bfloat16", "float16", "bf16", "fp16", "half")
+_FLOAT16 = {"float16", "fp16", "half"}
+_HALF_PRECISION = {"bfloat16", "bf16", *_FLOAT16}
+_DEVICES = {"cuda": "gpu", "nvidia": "gpu", "gpu": "gpu", "gpus": "gpu", "cpu": "cpu", "cpus": "cpu"}
+"""What people write for a kind of device -> the value of `device`."""
 
 
 _MAIN_KEY = {"checkpoint": "every", "early_stopping": "patience", "plan": "replicas", "elastic": "min_workers"}
@@ -107,9 +134,7 @@ _OPTIMIZERS += ("Rprop", "SGD", "Muon")
 
 
 def _known_function(section: str, name: str) -> str:
-    """What to write for a bare name, such as `adam` or `mse`, or for a file of weights as the model; empty for other names."""
-    if section == "model" and name.endswith(_WEIGHTS_SUFFIXES):
-        return f"a function that makes the module there, and the file as init_from: {shorten(name)}"
+    """What to write for a bare name, such as `adam` or `mse`; empty for other names."""
     if section == "loss":
         found = _LOSSES.get(name.lower().removesuffix("loss").removesuffix("_"))
         return f"torch.nn.functional:{found}" if found else ""
@@ -151,10 +176,15 @@ class _Explainer:
             return elsewhere
         return [".".join(map(str, [*path, one])) for one in same or difflib.get_close_matches(key, here, n=1, cutoff=0.7)]
 
-    def explain(self, error: Mapping[str, Any]) -> tuple[str, str]:
-        """(what, cure) for one error of pydantic."""
+    @staticmethod
+    def key_of(place: Sequence[str | int]) -> str:
+        """The key at a location of pydantic, such as `plan.stages`."""
+        return shorten(".".join(str(part) for part in place if part not in (AUTO, GIVEN))) or "the job file"
+
+    def explain(self, error: Mapping[str, Any], *, several: bool = False) -> tuple[str, str]:
+        """(what, cure) for one error of pydantic. `several`: it is one of several missing keys of one section."""
         path = [part for part in error["loc"] if part not in (AUTO, GIVEN)]
-        key = shorten(".".join(map(str, path))) or "the job file"
+        key = self.key_of(path)
         argument = self.of_trainer and len(path) == 1
         if error["type"] == "extra_forbidden":
             return self.explain_unknown_key(path, key, argument)
@@ -165,7 +195,9 @@ class _Explainer:
         inside = "the job file" if not self.of_trainer else f"the argument {path[0]}"
         inner = key.partition(".")[2] if self.of_trainer else key
         if error["type"] == "missing":
-            return f"{key} is missing", f"give the argument {key}" if argument else f"add {inner} to {inside}"
+            if argument:
+                return f"{key} is missing", "give these arguments" if several else f"give the argument {key}"
+            return f"{key} is missing", f"add {'these keys' if several else inner} to {inside}"
         expected = (
             error["msg"].removeprefix("Value error, ").removeprefix("Input should be ").replace("a valid tuple", "a list")
         )
@@ -180,29 +212,44 @@ class _Explainer:
             expected = f"auto, or keys and values ({', '.join(keys_of(self.section_at(path)))})"
         got = error["input"]
         cure = f"correct the argument {key}" if argument else f"correct {inner} in {inside}"
+        if (value := self._value_meant(path, got)) is not None:
+            short = key.removesuffix(".function")
+            as_argument = f'write "{value}" for {short}' if "." in short else f'write {short}="{value}"'
+            cure = as_argument if self.of_trainer else f"write {short}: {value}"
         if self.of_trainer and "function" in self.section_at(path).model_fields:
             cure += '; a function is "module:name", the function itself, or a pair (function, keyword arguments)'
-        cure += self._as_it_is_written(path, got)
+        cure += self._further_advice(path, got)
         return f"{key}: expected {expected}, got {repr_text(got)} ({type(got).__name__})", cure
 
-    def _as_it_is_written(self, path: Sequence[str | int], got: Any) -> str:
-        """What a cure says besides, for a value that stands for another one elsewhere: `torch.bfloat16`, `cuda`."""
+    def _value_meant(self, path: Sequence[str | int], got: Any) -> str | None:
+        """What is written here for a value that is known from elsewhere, as `cuda` for `gpu`; None for other values."""
         here, text = str(path[0]) if path else "", got if isinstance(got, str) else ""
         name = (str(got) if text or type(got).__module__ == "torch" else "").removeprefix("torch.")
-        if here == "precision":
-            return f"; for mixed precision it is {precision_settings_text()}, and without it everything is computed in `dtype`"
-        if here == "dtype" and name in _HALF_PRECISION:
-            return f"; for mixed precision leave it float32, and set precision to {precision_settings_text()}"
         if here == "dtype" and name in ("float32", "float64"):
-            return f'; write "{name}"'
-        if here == "device" and name.partition(":")[0] in ("cuda", "nvidia"):
-            return '; write "gpu"'  # which one, Ray decides
-        if path[-1:] == ["function"] and ":" not in text and (known := _known_function(here, text)):
-            return f"; write {known}"
+            return name
+        if here == "device":
+            return _DEVICES.get(name.lower().partition(":")[0])  # which GPU, Ray decides
+        if path[-1:] == ["function"] and ":" not in text and not text.endswith(_WEIGHTS_SUFFIXES):
+            if known := _known_function(here, text):
+                return known
+            if is_importable_name(text.replace(".", ":", 1)):
+                return ":".join(text.rsplit(".", 1))
+        return None
+
+    def _further_advice(self, path: Sequence[str | int], got: Any) -> str:
+        """What a cure says besides, for a value that another key is for."""
+        here = str(path[0]) if path else ""
+        name = (str(got) if isinstance(got, str) or type(got).__module__ == "torch" else "").removeprefix("torch.")
+        if path == ["model", "function"] and isinstance(got, str) and got.endswith(_WEIGHTS_SUFFIXES):
+            return f"; give a function that makes the module there, and the file as init_from: {shorten(got)}"
+        half = f"; {NO_FLOAT16}" if name in _FLOAT16 else ""
+        if here == "precision":
+            mixed = f"for mixed precision it is {precision_settings_text()}"
+            return f"{half}; {mixed}, and without it everything is computed in `dtype`"
+        if here == "dtype" and name in _HALF_PRECISION:
+            return f"{half}; for mixed precision leave it float32, and set precision to {precision_settings_text()}"
         if isinstance(got, (int, float)) and not isinstance(got, bool) and len(path) == 1 and here in _MAIN_KEY:
             return f'; for {here}.{_MAIN_KEY[here]} write {{"{_MAIN_KEY[here]}": {got}}}'
-        if path[-1:] == ["function"] and ":" not in text and is_importable_name(text.replace(".", ":", 1)):
-            return f"; write {':'.join(text.rsplit('.', 1))}"
         return ""
 
     def explain_unknown_key(self, path: Sequence[str | int], key: str, argument: bool) -> tuple[str, str]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.errors import ModelError, with_article
+from raypar.model.framework_wrappers import refuse_framework_wrappers
 from raypar.model.graph import Graph, Layer, join_names
 from raypar.plan import ModelOutline
 from raypar.torch_compat.autograd import has_hooks_on_sums
@@ -69,9 +70,11 @@ def shared_skeleton(layer: Layer) -> nn.Module:
 def refuse_unsupported(layer: str, module: nn.Module) -> None:
     """Raises `ModelError` for modules that cannot be trained on workers.
 
-    Those are modules that change their parameters in forward, modules that wait for other microbatches or have sparse
-    gradients, and modules whose parameters or buffers cannot be trained, moved or saved (`_refuse_tensor`).
+    Those are modules that other frameworks wrap around a model, modules that change their parameters in forward, modules that
+    wait for other microbatches or have sparse gradients, and modules whose parameters or buffers cannot be trained, moved or
+    saved (`_refuse_tensor`).
     """
+    refuse_framework_wrappers(layer, module)
     for name, tensor in named_state([(layer, module)]):
         _refuse_tensor(name, tensor)
     for path, part in module.named_modules():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from raypar.errors import ModelError
 from raypar.model.graph import join_names
 from raypar.model.layer_skeletons import norms_with_running_statistics
-from raypar.torch_compat.modules import KEPT_BY_MODULES, KEPT_BY_RECURRENT_LAYERS, has_compiled_call, is_compiled_wrapper
+from raypar.torch_compat.modules import KEPT_BY_MODULES, KEPT_BY_RECURRENT_LAYERS
 from raypar.torch_compat.storages import storage_id
 
 Replaced = Literal["nothing", "parameters", "all"]
@@ -40,7 +40,6 @@ def refuse_parameter_aliasing(layers: Collection[tuple[str, nn.Module]], replace
         inside = set(module.modules())
         for path, part in module.named_modules():
             where = join_names(layer, path)
-            _refuse_compiled(where, part)
             for key, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is None:
                     continue
@@ -56,16 +55,6 @@ def refuse_parameter_aliasing(layers: Collection[tuple[str, nn.Module]], replace
                 if key not in _OWN:
                     _refuse_held(f"{where}.{key}", value, trained, inside)
                     _refuse_former_values(f"{where}.{key}", value, other, inside)
-
-
-def _refuse_compiled(where: str, module: nn.Module) -> None:
-    """Raises `ModelError` for a module that is compiled as an object: the code keeps that object's parameters."""
-    if is_compiled_wrapper(module) or has_compiled_call(module):
-        raise ModelError(
-            f"{where or 'the model'} is a compiled module, and compiled code would keep the parameters of the model "
-            "function, which workers do not train",
-            cure="compile functions instead: put @torch.compile on the method forward of its class, or on what that calls",
-        )
 
 
 _Registered = dict[int, list[tuple[str, Tensor]]]

@@ -290,7 +290,7 @@ def test_compiled_modules_are_refused_and_the_cure_works(where, trained):
 
     whole = nn.Sequential(small())
     whole.compile(backend="eager")
-    with pytest.raises(ModelError, match="the model function returned has a compiled form"):
+    with pytest.raises(ModelError, match="the model is a compiled module"):
         capture_layer_graph(whole, input="x")
 
     class Layer(nn.Linear):

@@ -1,5 +1,6 @@
 """The cure of an error about what users bring from plain PyTorch is what they have to change."""
 
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import raypar
 from raypar.cli import main
-from raypar.errors import InputError, with_article
+from raypar.errors import ConfigError, InputError, UserCodeError, with_article
 from raypar.worker.job_preflight import preflight
 
 GIVEN: dict[str, Any] = {
@@ -68,19 +71,72 @@ def test_what_the_forward_of_a_module_raises_is_said():
     assert "| call the model on one batch by itself" in said
 
 
-def test_what_is_wrapped_around_a_model_is_taken_off():
-    chain = nn.Sequential(nn.Linear(2, 2))
-    said = refused(model=nn.DataParallel(chain))
-    assert said.startswith("the model is a DataParallel around a Sequential,") and "| give model.module," in said
-    assert "divide its forward" not in said
-    said = refused(model=nn.DataParallel(ViT()))
-    assert "| give model.module, " in said
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone, which DDP and FSDP want to have."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Inside(ViT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.parallel.DistributedDataParallel(self.head)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "wrap, what, cure",
+    [
+        (nn.DataParallel, "the model is wrapped by DataParallel", "leave DataParallel out and give model.module: for data"),
+        (
+            nn.parallel.DistributedDataParallel,
+            "the model is wrapped by DistributedDataParallel",
+            "leave DistributedDataParallel out and give model.module: for data parallelism set plan.replicas",
+        ),
+        (
+            lambda model: nn.Sequential(nn.Linear(2, 2), nn.parallel.DistributedDataParallel(model)),
+            "1 is wrapped by DistributedDataParallel",
+            "leave DistributedDataParallel out: for data parallelism set plan.replicas",
+        ),
+        (lambda model: Inside(), "head is wrapped by DistributedDataParallel", "leave DistributedDataParallel out: for data"),
+        (
+            lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+            "the model is wrapped by FullyShardedDataParallel",
+            "leave FullyShardedDataParallel out: for data parallelism set plan.replicas",
+        ),
+        (
+            lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))),
+            "the model is wrapped by fully_shard",
+            "leave fully_shard out: for data parallelism set plan.replicas",
+        ),
+    ],
+)
+@pytest.mark.parametrize("built", [True, False], ids=["object", "function"])
+def test_of_a_wrapped_model_the_wrapper_is_to_be_left_out(wrap, what, cure, built, process_group):
+    for made in (nn.Sequential(nn.Linear(2, 2)), TooWide()):
+        model = wrap(made)
+        said = refused(model=model if built else lambda model=model: model)
+        assert said.startswith(f"{what}, and raypar divides the work itself | {cure}")
+
+
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, FullyShardedDataParallel, fully_shard])
+def test_a_wrapper_that_misses_its_process_group_is_to_be_left_out(wrap):
+    with pytest.raises(UserCodeError, match=r"process group|accelerator|environment variable RANK") as found:
+        preflight(raypar.Trainer(**(GIVEN | {"model": lambda: wrap(nn.Linear(2, 2))})).spec)
+    assert found.value.cure.startswith(
+        "leave process groups and what is wrapped around a model (DistributedDataParallel, FSDP)"
+    )
+    assert found.value.cure.endswith("for data parallelism set plan.replicas")
 
 
 @pytest.mark.full  # PyTorch's compiler takes seconds to be imported
 def test_a_compiled_model_is_taken_out_of_its_wrapper():
     said = refused(model=torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager"))
-    assert said.startswith("the model is an OptimizedModule around a Sequential,") and "| give model._orig_mod," in said
+    assert said.startswith("the model is a compiled module,") and "the model itself is model._orig_mod" in said
 
 
 def test_a_layer_that_returns_a_tuple_is_written_as_a_graph():
@@ -134,11 +190,18 @@ def test_the_cure_for_dict_samples_has_their_fields(fields, first, target):
         ({"precision": {"compute": "bfloat16"}}, 'for mixed precision it is {"compute": "bf16"}'),
         ({"precision": {"compute": torch.bfloat16}}, 'for mixed precision it is {"compute": "bf16"}'),
         ({"dtype": torch.bfloat16}, 'set precision to {"compute": "bf16"}'),
-        ({"dtype": torch.float64}, '; write "float64"'),
-        ({"device": "cuda"}, '; write "gpu"'),
-        ({"device": torch.device("cuda:0")}, '; write "gpu"'),
-        ({"optimizer": "torch.optim.AdamW"}, "write torch.optim:AdamW"),
-        ({"model": "vit.vit"}, "write vit:vit"),
+        ({"precision": {"compute": "fp16"}}, "float16, which needs a scaled loss, is not there yet; for mixed precision it is"),
+        (
+            {"dtype": torch.float16},
+            "float16, which needs a scaled loss, is not there yet; for mixed precision leave it float32",
+        ),
+        ({"fp16": True}, "float16, which needs a scaled loss, is not there yet; bfloat16 is precision.compute"),
+        ({"dtype": torch.float64}, '| write dtype="float64"'),
+        ({"device": "cuda"}, '| write device="gpu"'),
+        ({"device": torch.device("cuda:0")}, '| write device="gpu"'),
+        ({"device": torch.device("cpu")}, '| write device="cpu"'),
+        ({"optimizer": "torch.optim.AdamW"}, '| write optimizer="torch.optim:AdamW"; a function is'),
+        ({"model": "vit.vit"}, '| write model="vit:vit"; a function is'),
         ({"lr": 0.1}, 'optimizer=("torch.optim:AdamW", {"lr": ...})'),
         ({"learning_rate": 0.1}, 'optimizer=("torch.optim:AdamW", {"lr": ...})'),
         ({"validation_every": 3}, 'validation={"function": ..., "every": ...}'),
@@ -148,6 +211,52 @@ def test_the_cure_for_dict_samples_has_their_fields(fields, first, target):
 )
 def test_what_is_written_otherwise_elsewhere_is_shown_as_it_is_written_here(given, cure):
     assert cure in refused(**given)
+
+
+def test_of_several_wrong_arguments_each_has_its_cure():
+    with pytest.raises(ConfigError) as found:
+        raypar.Trainer(
+            model=GIVEN["model"],
+            train_dataset=GIVEN["data"],
+            num_train_epochs=3,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=2,
+            device="cuda",
+            loss="mse",
+        )
+    assert str(found.value).splitlines() == [
+        "unknown argument train_dataset; unknown argument num_train_epochs; unknown argument per_device_train_batch_size; "
+        "unknown argument gradient_accumulation_steps; "
+        "loss.function: expected module:name, for example torch.optim:AdamW, got 'mse' (str); "
+        "device: expected 'cpu' or 'gpu', got 'cuda' (str); "
+        "steps is missing; batch_size is missing; microbatches is missing; data is missing",
+        "  cure: train_dataset: the training data is `data`, and what a run validates on is `validation`; raypar makes the "
+        "batches",
+        "        num_train_epochs: the length of a run is `steps`; one epoch is the number of samples divided by batch_size",
+        "        per_device_train_batch_size, gradient_accumulation_steps: a batch is cut into `microbatches`, whose gradients "
+        "are added up; batch_size counts the samples of one step",
+        '        loss.function: write loss="torch.nn.functional:mse_loss"; a function is "module:name", the function itself, '
+        "or a pair (function, keyword arguments)",
+        '        device: write device="gpu"',
+        "        steps, batch_size, microbatches, data: give these arguments",
+    ]
+
+
+class TrainerCallback:
+    """Has the name of one of transformers, and is none of raypar."""
+
+
+@pytest.mark.parametrize(
+    "given, what",
+    [
+        ([TrainerCallback()], "callbacks has a TrainerCallback of test_cures, which is no raypar.Callback"),
+        ([TrainerCallback], "callbacks has the class TrainerCallback of test_cures, which is no raypar.Callback"),
+        ([object()], "callbacks has an object, which is no raypar.Callback"),
+    ],
+)
+def test_what_is_no_callback_is_told_so_in_a_sentence_that_is_no_tautology(given, what):
+    said = refused(callbacks=given)
+    assert said.startswith(f"{what} | derive your class from raypar.Callback, and give an object of it; its hooks are on_")
 
 
 def test_a_trainer_trains_by_fit():

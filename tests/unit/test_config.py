@@ -406,7 +406,9 @@ def test_a_callback_of_another_framework_is_told_what_does_its_work_here():
         ("SchemaCallback", "derive your class from"),
     ):
         for given in (type(name, (), {}), type(name, (), {})()):
-            with pytest.raises(ConfigError, match=f"^callback {name} is a") as caught:
+            with pytest.raises(
+                ConfigError, match=f"^callbacks has (the class|an?) {name} of test_config, which is no raypar.Callback"
+            ) as caught:
                 check_callbacks([given])
             assert word in caught.value.cure
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from raypar.errors import ModelError, with_article
 from raypar.model.capture.module_graph import ModuleCapture, capture_module_graph
 from raypar.model.deferred_init import OperationRecording, materialise_hidden_tensors, materialise_tensor_attributes
+from raypar.model.framework_wrappers import refuse_framework_wrappers
 from raypar.model.graph import Graph
 from raypar.model.initial_values import CallGuard, DeferredInitialValues, LayerBuildValues, SeededByNameValues, WholeModelValues
 from raypar.model.initial_values_protocol import InitialValues
@@ -31,7 +32,7 @@ from raypar.model.parameter_aliasing_check import (
     tensors_in_functions,
 )
 from raypar.model.random_state import RandomState
-from raypar.torch_compat.modules import MODEL_OF_WRAPPER, has_compiled_call, has_hooks
+from raypar.torch_compat.modules import has_hooks
 
 _ACCEPTED = "return nn.Sequential, a list of modules (or of (name, module) pairs), or a raypar.Graph"
 
@@ -58,6 +59,8 @@ def capture_layer_graph(
     if isinstance(made, Graph):
         _check_ties(made)
         return made
+    if isinstance(made, nn.Module):
+        refuse_framework_wrappers("", made)
     captured = whole_module(made) if whole is not None else None
     if captured is not None and whole is not None and isinstance(captured, nn.Sequential) and _is_chain(captured):
         whole = replace(whole, units=whole.units or tuple(name for name, _ in captured.named_children()))
@@ -90,7 +93,7 @@ def capture_layer_graph(
 
 
 def whole_module(made: object) -> nn.Module | None:
-    """The module that has to be captured; None for what is a chain of layers, is wrapped by another framework, or no module.
+    """The module that has to be captured; None for what is a chain of layers, or no module.
 
     A chain with a layer that writes in place what it reads is captured: the layer gets a copy then, as inside of a module.
     """
@@ -99,7 +102,7 @@ def whole_module(made: object) -> nn.Module | None:
     if _is_chain(made):
         in_place = isinstance(made, nn.Sequential) and _own_calls(made) is None and any(map(_writes_its_input, made))
         return made if in_place else None
-    return None if _wrapped_module_name(made) is not None else made
+    return made
 
 
 def _is_chain(made: nn.Module) -> bool:
@@ -171,7 +174,8 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
         return pairs
     if not isinstance(made, (Sequence, nn.ModuleList)) or isinstance(made, (str, bytes)):
         if isinstance(made, nn.Module):
-            raise _whole_module_error(made)
+            what = f"the model is {with_article(type(made).__name__)}, whose forward raypar cannot cut"
+            raise ModelError(what, cure=_ACCEPTED)
         raise ModelError(f"the model function returned {with_article(type(made).__name__)}", cure=_ACCEPTED)
     pairs = []
     for index, item in enumerate(made):
@@ -182,30 +186,13 @@ def layers_in(made: object) -> list[tuple[str, nn.Module]]:
     return pairs
 
 
-def _whole_module_error(module: nn.Module) -> ModelError:
-    """The error for a module that is no chain of layers; what other frameworks wrap around a model is taken off in the cure."""
-    what, inner = f"the model is {with_article(type(module).__name__)}", _wrapped_module_name(module)
-    if inner is not None:
-        return ModelError(
-            f"{what} around {with_article(type(getattr(module, inner)).__name__)}, and workers call the layers of a model only",
-            cure=f"give model.{inner}, for raypar divides the work itself and calls layers only",
-        )
-    return ModelError(f"{what}, whose forward raypar cannot cut", cure=_ACCEPTED)
-
-
-def _wrapped_module_name(module: nn.Module) -> str | None:
-    """Attribute in which a wrapper of PyTorch's has the model itself; None for a model."""
-    inner = next((name for name in MODEL_OF_WRAPPER if isinstance(getattr(module, name, None), nn.Module)), None)
-    return inner if type(module).__module__.startswith("torch.") else None
-
-
 def _own_calls(chain: nn.Sequential) -> str | None:
     """What calling the chain does besides calling its layers one after the other; None if nothing."""
     if has_hooks(chain):
         return "hooks of its own"
     if "forward" in vars(chain) or type(chain).__call__ is not nn.Sequential.__call__:
         return "a forward of its own"
-    return "a compiled form (torch.compile)" if has_compiled_call(chain) else None
+    return None
 
 
 def replace_builds_by_skeletons(
