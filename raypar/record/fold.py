@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
+from itertools import islice
 from typing import Any, NamedTuple
 
 from raypar.record.events import (
@@ -151,7 +152,7 @@ class RunView:
         self.started_s: float | None = None
         """When the run was started first."""
         self.lost_since_start: set[int] = set()
-        """Workers reported lost since the last start; worker numbers begin anew there."""
+        """Workers reported lost since the last start, all of them; worker numbers begin anew there."""
         self.generation: GenerationStart | None = None
         """The last generation that replaced another one."""
         self.generation_s = 0.0
@@ -285,10 +286,11 @@ class RunView:
 
     def _tell_unknown_fields(self, event: Event) -> None:
         """Add a line about fields that this release does not know, once for each, unless there are very many."""
-        names = {f"{event.kind}.{name}" for name in event.more} - self.unknown_fields
+        new = (f"{event.kind}.{name}" for name in event.more if f"{event.kind}.{name}" not in self.unknown_fields)
+        names = list(islice(new, MOST_UNKNOWN))
         if names and len(self.unknown_fields) < MOST_UNKNOWN:
-            self.unknown_fields |= names
-            text = f"events have fields that this release of raypar does not know: {shorten(', '.join(sorted(names)))}"
+            self.unknown_fields.update(names)
+            text = f"events have fields that this release of raypar does not know: {shorten(', '.join(names))}"
             self.story.add(Note(text=text, time=event.time))
 
     def ended(self, members: Mapping[str, Any] | None = None) -> EndOfRun | None:
