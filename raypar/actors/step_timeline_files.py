@@ -9,10 +9,11 @@ from pathlib import Path
 
 from raypar.actors.run_request import RunRequest
 from raypar.atomic_write import replace_file_atomically
-from raypar.record.folder import SWIMLANE
+from raypar.record.folder import SWIMLANE, TRACE
 from raypar.schedule.chrome_trace import chrome_trace
 from raypar.schedule.data_flow import message_routes
 from raypar.schedule.step_timeline import Timeline
+from raypar.schedule.swimlane_data import swimlane_data
 from raypar.schedule.swimlane_svg import swimlanes_svg
 
 Rows = Sequence[Sequence[tuple[str, float, float]]]
@@ -30,8 +31,10 @@ def write_step_timeline_files(request: RunRequest, step: int, spans: Rows, nodes
     workers = f"{request.plan.world} workers = {request.plan.describe()}"
     title = f"{request.run}: {workers}, schedule {request.schedule_name}, {request.batching.count} microbatches"
     replace_file_atomically(folder / SWIMLANE, swimlanes_svg(panels, title=title, routes=routes).encode())
-    trace = json.dumps(chrome_trace(measured, nodes=list(nodes), name=request.run))
-    replace_file_atomically(folder / "trace.json", trace.encode())
+    trace = chrome_trace(measured, nodes=list(nodes), name=request.run)
+    if (data := swimlane_data(panels, title=title, routes=routes)) is not None:
+        trace["otherData"]["swimlane"] = data
+    replace_file_atomically(folder / TRACE, json.dumps(trace).encode())
 
 
 def align_node_clocks(rows: Rows, nodes: Sequence[str]) -> Rows:

@@ -59,6 +59,7 @@ def report_page(folder: RunFolder, now: float, clean: Callable[[str], str], know
         job=read_job_without_secrets(folder, known),
         swimlane=read_swimlane(folder, clean),
         totals=folder.read_document(folder.totals, damaged=True),
+        has_drawing_file=folder.swimlane.is_file(),
     )
     status = read_status(folder, files.view, now)
     return run_report_html(build_run_report(status, files, now, clean))
@@ -88,16 +89,12 @@ def read_job_without_secrets(folder: RunFolder, known: list[str]) -> str | None:
 
 
 def read_swimlane(folder: RunFolder, clean: Callable[[str], str]) -> str | None:
-    """The drawing of a step, as far as it is one of raypar's; None if there is none."""
-    import os
-
-    from raypar.console.untrusted_svg import MOST_BYTES, copy_untrusted_svg
+    """The drawing of a step, drawn from the data that the run has left in its trace; None if there are none."""
     from raypar.errors import ConfigError
-    from raypar.untrusted_files import read_limited_bytes
+    from raypar.schedule.swimlane_data import draw_step_of_trace
 
-    if not os.path.lexists(folder.swimlane):
-        return None
     try:
-        return copy_untrusted_svg(read_limited_bytes(folder.swimlane, follow=False, limit=MOST_BYTES), clean)
+        trace = folder.read_document(folder.trace, damaged=True)
     except ConfigError:
         return None
+    return draw_step_of_trace(trace, clean) if trace is not None else None

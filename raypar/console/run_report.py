@@ -47,9 +47,11 @@ class RunFiles:
     job: str | None
     """The text of job.yaml, without secrets."""
     swimlane: str | None
-    """The drawing of a step as an element for a page; None: there is none, or none of raypar's."""
+    """The drawing of a step; None: the folder has no data of one."""
     totals: Line | None = None
     """totals.json."""
+    has_drawing_file: bool = False
+    """Whether the folder has a drawing of a step."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def build_run_report(status: RunStatus, files: RunFiles, now: float, clean: Call
         throughput_chart=throughput_svg(replace(history, marks=marks), title="") if view.steps.count else "",
         memory_chart=draw_memory(view),
         swimlane=files.swimlane or "",
-        swimlane_missing="" if files.swimlane else describe_missing_swimlane(status),
+        swimlane_missing="" if files.swimlane else describe_missing_swimlane(status, files.has_drawing_file),
         step_prediction=describe_prediction(files.plan, view.steps),
         stages=tuple(stage_rows(plan, files.plan or {}, text)),
         workers=tuple(worker_rows(plan, files, text)),
@@ -181,8 +183,10 @@ def build_run_report(status: RunStatus, files: RunFiles, now: float, clean: Call
     )
 
 
-def describe_missing_swimlane(status: RunStatus) -> str:
-    """Why the folder of a run has no drawing of a step, in a sentence or two."""
+def describe_missing_swimlane(status: RunStatus, has_file: bool) -> str:
+    """Why a report has no drawing of a step, in a sentence or two. `has_file`: the folder has one."""
+    if has_file:
+        return "The drawing of a step is swimlane.svg in the run folder, which has no data to draw it here, or too many."
     if status.phase != "ended" and status.silent_s is None:
         return "The folder has no drawing of a step yet: it is written when the run ends."
     if status.phase != "ended":

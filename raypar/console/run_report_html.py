@@ -5,12 +5,12 @@ A policy in the page forbids the reader's browser to run scripts and to load any
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from html import escape
 
 from raypar.console.run_report import FIRST_LINES, RunReport, StageRow, WorkerRow
-from raypar.console.untrusted_svg import copy_untrusted_svg
 from raypar.plan.ownership import STATE_KIND_NOUNS
 from raypar.planner.memory_sheet import KEPT_NOUNS
 from raypar.planner.plan_search import format_mib
@@ -29,11 +29,9 @@ MEMORY_COLOURS = {
 
 STYLE = """
 :root{color-scheme:light dark;--page:#F4F6F8;--card:#FFFFFF;--ink:#1F2933;--quiet:#5B6773;--line:#DDE2E7;--soft:#EEF1F4;
---good:#1B7F5F;--warn:#A65F00;--bad:#B3261E;--accent:#2B7BBA;--pause:#F6E4E1;--idle:#F7F8FA;--idle-line:#E1E6EB;
---area:#CADEEE;--workers:#4D4D4D;--violet:#7A4FA3;--red:#C8372D}
+--good:#1B7F5F;--warn:#A65F00;--bad:#B3261E;--accent:#2B7BBA}
 @media (prefers-color-scheme:dark){:root{--page:#12161B;--card:#1A2027;--ink:#E4E9EE;--quiet:#9AA7B4;--line:#323B45;
---soft:#232B34;--good:#5CC7A2;--warn:#E5A24A;--bad:#F0857C;--accent:#6CB2E6;--pause:#46292A;--idle:#20272F;
---idle-line:#2C353F;--area:#24455F;--workers:#C4CCD4;--violet:#B691DB;--red:#F07A6E}}
+--soft:#232B34;--good:#5CC7A2;--warn:#E5A24A;--bad:#F0857C;--accent:#6CB2E6}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);line-height:1.5;
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,"DejaVu Sans",sans-serif}
@@ -84,28 +82,13 @@ background:var(--line);vertical-align:1px}
 pre{margin:0;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre-wrap;
 overflow-wrap:anywhere;background:var(--soft);border-radius:8px;padding:14px 16px}
 footer{color:var(--quiet);font-size:13px;margin-top:22px}
-.drawing svg[fill="#1F2933"]{fill:var(--ink)}
-.drawing svg>rect[fill="#FFFFFF"]{fill:none}
-.drawing [fill="#66727F"]{fill:var(--quiet)}
-.drawing [stroke="#DDE2E7"]{stroke:var(--line)}
-.drawing [stroke="#1F2933"]{stroke:var(--ink)}
-.drawing path[fill="#1F2933"]{fill:var(--ink)}
-.drawing [fill="#F6E4E1"]{fill:var(--pause)}
-.drawing [fill="#F7F8FA"]{fill:var(--idle)}
-.drawing [stroke="#E1E6EB"]{stroke:var(--idle-line)}
-.drawing [fill="#CADEEE"]{fill:var(--area)}
-.drawing [stroke="#4D4D4D"]{stroke:var(--workers)}
-.drawing text[fill="#2B7BBA"]{fill:var(--accent)}.drawing path[stroke="#2B7BBA"]{stroke:var(--accent)}
-.drawing [fill="#7A4FA3"]{fill:var(--violet)}.drawing path[stroke="#7A4FA3"]{stroke:var(--violet)}
-.drawing g[fill="#C8372D"]{fill:var(--red)}.drawing path[stroke="#C8372D"]{stroke:var(--red)}
-.drawing g[fill="#6B7480"]{fill:var(--quiet)}.drawing path[stroke="#6B7480"]{stroke:var(--quiet)}
+@media screen and (prefers-color-scheme:dark){.drawing svg{filter:invert(.88) hue-rotate(180deg)}}
 @media (max-width:640px){main{padding:20px 12px}section{padding:16px 14px}
 .facts{grid-template-columns:repeat(2,1fr)}.fact{padding:12px 14px}
 .fact .value{font-size:20px}.story li{grid-template-columns:1fr;gap:0}}
 @page{margin:14mm}
 @media print{:root{color-scheme:light;--page:#FFFFFF;--card:#FFFFFF;--ink:#1F2933;--quiet:#4A5560;--line:#C9D0D7;--soft:#F4F6F8;
---good:#1B7F5F;--warn:#A65F00;--bad:#B3261E;--accent:#2B7BBA;--pause:#F6E4E1;--idle:#F7F8FA;--idle-line:#E1E6EB;
---area:#CADEEE;--workers:#4D4D4D;--violet:#7A4FA3;--red:#C8372D}
+--good:#1B7F5F;--warn:#A65F00;--bad:#B3261E;--accent:#2B7BBA}
 h1{font-size:24px}h2{font-size:15px}section>p,table,.story{font-size:11px}pre{font-size:10px}p{orphans:3;widows:3}
 body{font-size:12px;-webkit-print-color-adjust:exact;print-color-adjust:exact}main{padding:0;max-width:none}nav{display:none}
 section{border:0;border-radius:0;padding:6px 0;margin:0 0 12px}.facts{border:1px solid var(--line)}
@@ -170,7 +153,7 @@ def _sections(report: RunReport) -> list[tuple[str, str, str]]:
             "throughput",
             survived + _drawing(report.throughput_chart) if report.throughput_chart else "",
         ),
-        ("One step: predicted and measured", "step", about_step + (_inline(report.swimlane, "wide") or lane)),
+        ("One step: predicted and measured", "step", about_step + (_drawing(report.swimlane, "wide") or lane)),
         ("Plan", "plan", _plan_tables(report)),
         ("Memory", "memory", _memory(report)),
         ("What happened", "story", _story(report)),
@@ -179,14 +162,10 @@ def _sections(report: RunReport) -> list[tuple[str, str, str]]:
     ]
 
 
-def _drawing(svg: str) -> str:
-    """One of our own drawings as an element; it goes the way of those that are not trusted, so that both look alike."""
-    return _inline(copy_untrusted_svg(svg) or "") if svg else ""
-
-
-def _inline(svg: str, kind: str = "") -> str:
-    """A drawing as a part of the page. `kind`: wide for one with small texts."""
-    return f'<div class="scroll"><div class="drawing {kind}">{svg}</div></div>' if svg else ""
+def _drawing(svg: str, kind: str = "") -> str:
+    """One of our own drawings as a part of the page, without a size of its own. `kind`: wide for one with small texts."""
+    inline = re.sub(r'^<svg xmlns="[^"]*" (viewBox="[^"]*") width="\d+" height="\d+"', r'<svg \1 role="img"', svg, count=1)
+    return f'<div class="scroll"><div class="drawing {kind}">{inline}</div></div>' if svg else ""
 
 
 def utc(at: float) -> str:

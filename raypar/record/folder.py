@@ -43,7 +43,7 @@ CLUSTER = "cluster.json"
 TOTALS = "totals.json"
 """What the run has done since its first start (`totals.RunTotals`); replaced as a whole."""
 TRACE = "trace.json"
-"""Chrome/Perfetto trace of a measured step."""
+"""Chrome/Perfetto trace of a measured step, with the data of the drawing in its `otherData`."""
 SWIMLANE = "swimlane.svg"
 """Drawing of the predicted and the measured step."""
 ERROR = "error.txt"
@@ -81,6 +81,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "replaying": lambda value: isinstance(value, dict) and all(STEP(value.get(key)) for key in ("step", "until")),
     },
     CLUSTER: {"kind": is_text, "address": is_text, "nodes": _records(_NODE, *_NODE), "submitted": is_flag},
+    TRACE: {},  # `schedule.swimlane_data` checks what is read of it
     TOTALS: {"time": TIME},  # the rest is checked by `totals.read_totals`
 }  # fmt: skip
 """Document -> its fields and their checks."""

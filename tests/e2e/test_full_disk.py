@@ -210,6 +210,7 @@ def test_a_picture_that_does_not_fit_is_a_warning_and_the_run_ends_well(tmp_path
     (tmp_path / "swimlane.svg").write_text("of an earlier part of the run")
     monkeypatch.setattr(step_timeline_files, "swimlanes_svg", lambda *given, **more: "x" * 5000)
     monkeypatch.setattr(step_timeline_files, "chrome_trace", lambda *given, **more: {})
+    monkeypatch.setattr(step_timeline_files, "swimlane_data", lambda *given, **more: None)
     monkeypatch.setattr(step_timeline_files, "Timeline", SimpleNamespace(from_spans=lambda *given: None))
     monkeypatch.setattr(step_timeline_files, "replace", lambda *given, **more: None)
     plan = SimpleNamespace(world=1, coordinate=str, describe=lambda: "1 worker")

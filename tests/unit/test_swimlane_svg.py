@@ -1,5 +1,6 @@
 """Swimlane drawings: well-formed, complete, to scale, and of a sensible size."""
 
+import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from raypar.schedule.instructions import INSTRUCTIONS
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.step_timeline import Timeline
 from raypar.schedule.svg_style import estimate_text_width
+from raypar.schedule.swimlane_data import draw_swimlane_data, swimlane_data
 from raypar.schedule.swimlane_svg import swimlane_svg, swimlanes_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -144,3 +146,11 @@ def test_the_legend_names_what_is_drawn_in_colours_of_their_own():
     assert "end of step: all workers agree" in shown and not any("tied" in text for text in shown)
     colours = [kind.drawing.colour for kind in INSTRUCTIONS.values() if kind.drawing is not None]
     assert len(set(colours)) == len(colours)
+
+
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_a_simulated_step_is_drawn_again_from_its_data_as_it_was(name):
+    timeline = timeline_of(name, 4, 8)
+    routes = message_routes(StageConnections.chain(len(timeline.chunk_of)))
+    data = json.loads(json.dumps(swimlane_data([("predicted", timeline)], title=name, routes=routes)))
+    assert draw_swimlane_data(data, str) == swimlanes_svg([("predicted", timeline)], title=name, routes=routes)
