@@ -1,6 +1,6 @@
 """The state machine of a run: it takes every event and returns the actions to carry out. Pure: time is an argument.
 
-Its state is in `run_state.py`, its table in `transition_table.py`; `raypar/README.md` has the diagram that is made from it.
+Its state is in `run_state.py`, its table in `transition_table.py`; `RUN_MACHINE.md` has the diagram that is made from it.
 """
 
 from __future__ import annotations

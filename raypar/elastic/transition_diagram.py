@@ -1,6 +1,6 @@
 """The run machine's diagram, made from its table.
 
-`python -m raypar.elastic.transition_diagram raypar/README.md` writes it into the map.
+`python -m raypar.elastic.transition_diagram raypar/elastic/RUN_MACHINE.md` writes it into that page.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.transition_table import RECOVERING, ROWS, TRAINING, TransitionRow
 
 BEGIN, END = "<!-- run machine: generated -->", "<!-- run machine: end -->"
-"""The lines in the map that enclose the diagram."""
+"""The lines in the page that enclose the diagram."""
 GROUPS: dict[str, tuple[str, tuple[Phase, ...]]] = {
     "RUN": ("while all workers are well", (*TRAINING, Phase.VALIDATING, Phase.SAVING, Phase.ENDING)),
     "RECOVERY": ("from one generation to the next", RECOVERING),

@@ -1,1 +1,1 @@
-
+"""Which plan: profiles, plans to compare, their simulation, the memory sheet. Pure."""

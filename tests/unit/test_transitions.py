@@ -43,7 +43,7 @@ from raypar.elastic.transition_table import RECOVERING, TABLE, TransitionRow, ma
 from raypar.errors import GroupAborted, OutOfMemory, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
 
-MAP = Path(__file__).parents[2] / "raypar/README.md"
+PAGE = Path(__file__).parents[2] / "raypar/elastic/RUN_MACHINE.md"
 CTRL_C = StopRequested("Ctrl-C", interrupt=True)
 MISTAKE = CallFailed("error", RayparError("a mistake of ours", cure="none"))
 SILENT = WorkerSilent(1, 10.0)
@@ -546,9 +546,9 @@ def test_every_declared_transition_happens():
     assert never == [], "a transition that nobody can show does not belong into the table"
 
 
-def test_the_map_has_the_tables_diagram():
-    text = MAP.read_text()
-    assert insert_diagram(text) == text, "python -m raypar.elastic.transition_diagram raypar/README.md"
+def test_the_page_has_the_tables_diagram():
+    text = PAGE.read_text()
+    assert insert_diagram(text) == text, "python -m raypar.elastic.transition_diagram raypar/elastic/RUN_MACHINE.md"
 
 
 def test_the_diagram_draws_an_edge_of_all_phases_of_a_group_once():
