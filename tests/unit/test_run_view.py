@@ -3,12 +3,13 @@
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from helpers.recorded_runs import events_of, history_of, view_of
 
-from raypar.record.events import KINDS, StepRecord, UnknownEvent, parse_event, read_event
+from raypar.record.events import KINDS, Elements, Event, StepRecord, UnknownEvent, parse_event, read_event
 from raypar.record.fold import RECENT, RunView
 from raypar.record.history import MOST_MARKS
 from raypar.record.series import MOST_POINTS, IntervalSeries, PointSeries, ValueSample
@@ -108,6 +109,27 @@ def test_what_has_no_kind_here_is_shown_as_it_is_and_unknown_fields_are_told_onc
         {"kind": "lost", "time": 7.0, "worker": 2, "blame": "disk"},
     ]
     assert isinstance(read_event({"kind": "lost", "worker": "two"}), UnknownEvent) and read_event(7).line()
+
+
+def test_a_new_kind_of_event_is_one_class_beside_the_place_that_makes_it():
+    """It cost a case in up to 18 files."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class DiskShortage(Event):
+        kind = "disk"
+        tone = "warn"
+        free_bytes: Elements
+
+        def line(self) -> str:
+            return f"the disk has {self.free_bytes} bytes left"
+
+    try:
+        (told,) = view_of(events=[DiskShortage(free_bytes=7, time=3.0).facts()]).story.last
+        assert (told.line, told.event.tone, told.time) == ("the disk has 7 bytes left", "warn", 3.0)
+        with pytest.raises(ValueError, match="free_bytes is -1"):
+            parse_event({"kind": "disk", "free_bytes": -1})
+    finally:
+        del KINDS["disk"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
