@@ -42,9 +42,10 @@ def compute_with_and_without_state(
     """The microbatches 0, 1, ..., each computed with what those before it have left. Those after `needed` are left out if none
     leaves anything.
 
-    If one has left something, the next is also computed without, and the last one twice. Raises `ModelError` if that makes a
-    difference, or if a place still changes although the model has met such a microbatch before. So a table that is made for a
-    size is a cache, and allowed, as is what every microbatch overwrites; a counter and an average are not.
+    If one has left something, the next is also computed without, and the last and the first are computed again. Raises
+    `ModelError` if that makes a difference, or if a place still changes although the model has met such a microbatch before.
+    A table that is made for a size is a cache, and allowed, as is what every microbatch overwrites; a counter and an average
+    are not.
 
     `forms`: of each microbatch, what a cache may depend on (shapes).
     """
@@ -71,6 +72,8 @@ def compute_with_and_without_state(
             raise _still_changing(changed[0])
         if (difference := found[-1].difference(again)) is not None:
             raise _dependence(state, compute, len(found) - 1, (first, before), found[-1], difference)
+        if len(found) > 1 and (difference := found[0].difference(compute(0))) is not None:  # as the largest number so far makes
+            raise _dependence(state, compute, 0, (first, before), found[0], difference)
         state.put_back(before)
     return found
 

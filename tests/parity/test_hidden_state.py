@@ -111,6 +111,11 @@ def test_hidden_state_is_refused_before_the_run(seed: int, model: Callable[..., 
     assert "keeps something of one microbatch for the next" in what or "is changed by every microbatch" in what
 
 
+def test_the_largest_number_so_far_is_found_where_every_microbatch_has_a_larger_one():
+    """With and without what was left, each of them computes the same; the first one does not once the others have been."""
+    assert "'largest' of 1.block.scale.0" in str(refusal(job_of(50, hidden_state_layers)))
+
+
 @pytest.mark.full
 def test_of_100_modules_with_hidden_state_all_are_refused_but_those_that_the_guide_names():
     found = {seed: outcomes(seed) for seed in range(100)}
