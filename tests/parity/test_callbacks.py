@@ -221,7 +221,7 @@ def test_a_job_file_asks_for_callbacks_first_then_trackers():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("callbacks: ['os:getcwd']", "is a str, not a"),
+        ("callbacks: ['os:getcwd']", "callback os:getcwd returned a str, and no raypar.Callback"),
         ("callbacks: ['os:getenv']", "callbacks.args lacks key, which os:getenv needs"),
         ("trackers: [{tracker: tensorboard, args: {colour: red}}]", "unexpected keyword argument 'colour'"),
     ],
