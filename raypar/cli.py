@@ -50,12 +50,26 @@ COMMANDS = {
 """Name of a subcommand -> its line of help. Its code is the module `raypar.commands.<name>`."""
 
 
+SYNONYMS = {
+    "run": "train", "fit": "train", "start": "train", "launch": "train", "continue": "resume", "list": "runs", "ls": "runs",
+    "ps": "runs", "log": "logs", "kill": "stop", "cancel": "stop", "delete": "stop", "check": "doctor", "info": "doctor",
+    "watch": "top", "save": "export", "convert": "export", "init": "example", "new": "example", "help": "--help",
+    "version": "--version",
+}  # fmt: skip
+"""What other programs call a command -> its name here."""
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError` where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         cure = f"`{self.prog} --help` lists what it takes"
+        _, lacking, names = message.partition("the following arguments are required: ")
+        if lacking:
+            words = [name if name.startswith("-") else name.upper() for name in names.split(", ")]
+            takes = [f"{word} ..." if word.startswith("-") else word for word in words]
+            cure = f"`{self.prog} {' '.join(takes)}`; {cure}"
         _, found, unknown = message.partition("unrecognized arguments: ")
         if found:
             given = unknown.split()[0].lstrip("-").partition("=")[0]
@@ -145,7 +159,7 @@ def _run_subcommand(words: list[str]) -> int:
         return 0
     chosen = words[0]
     if chosen not in COMMANDS:
-        near = _nearest(chosen, COMMANDS)
+        near = SYNONYMS.get(chosen.lower()) or _nearest(chosen.lower(), COMMANDS)
         raise ConfigError(
             f"raypar has no command {chosen!r}", cure=f"did you mean {near}?" if near else f"one of {', '.join(COMMANDS)}"
         )
@@ -182,4 +196,4 @@ def _nearest(word: str, among: Sequence[str] | dict[str, str]) -> str | None:
     """The word of `among` that is most like `word`; None if none is like it."""
     import difflib
 
-    return next(iter(difflib.get_close_matches(word, among, n=1, cutoff=0.5)), None)
+    return next(iter(difflib.get_close_matches(word, among, n=1, cutoff=0.6)), None)

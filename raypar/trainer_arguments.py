@@ -359,9 +359,6 @@ def _function_for(key: str, value: Any) -> Any:
         )
     if isinstance(value, str) or callable(value):
         return value
-    if hasattr(value, "dataset") and hasattr(value, "batch_sampler"):
-        cure = f"give the data set in it ({key}=loader.dataset): raypar makes the batches, of batch_size= samples each"
-        raise ConfigError(f"{key} is {with_article(type(value).__name__)}", cure=cure)
     if key in ("data", "validation") and not isinstance(value, (tuple, Mapping)) and _is_data(value):
         from raypar.worker.microbatch_loader import require_map_style
 

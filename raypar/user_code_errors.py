@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -124,6 +125,11 @@ _DEVICE_ERRORS = ("Torch not compiled with CUDA", "Found no NVIDIA driver", "No 
 """What PyTorch says where code asks for a GPU itself."""
 
 
+_DTYPE_ERROR = re.compile(
+    r"have the same dtype|expected (scalar type|target dtype)|type \(.*\) and .*type \(.*\) should be the same"
+    r"|to have one of the following scalar types"
+)
+"""What PyTorch says where dtypes differ."""
 _DISTRIBUTED = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}torch{os.sep}nn{os.sep}parallel{os.sep}")
 """Folders of PyTorch's code that wants a process group."""
 
@@ -141,6 +147,11 @@ def cure_for_known_error(error: BaseException, model: object = None) -> str | No
         return (
             "leave process groups and what is wrapped around a model (DistributedDataParallel, FSDP) out: raypar connects the "
             "workers itself; for data parallelism set plan.replicas"
+        )
+    if _DTYPE_ERROR.search(text):
+        return (
+            "cast the fields of the samples in the data set's __getitem__ to the dtype that the code takes: "
+            "torch.as_tensor(value, dtype=torch.float32), or torch.int64 for ids and labels of classes; or set dtype in the job"
         )
     if isinstance(error, NotImplementedError) and 'the required "forward"' in text:
         if hasattr(model, "training_step"):  # Lightning's, which raypar does not call

@@ -242,6 +242,10 @@ class _Explainer:
         name = (str(got) if isinstance(got, str) or type(got).__module__ == "torch" else "").removeprefix("torch.")
         if path == ["model", "function"] and isinstance(got, str) and got.endswith(_WEIGHTS_SUFFIXES):
             return f"; give a function that makes the module there, and the file as init_from: {shorten(got)}"
+        if path == ["model", "function"] and isinstance(got, str) and ":" not in got:
+            return f"; for a model by its name a function makes it: lambda: AutoModel.from_pretrained({repr_text(got)})"
+        if path == ["plan"] and isinstance(got, str) and (advice := advice_for(got)) is not None:
+            return f"; {advice}"
         half = f"; {NO_FLOAT16}" if name in _FLOAT16 else ""
         if here == "precision":
             mixed = f"for mixed precision it is {precision_settings_text()}"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from raypar.plan import Microbatches
     from raypar.planner.memory_sheet import MemorySheet
     from raypar.planner.model_profile import ModelProfile
+    from raypar.planner.plan_search import PlanChoice
     from raypar.planner.stage_balance import StageBalance
     from raypar.schedule.instructions import Schedule
     from raypar.schedule.step_timeline import Timeline
@@ -45,6 +46,12 @@ class ChosenPlan:
     """By rank: the memory that the worker is predicted to hold; empty if it cannot be predicted."""
     warnings: tuple[str, ...] = ()
     """Lines for the user: checks of the plan that could compare nothing."""
+    choice: PlanChoice | None = None
+    """All plans that the planner has compared; None for a plan that was given."""
+
+
+SHORT_STEP_MS = 20.0
+"""Predicted step below which the planner's reasons are two lines: plans of a tiny model differ by a few ms."""
 
 
 PlanChooser = Callable[["PreflightResult"], ChosenPlan]
@@ -68,7 +75,7 @@ def choose_plan(
     the name alone is not enough (a file, a warmup). `recompute`: layers of the given plan to recompute; `none`: those
     that the plan has itself. `balanced`: the plan gives no split points, so measured times decide them.
     """
-    from raypar.planner.plan_report import plan_report, stage_balance_text
+    from raypar.planner.plan_report import plan_report, short_plan_report, stage_balance_text
     from raypar.planner.plan_search import balance_stages, predict_step, search_plans
     from raypar.schedule import registry
     from raypar.worker.job_preflight import check_model_can_shard
@@ -93,7 +100,9 @@ def choose_plan(
         timeline, _ = predict_step(profile, choice.plan, choice.schedule, spec.batching)
         made = registry.build_schedule(choice.schedule, MicrobatchRouting(choice.plan, spec.batching))
         memory = predict_memory(profile, choice.plan, made, spec.batching)
-        return ChosenPlan(choice.plan, choice.schedule, made, timeline, profile, plan_report(choice), memory=memory)
+        is_short = timeline.makespan_ms < SHORT_STEP_MS
+        why = short_plan_report(choice) if is_short else plan_report(choice)
+        return ChosenPlan(choice.plan, choice.schedule, made, timeline, profile, why, memory=memory, choice=choice)
     why, balance = "", None
     if balanced and fixed.has_movable_split_points:
         balance = balance_stages(profile, fixed, make_schedule or schedule, spec.batching)
@@ -202,7 +211,12 @@ def describe_recomputation(plan: ParallelPlan, schedule: Schedule) -> str:
 
 def plan_json(chosen: ChosenPlan) -> str:
     """The text of a run folder's plan.json: schedule, stages, workers, layers, and the predicted step and memory."""
-    from raypar.planner.plan_report import layers_as_dicts, processors_of_prediction, stage_balance_as_dict
+    from raypar.planner.plan_report import (
+        layers_as_dicts,
+        plan_report_as_dict,
+        processors_of_prediction,
+        stage_balance_as_dict,
+    )
 
     facts: dict[str, Any] = {
         "schedule": chosen.schedule_name,
@@ -218,4 +232,6 @@ def plan_json(chosen: ChosenPlan) -> str:
         facts["predicted_memory_bytes"] = [{**sheet.state, **sheet.kept} for sheet in chosen.memory]
     if chosen.balance is not None:
         facts["stage_balance"] = stage_balance_as_dict(chosen.balance)
+    if chosen.choice is not None:
+        facts["candidates"] = plan_report_as_dict(chosen.choice)["candidates"]
     return json.dumps(facts, indent=1) + "\n"

@@ -101,10 +101,8 @@ def _check_and_plan(
             checked = preflight(spec)
             text = f"model and data checked: {len(checked.graph.layers)} layers, {checked.samples} samples"
             _tell_stage(tell, "checked", text)
-            for line in checked.notes:
-                tell(RunWarning(text=line))
-            chosen = choose(checked)
-            for line in chosen.warnings:
+            chosen = choose(checked)  # if it raises, nothing but the error is worth reading
+            for line in (*checked.notes, *chosen.warnings):
                 tell(RunWarning(text=line))
             return spec, chosen, make_run_request(spec, checked, chosen, options)
         except UserCodeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raypar.plan import ParallelPlan
+from raypar.plan.parallel_plan import describe_mesh
 from raypar.planner.model_profile import ModelProfile
 from raypar.planner.plan_search import EvaluatedCandidate, PlanChoice, format_mib
 from raypar.planner.stage_balance import MIN_GAIN_MS, MIN_GAIN_SHARE, StageBalance
@@ -29,6 +30,25 @@ def plan_report(choice: PlanChoice, *, rows: int = 12) -> str:
     cut = choice.microbatches
     text.append(f"given by the job: {cut.count} microbatches in {cut.blocks} blocks; available: {choice.workers} workers")
     return "\n".join(text)
+
+
+def short_plan_report(choice: PlanChoice) -> str:
+    """The chosen plan's reason beside the best plan that differs from it in replicas or stages and that of one worker, in two
+    lines; the table is for models whose steps take longer."""
+    chosen = choice.best.candidate
+    shown: list[str] = []
+    for verdict in choice.verdicts[1:]:
+        candidate = verdict.candidate
+        differs = (candidate.replicas, candidate.stages) != (chosen.replicas, chosen.stages)
+        if differs and verdict.predicted_ms is not None and (not shown or candidate.plan.world == 1):
+            replicas, shards = (candidate.replicas,) * candidate.stages, (1,) * candidate.stages
+            shown.append(f"{describe_mesh(replicas, shards)} {verdict.predicted_ms:.1f} ms")
+    beside = f" (then {', '.join(shown[:2])})" if shown else ""
+    cuts = f"; plan.cuts={list(choice.plan.split_points)}, by measured times" if len(choice.plan.stages) > 1 else ""
+    return (
+        f"{choice.best.reason} of {len(choice.verdicts)} plans of up to {choice.workers} workers{beside}{cuts}\n"
+        "all of them: `raypar plan JOB --workers N`, or candidates in the run's plan.json"
+    )
 
 
 def stage_balance_text(balance: StageBalance) -> str:

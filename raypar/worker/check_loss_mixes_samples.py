@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -35,7 +36,8 @@ def line_about_mixed_samples(spec: JobSpec, graph: Graph, values: Mapping[str, T
     if samples < 2 or not any(x.is_floating_point() for x in outputs):
         return None
     half = samples // 2
-    with preserve_random_state(), torch.enable_grad():
+    with preserve_random_state(), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first microbatch shows them
         seed_all(0)
         first, other = ([random_output(x.shape, x.dtype) for x in outputs] for _ in range(2))
         mixed = [torch.cat([a[:half], b[half:]]) for a, b in zip(first, other, strict=True)]

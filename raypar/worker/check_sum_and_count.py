@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -33,7 +34,8 @@ def check_sum_and_count(spec: JobSpec, graph: Graph, values: Mapping[str, Tensor
     dims = len(shared) if all(shared) else shared.index(False)
     places = tuple(slice(_CHECKED_PLACES if dim else _CHECKED_SAMPLES) for dim in range(dims))
     target = target[places]
-    with preserve_random_state(), torch.no_grad():
+    with preserve_random_state(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first microbatch shows them
         wrong = [random_output(x[places].shape, x.dtype) for x in outputs]
         half_right = [_moved_to_target(x, target) for x in wrong]
         loss = graph.loss_of_values(make_loss_function(spec.loss))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,6 +121,11 @@ def preflight(spec: JobSpec) -> PreflightResult:
             size = len(make_dataset(spec.validation.data, "validation"))
         validation = min(size, spec.validation.samples or size)
     of_values = graph.initial_values.notes if graph.initial_values is not None else ()
+    if trial is None and parameter_shapes(graph):
+        not_compared = (
+            "no parameter of the model requires a gradient: the run trains nothing\n  cure: leave requires_grad on for "
+            "those that are to be trained"
+        )
     of_data = _notes_about_data(spec, graph, names, batch, samples)
     more = (line_about_cast_parameters(spec, graph), mixed, not_compared, line_about_parameters_added_by_layer(graph))
     notes = (*of_values, *of_data, *(line for line in more if line is not None))
@@ -398,7 +404,8 @@ def _call_loss(loss: Callable[..., Any], read: Sequence[Tensor], target: Tensor)
     """(what the loss returns for outputs like these, whether they require gradients); None if it raises."""
     given = [tensor.detach().requires_grad_(tensor.is_floating_point()).clone() for tensor in read]
     try:
-        with torch.enable_grad(), meta_operations_without_dynamo():
+        with torch.enable_grad(), meta_operations_without_dynamo(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first microbatch shows them
             return loss(*given, target.clone()), any(tensor.requires_grad for tensor in given)
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)

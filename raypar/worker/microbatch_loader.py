@@ -93,6 +93,8 @@ def require_map_style(dataset: Any, what: str) -> None:
             f"{what} is {with_article(type(dataset).__name__)}, whose [0] is a column, not a sample",
             cure="give a list of samples: frame.to_dict('records'), or torch.utils.data.TensorDataset(inputs, targets)",
         )
+    if hasattr(dataset, "dataset") and hasattr(dataset, "batch_sampler"):
+        raise _error_of_data_loader(dataset, what)
     iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # has a __getitem__ that only raises
     if iterable or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         listed = "dataset.take_all() is such a list" if hasattr(dataset, "take_all") else "an iterable one can be listed first"
@@ -101,6 +103,21 @@ def require_map_style(dataset: Any, what: str) -> None:
             cure="give a map-style data set, with __len__ and __getitem__, such as a list of samples; "
             f"{listed}, or saved to files",
         )
+
+
+def _error_of_data_loader(loader: Any, what: str) -> ConfigError:
+    """The error for a `DataLoader`, which names what of it has no effect here."""
+    own: list[str] = []
+    usual = torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler
+    if type(loader.sampler) not in usual and not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        own.append(f"its {type(loader.sampler).__name__} is not used: samples are shuffled anew in every epoch, by `seed`")
+    if loader.collate_fn is not torch.utils.data.default_collate and loader.batch_sampler is not None:
+        own.append("its collate_fn is not used: fields of samples are stacked, so pad them in the data set")
+    return ConfigError(
+        f"{what} is {with_article(type(loader).__name__)}",
+        cure="give the data set in it (data=loader.dataset): raypar makes the batches, of batch_size= samples each"
+        + "".join(f"; {line}" for line in own),
+    )
 
 
 def dataset_size(dataset: Any, label: str = "") -> int:

@@ -1,5 +1,6 @@
 """The cure of an error about what users bring from plain PyTorch is what they have to change."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +15,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import raypar
 from raypar.cli import main
 from raypar.errors import ConfigError, InputError, UserCodeError, with_article
+from raypar.launch import launch_run
+from raypar.launch.start_new_run import train_job_in_new_folder
+from raypar.record.events import RunWarning
 from raypar.worker.job_preflight import preflight
 
 GIVEN: dict[str, Any] = {
@@ -242,6 +246,80 @@ def test_of_several_wrong_arguments_each_has_its_cure():
     ]
 
 
+@pytest.mark.parametrize(
+    "given, cure",
+    [
+        ({"model": "bert-base-uncased"}, "a function makes it: lambda: AutoModel.from_pretrained('bert-base-uncased')"),
+        ({"plan": "ddp"}, "; the parallel plan is `plan`: plan.stages (pipeline), plan.replicas (data)"),
+        ({"optimizer": lambda: torch.optim.SGD([torch.ones(1)])}, "or lambda parameters: torch.optim.AdamW(parameters, ...)"),
+    ],
+)
+def test_what_other_frameworks_take_in_the_place_of_an_argument_is_told_its_form_here(given, cure):
+    assert cure in refused(**given)
+
+
+SAMPLES = GIVEN["data"]
+
+
+@pytest.mark.parametrize("built", [True, False], ids=["object", "function"])
+@pytest.mark.parametrize(
+    "given, more",
+    [
+        ({"shuffle": True}, ""),
+        (
+            {"sampler": torch.utils.data.WeightedRandomSampler([1.0] * 4, 4)},
+            "; its WeightedRandomSampler is not used: samples are shuffled anew in every epoch, by `seed`",
+        ),
+        ({"collate_fn": list}, "; its collate_fn is not used: fields of samples are stacked, so pad them in the data set"),
+    ],
+)
+def test_of_a_data_loader_the_data_set_is_asked_for_and_what_it_adds_is_said_to_have_no_effect(given, more, built):
+    loader = torch.utils.data.DataLoader(SAMPLES, batch_size=2, **given)
+    said = refused(data=loader if built else lambda: loader)
+    what, _, cure = said.partition(" | ")
+    assert what.endswith("is a DataLoader")
+    assert cure == f"give the data set in it (data=loader.dataset): raypar makes the batches, of batch_size= samples each{more}"
+
+
+def test_a_model_that_is_all_frozen_is_said_to_train_nothing():
+    for model in (nn.Sequential(nn.Linear(2, 2)), Plain()):
+        model.requires_grad_(False)
+        (line,) = preflight(raypar.Trainer(**(GIVEN | {"model": model})).spec).notes
+        assert line.startswith("no parameter of the model requires a gradient: the run trains nothing\n  cure: leave requires_")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
+def test_samples_of_another_dtype_are_the_only_thing_said_and_the_cure_casts_them(dtype, monkeypatch, tmp_path):
+    """The wrong dtype of a module's input was a warning about a comparison first, and the error's cure was a debugger."""
+    monkeypatch.setattr(launch_run, "_connect_and_follow", lambda *given: pytest.fail("nothing was refused"))
+    samples = [(torch.ones(2, dtype=dtype), torch.ones(2))] * 4
+    told: list[object] = []
+    trainer = raypar.Trainer(**(GIVEN | {"model": Plain, "data": samples, "run_dir": str(tmp_path)}))
+    with pytest.raises(InputError, match="must have the same dtype") as found:
+        train_job_in_new_folder(trainer.job, told.append)
+    assert found.value.cure.startswith("cast the fields of the samples in the data set's __getitem__ to the dtype")
+    assert not [event for event in told if isinstance(event, RunWarning)]
+
+
+def test_a_loss_that_warns_is_not_shown_by_every_check():
+    """Python shows a warning once for each place that calls."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        preflight(raypar.Trainer(**(GIVEN | {"data": [(torch.ones(2), torch.ones(()))] * 4, "loss": warns})).spec)
+    places = {Path(one.filename).name for one in caught if "broadcast" in str(one.message)}
+    assert places and places.isdisjoint({"job_preflight.py", "check_sum_and_count.py", "check_loss_mixes_samples.py"})
+
+
+def warns(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    warnings.warn("this will broadcast", stacklevel=2)
+    return (output - target[:, None]).square().mean()
+
+
+class Plain(ViT):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
 class TrainerCallback:
     """Has the name of one of transformers, and is none of raypar."""
 
@@ -269,6 +347,12 @@ def test_a_trainer_trains_by_fit():
     [
         (["train", "job.yaml", "--epochs", "3"], "the length of a run is `steps`"),
         (["train", "job.yaml", "--steps=3"], "--set steps=..."),
+        (["run", "job.yaml"], "did you mean train?"),
+        (["TRAIN", "job.yaml"], "did you mean train?"),
+        (["list"], "did you mean runs?"),
+        (["version"], "did you mean --version?"),
+        (["train"], "cure: `raypar train JOB`; `raypar train --help` lists"),
+        (["export", "run"], "cure: `raypar export --out ...`; `raypar export --help` lists"),
         (["train", "script.py"], "script.py is a Python script, not a job file\n  cure: a script that calls raypar.Trainer"),
     ],
 )

@@ -1,6 +1,7 @@
 """The planner takes the fastest plan that fits, and says why; the simulator is its only objective."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import combinations
 
@@ -14,7 +15,7 @@ from raypar.plan.state_bytes import StateBytes
 from raypar.plan.tensor_parallel_layout import ShardWorkShare, TensorParallelLayout
 from raypar.planner.candidate_plans import enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile, largest_work_shares
-from raypar.planner.plan_report import plan_report, plan_report_as_dict
+from raypar.planner.plan_report import plan_report, plan_report_as_dict, short_plan_report
 from raypar.planner.plan_search import (
     ABOUT_AS_FAST,
     evaluate_candidate,
@@ -148,6 +149,19 @@ def test_the_report_names_the_choice_first_and_what_the_job_gave():
     assert lines[-1] == "given by the job: 8 microbatches in 4 blocks; available: 4 workers"
     told = json.loads(json.dumps(plan_report_as_dict(choice)))
     assert told["candidates"][0]["verdict"] == "chosen"
+
+
+def test_the_short_report_has_the_choice_the_next_shape_and_one_worker_in_two_lines():
+    choice = search_plans(model(), 4, Microbatches(8, 4))
+    why, where = short_plan_report(choice).splitlines()
+    assert re.fullmatch(
+        r"chosen: the fastest of \d+ plans of up to 4 workers "
+        r"\(then 2 stages x 2 replicas [\d.]+ ms, 1 stage x 1 replica [\d.]+ ms\)",
+        why,
+    )
+    assert where == "all of them: `raypar plan JOB --workers N`, or candidates in the run's plan.json"
+    staged = search_plans(replace(model(), most_stages=None), 2, Microbatches(1, 1))
+    assert ("plan.cuts=" in short_plan_report(staged)) == (len(staged.plan.stages) > 1)
 
 
 def test_microbatches_and_blocks_are_never_chosen():

@@ -130,7 +130,8 @@ def _make_optimizer(spec: OptimizerSpec, make: Callable[..., Any], groups: Itera
             f"optimizer {spec.optimizer.label} refused its arguments: {error_message(error)}",
             cure=f"{texts[0]} is the text {given[texts[0]]!r}: write the number without quotes"
             if texts
-            else "compare optimizer.args and optimizer.groups with the class's signature",
+            else "compare optimizer.args and optimizer.groups with the signature; it is called with the parameters: "
+            "optimizer=(torch.optim.AdamW, {...}), or lambda parameters: torch.optim.AdamW(parameters, ...)",
         ) from error
     except USER_CODE_ERRORS as error:
         reraise_ctrl_c(error)
