@@ -213,9 +213,10 @@ class _Explainer:
         got = error["input"]
         cure = f"correct the argument {key}" if argument else f"correct {inner} in {inside}"
         if (value := self._value_meant(path, got)) is not None:
-            short = key.removesuffix(".function")
-            as_argument = f'write "{value}" for {short}' if "." in short else f'write {short}="{value}"'
-            cure = as_argument if self.of_trainer else f"write {short}: {value}"
+            if path[-1:] == ["function"]:  # perhaps beside arguments of its own
+                cure = f'write "{value}"' if self.of_trainer else f"write {value}"
+            else:
+                cure = f'write {key}="{value}"' if self.of_trainer else f"write {key}: {value}"
         if self.of_trainer and "function" in self.section_at(path).model_fields:
             cure += '; a function is "module:name", the function itself, or a pair (function, keyword arguments)'
         cure += self._further_advice(path, got)

@@ -204,8 +204,8 @@ def test_the_cure_for_dict_samples_has_their_fields(fields, first, target):
         ({"device": "cuda"}, '| write device="gpu"'),
         ({"device": torch.device("cuda:0")}, '| write device="gpu"'),
         ({"device": torch.device("cpu")}, '| write device="cpu"'),
-        ({"optimizer": "torch.optim.AdamW"}, '| write optimizer="torch.optim:AdamW"; a function is'),
-        ({"model": "vit.vit"}, '| write model="vit:vit"; a function is'),
+        ({"optimizer": "torch.optim.AdamW"}, '| write "torch.optim:AdamW"; a function is'),
+        ({"model": "vit.vit"}, '| write "vit:vit"; a function is'),
         ({"lr": 0.1}, 'optimizer=("torch.optim:AdamW", {"lr": ...})'),
         ({"learning_rate": 0.1}, 'optimizer=("torch.optim:AdamW", {"lr": ...})'),
         ({"validation_every": 3}, 'validation={"function": ..., "every": ...}'),
@@ -239,7 +239,7 @@ def test_of_several_wrong_arguments_each_has_its_cure():
         "        num_train_epochs: the length of a run is `steps`; one epoch is the number of samples divided by batch_size",
         "        per_device_train_batch_size, gradient_accumulation_steps: a batch is cut into `microbatches`, whose gradients "
         "are added up; batch_size counts the samples of one step",
-        '        loss.function: write loss="torch.nn.functional:mse_loss"; a function is "module:name", the function itself, '
+        '        loss.function: write "torch.nn.functional:mse_loss"; a function is "module:name", the function itself, '
         "or a pair (function, keyword arguments)",
         '        device: write device="gpu"',
         "        steps, batch_size, microbatches, data: give these arguments",
