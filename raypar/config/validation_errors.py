@@ -75,10 +75,10 @@ def config_error(
     """
     order = {"extra_forbidden": 0, "missing": 2}
     ordered = sorted(errors, key=lambda one: order.get(one["type"], 1))
-    missing = Counter(tuple(one["loc"][:-1]) for one in errors if one["type"] == "missing")
+    alike = Counter((one["type"] == "missing", tuple(one["loc"][:-1])) for one in errors if one["type"] != "extra_forbidden")
     explainer, whats, cures = _Explainer(job, of_trainer, tuple(more)), list[str](), list[tuple[str, str]]()
     for one in ordered[:MOST_ERRORS]:
-        several = one["type"] == "missing" and missing[tuple(one["loc"][:-1])] > 1
+        several = alike[one["type"] == "missing", tuple(one["loc"][:-1])] > 1
         what, cure = explainer.explain({**one, "loc": (*inside, *one["loc"])}, several=several)
         whats.append(what)
         cures.append((explainer.key_of([*inside, *one["loc"]]), cure))
@@ -182,7 +182,7 @@ class _Explainer:
         return shorten(".".join(str(part) for part in place if part not in (AUTO, GIVEN))) or "the job file"
 
     def explain(self, error: Mapping[str, Any], *, several: bool = False) -> tuple[str, str]:
-        """(what, cure) for one error of pydantic. `several`: it is one of several missing keys of one section."""
+        """(what, cure) for one error of pydantic. `several`: one of several missing or wrong keys of a section."""
         path = [part for part in error["loc"] if part not in (AUTO, GIVEN)]
         key = self.key_of(path)
         argument = self.of_trainer and len(path) == 1
@@ -212,6 +212,8 @@ class _Explainer:
             expected = f"auto, or keys and values ({', '.join(keys_of(self.section_at(path)))})"
         got = error["input"]
         cure = f"correct the argument {key}" if argument else f"correct {inner} in {inside}"
+        if several and len(path) == 1:
+            cure = "correct these arguments" if argument else f"correct these keys in {inside}"
         if (value := self._value_meant(path, got)) is not None:
             if path[-1:] == ["function"]:  # perhaps beside arguments of its own
                 cure = f'write "{value}"' if self.of_trainer else f"write {value}"
