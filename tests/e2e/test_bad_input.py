@@ -62,7 +62,7 @@ CASES = {
     "shards for other stages than there are": (["plan.shards=[2, 1, 2]"], "plan.shards has 3 entries for 2 stages"),
     "optimizer of whole parameters": (
         ["plan.shards=2", "plan.styles={'*': gathered}", "optimizer.function=torch.optim:Adafactor"],
-        "half of a parameter",
+        "cannot be used with 2 shards",
     ),
     "optimizer argument": (["optimizer.args.lrr=1.0"], "lrr"),
     "argument that the model does not take": (
