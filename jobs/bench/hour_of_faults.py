@@ -570,8 +570,8 @@ def ray_start(place: Place, *words: str) -> None:
     subprocess.run([*RAY_START, *words], check=True, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
 
 
-@scenario
-def nodes_that_flap(place: Place) -> str:
+def flap(place: Place, least_s: float, steps: int, seconds: float) -> str:
+    """A run of 2 of 4 wanted workers which nodes join that are lost after `least_s` to 4 x `least_s` seconds, one at a time."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     temp = ["--temp-dir", str(place.temp / "r")]
@@ -581,13 +581,13 @@ def nodes_that_flap(place: Place) -> str:
     address = f"127.0.0.1:{port}"
     elastic = "elastic={min_workers: 1, max_workers: 4, step_deadline_s: 2.0, grow_after_s: 1.0}"
     command, env = ["train", "--address", address], {"RAY_AUTH_MODE": "disabled"}
-    run = place.start(elastic, "plan={stages: 2, replicas: 1}", "steps=1500", command=command, env=env)
+    run = place.start(elastic, "plan={stages: 2, replicas: 1}", f"steps={steps}", command=command, env=env)
     run.wait_for_steps(20)
     flaps = 0
-    until = time.monotonic() + 90.0
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         ray_start(place, "--address", address, "--num-cpus", "2", "--resources", '{"flaps": 1}', *here)
-        time.sleep(3.0 + 3.0 * (flaps % 4))
+        time.sleep(least_s * (1 + flaps % 4))
         for raylet in list(place.processes.raylets().values())[1:]:
             kill_node(raylet)
             flaps += 1
@@ -679,6 +679,16 @@ def replay(port: int, said: bytes) -> str:
             return f"challenge of {len(heard)} bytes, then {len(more)} bytes and the end"
     except OSError as error:
         return type(error).__name__
+
+
+@scenario
+def nodes_that_flap(place: Place) -> str:
+    return flap(place, 3.0, 1500, 90.0)
+
+
+@scenario
+def nodes_that_flap_slowly(place: Place) -> str:
+    return flap(place, 9.0, 2400, 150.0)
 
 
 def shift_clock(place: Place, *hours: float) -> str:
