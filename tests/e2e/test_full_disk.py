@@ -106,7 +106,9 @@ def test_a_read_only_disk_is_two_lines(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("raypar.atomic_write.open", read_only, raising=False)
     assert main([*SIMULATE, "--svg", str(tmp_path / "x.svg")]) == 2
-    assert "Read-only file system\n  cure: choose a folder you may write to" in two_lines(capsys)
+    said = two_lines(capsys)
+    assert "Read-only file system\n  cure: make that disk writable again: it is mounted read-only" in said
+    assert said.endswith("; or choose a folder you may write to\n")
 
 
 def test_a_job_that_cannot_be_kept_is_not_started_and_leaves_no_run_folder(tmp_path, monkeypatch, capsys):
