@@ -173,7 +173,7 @@ def _exact(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 def _not_tried(rows: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
     kinds = (
-        ("time", "for want of time"),
+        ("the time for all was over", "for want of time"),
         ("GiB", "too large"),
         ("M parameters", "too large"),
         ("plain module", "whose plain module did not run so"),
