@@ -22,6 +22,7 @@ from raypar.actors.ray_connection import RayConnection
 from raypar.cli import main
 from raypar.errors import ClusterError, DataError
 from raypar.launch import Result, raise_run_failure
+from raypar.record.events import SavedCheckpoint
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -164,7 +165,7 @@ def test_a_run_whose_disk_was_replaced_can_be_resumed_and_nobody_else_trains_in_
         before = {path: path.read_bytes() for path in (folder.job, folder.plan, folder.cluster)}
         shutil.rmtree(folder.path)
         (folder.path / "checkpoints/step_00000001").mkdir(parents=True)
-        tell({"kind": "checkpoint", "step": 1, "path": str(folder.path / "checkpoints/step_00000001")})
+        tell(SavedCheckpoint(step=1, path=str(folder.path / "checkpoints/step_00000001")))
         assert before == {path: path.read_bytes() for path in before}
         second = [sys.executable, "-m", "raypar", "resume", str(folder.path)]
         refused = subprocess.run(second, capture_output=True, text=True, cwd=Path(__file__).parents[1])
