@@ -18,7 +18,7 @@ from raypar.launch import Result, launch_run, train_job_in_new_folder
 from raypar.launch.code_of_job import code_of_job, describe_code_change
 from raypar.trainer_arguments import Given
 from raypar.worker.checkpoint import checkpoint_files
-from raypar.worker.checkpoint.state_key import PARAMETER
+from raypar.worker.checkpoint.state_key import OPTIMIZER, PARAMETER, StateKey
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec, Ref
 
 MODEL = '''"""A model."""
@@ -178,7 +178,9 @@ def test_a_run_that_goes_on_with_other_code_warns_when_it_begins(mine, tmp_path,
 
     def checkpoint(steps: int, contract: dict) -> str:
         begun = checkpoint_files.create_checkpoint(tmp_path / "kept", steps)
-        tensors = {("0.weight", PARAMETER): torch.zeros(8, 8), ("0.bias", PARAMETER): torch.zeros(8)}
+        shapes = {"0.weight": (8, 8), "0.bias": (8,)}
+        state = {key: (PARAMETER, *(StateKey(OPTIMIZER, name) for name in ("exp_avg", "exp_avg_sq"))) for key in shapes}
+        tensors = {(name, kind): torch.zeros(shapes[name]) for name, kinds in state.items() for kind in kinds}
         record = checkpoint_files.write_shard(begun, "a.safetensors", tensors)
         return str(checkpoint_files.commit_checkpoint(begun, [record], steps_done=steps, contract=contract))
 

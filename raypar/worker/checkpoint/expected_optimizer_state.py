@@ -36,7 +36,8 @@ class ExpectedOptimizerState:
 
     def check(self, manifest: Manifest) -> None:
         """Raises `CheckpointError` if a manifest lacks some of it, or has something else in its place."""
-        if self.has_state_of_parameters and not any(entry.kind.kind == OPTIMIZER for entry in manifest.entries):
+        has_state = any(entry.kind.kind == OPTIMIZER for entry in manifest.entries)
+        if self.has_state_of_parameters and manifest.steps_done and not has_state:
             raise CheckpointError(
                 f"checkpoint {manifest.checkpoint} has weights, and no state of the optimizer: the run cannot go on from it",
                 cure=f"begin a new run with its weights: without resuming, and with init_from={manifest.checkpoint}",
