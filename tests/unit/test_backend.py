@@ -93,7 +93,8 @@ def test_a_device_that_no_backend_has_is_refused_with_those_there_are():
 
 
 def test_no_other_file_asks_which_kind_of_device_a_job_has():
-    """Only the model of a job, what stands for its key (Trainer's argument, Ray Train's `use_gpu`) and the registry name them;
+    """Only the model of a job, what stands for its key (Trainer's argument, Ray Train's `use_gpu`, the cure
+    for other words) and the registry name them;
     `gpu` is also a line of a worker's fingerprint."""
     names = {
         str(path.relative_to(PACKAGE))
@@ -101,7 +102,7 @@ def test_no_other_file_asks_which_kind_of_device_a_job_has():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value == "gpu"
     }
-    ways_in = {"config/job.py", "trainer.py", "convert_ray_train_configs.py"}
+    ways_in = {"config/job.py", "config/validation_errors.py", "trainer.py", "convert_ray_train_configs.py"}
     assert names == {*ways_in, "worker/backend.py", "actors/numerics_fingerprint.py"}
 
 
