@@ -40,6 +40,7 @@ from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from raypar.actors.placement_queue import PlacementQueue
+    from raypar.actors.ray_connection import RayConnection
     from raypar.actors.run_request import RunRequest
 
 MakeRequest = Callable[[RunFolder, "str | None"], "RunRequest"]
@@ -143,8 +144,7 @@ def _connect_and_follow(
     `after` is entered for what comes after the end of the run, leaving Ray included.
     """
     from raypar.actors.cluster_info import cluster_capacity, require_capacity
-    from raypar.actors.control_store_watch import call_ray, current_watch
-    from raypar.actors.killed_process_message import killed_client_text, killed_while_silent_text, print_if_killed
+    from raypar.actors.control_store_watch import call_ray
     from raypar.actors.ray_connection import connect_ray
     from raypar.worker.backend import make_backend
 
@@ -159,10 +159,7 @@ def _connect_and_follow(
         folder = options.make_folder(chosen)
         begun = options.resume is not None
         try:
-            facts = {**connection.facts, "submitted": is_submitted_job()}
-            write_text_atomically(folder.cluster, json.dumps(facts, indent=1) + "\n")
-            text = f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.place}"
-            _tell_stage(tell, "connected", text, run=folder.name)
+            _record_connection(folder, connection, tell)
             request = make_request(folder, connection.host)
             if connection.kind == "joined":  # Ray gives every worker its own processor, on some machine
                 request = replace(request, profile=replace(request.profile, processors=None))
@@ -170,11 +167,8 @@ def _connect_and_follow(
             with contextlib.ExitStack() as stack:
                 queue = None
                 if connection.kind != "own":
-                    where = folder.name, connection.address
                     # Until this process has disconnected: Ray may end it while it disconnects.
-                    notice = until_disconnected.enter_context(print_if_killed(killed_client_text(*where)))
-                    if (watch := current_watch()) is not None:
-                        watch.on_silence = lambda silent: notice.replace(killed_while_silent_text(*where) if silent else None)
+                    until_disconnected.enter_context(_notice_if_killed(folder.name, connection.address))
                     queue = stack.enter_context(_placement_turn(folder.name, chosen.plan.world, options, tell))
 
                 documents = {} if folder.shared is not None else folder.read_documents_of_start()
@@ -197,6 +191,14 @@ def _connect_and_follow(
                 shutil.rmtree(folder.path, ignore_errors=True)
 
 
+def _record_connection(folder: RunFolder, connection: RayConnection, tell: ActivityReporter) -> None:
+    """Write what the run has connected to into its folder, and say it."""
+    facts = {**connection.facts, "submitted": is_submitted_job()}
+    write_text_atomically(folder.cluster, json.dumps(facts, indent=1) + "\n")
+    text = f"{connection.text}\nthe run is called {folder.name}; its folder is {folder.place}"
+    _tell_stage(tell, "connected", text, run=folder.name)
+
+
 def _put_documents_back(
     folder: RunFolder, documents: Mapping[Path, bytes], held: contextlib.ExitStack, tell: EventHandler
 ) -> None:
@@ -212,6 +214,18 @@ def _put_documents_back(
         tell(RunWarning(text=f"{text}\n  cure: leave the files of a run alone while it trains"))
         if folder.job in documents:
             held.enter_context(folder.hold_lock())
+
+
+@contextlib.contextmanager
+def _notice_if_killed(run: str, address: str) -> Iterator[None]:
+    """While it lasts, a process of its own tells the user what to do if Ray ends this one."""
+    from raypar.actors.control_store_watch import current_watch
+    from raypar.actors.killed_process_message import killed_client_text, killed_while_silent_text, print_if_killed
+
+    with print_if_killed(killed_client_text(run, address)) as notice:
+        if (watch := current_watch()) is not None:
+            watch.on_silence = lambda silent: notice.replace(killed_while_silent_text(run, address) if silent else None)
+        yield
 
 
 def _placement_turn(

@@ -10,9 +10,6 @@ CONSTRUCTORS = {"__init__", "__post_init__", "__new__"}
 
 LONGER = {
     "trainer.py Trainer.__init__": "a line for each of its arguments, which are the public interface",
-    "launch/launch_run.py _connect_and_follow": "one ending for each stage in which a run may be stopped: to be divided",
-    "model/capture/record_forward.py _change_classes": "each class of module that recording replaces, one after the other",
-    "model/capture/recorder.py Recorder.__init__": "a line for each thing that a recording keeps",
 }
 """What may be longer, and why; at most `EXCEPTIONS` of them."""
 

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+
+@dataclass
+class UnitsOnRandomNumbers:
+    """What a recording keeps of units that ran on random numbers, at which the graph of what was before them ends."""
+
+    parts: Counter[int] = field(default_factory=Counter)
+    """`id` of a parameter -> gradients that autograd would add up for its uses in these units."""
+    arguments: list[Any] = field(default_factory=list)
+    """What they were given."""
+
+    def gradient_parts(self, model: nn.Module, outputs: Iterable[Any]) -> dict[str, int]:
+        """Parameter -> how many gradients autograd adds up for it in a backward pass from the model's outputs."""
+        parts = self.parts + count_gradient_parts((*outputs, *self.arguments))
+        return {name: parts[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in parts}
 
 
 def count_gradient_parts(roots: Iterable[Any]) -> Counter[int]:

@@ -65,6 +65,34 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
             )
         return call_script(function, *args, **kwargs)
 
+    enter, call_script = torch.autocast.__enter__, torch.jit.ScriptFunction.__call__
+    hooks = [
+        nn.modules.module.register_module_forward_pre_hook(lambda module, args: recorder.note_inner_call(module)),
+        nn.modules.module.register_module_forward_hook(
+            lambda module, args, out: recorder.note_inner_result(module, out), always_call=True
+        ),
+    ]
+    changes: list[tuple[Any, str, Any]] = [
+        *_change_of_vmap(recorder),
+        (base, "apply", classmethod(recorded_apply)),
+        (torch.autocast, "__enter__", entered),
+        (torch.jit.ScriptFunction, "__call__", called_script),
+        *unvalidated_distributions(),  # to validate reads values, and changes none
+        *_changes_of_modules(recorder),
+    ]
+    for hook in hooks:
+        stack.callback(hook.remove)
+    for owner, name, value in changes:
+        _change_class(stack, owner, name, value)
+
+
+def _change_of_vmap(recorder: Recorder) -> list[tuple[Any, str, Any]]:
+    """What `_change_class` is to set so that a call of `torch.vmap` between units is one event."""
+    mapping = vmap_implementation()
+    if mapping is None:
+        return []
+    owner, call_mapped = mapping
+
     def mapped(function: Any, *given: Any, **kwargs: Any) -> Any:
         options, args = given[:_VMAP_OPTIONS], given[_VMAP_OPTIONS:]
         if not recorder.is_between_units:
@@ -77,27 +105,7 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
             )
         return recorder.record(call, (call.held, args, kwargs), {}, lambda: call(call.held, args, kwargs))
 
-    mapping = vmap_implementation()
-    call_mapped: Any = mapping[1] if mapping is not None else None
-    enter, call_script = torch.autocast.__enter__, torch.jit.ScriptFunction.__call__
-    hooks = [
-        nn.modules.module.register_module_forward_pre_hook(lambda module, args: recorder.note_inner_call(module)),
-        nn.modules.module.register_module_forward_hook(
-            lambda module, args, out: recorder.note_inner_result(module, out), always_call=True
-        ),
-    ]
-    changes: list[tuple[Any, str, Any]] = [
-        *([(mapping[0], "vmap_impl", mapped)] if mapping is not None else []),
-        (base, "apply", classmethod(recorded_apply)),
-        (torch.autocast, "__enter__", entered),
-        (torch.jit.ScriptFunction, "__call__", called_script),
-        *unvalidated_distributions(),  # to validate reads values, and changes none
-        *_changes_of_modules(recorder),
-    ]
-    for hook in hooks:
-        stack.callback(hook.remove)
-    for owner, name, value in changes:
-        _change_class(stack, owner, name, value)
+    return [(owner, "vmap_impl", mapped)]
 
 
 def _change_class(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:

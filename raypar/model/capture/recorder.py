@@ -23,12 +23,17 @@ from raypar.model.capture.absent_tensor import AbsentTensor, ValuesNeeded, memor
 from raypar.model.capture.cures_from_settings import DRAWS_MASKS, SKIPS_LAYERS, cure_for_cache, settings_to_be_zero
 from raypar.model.capture.dataclass_structures import flatten
 from raypar.model.capture.dtype_and_device_calls import without_dtype_and_device_tensor
-from raypar.model.capture.gradient_parts import count_gradient_parts
+from raypar.model.capture.gradient_parts import UnitsOnRandomNumbers
 from raypar.model.capture.may_hide_tensors import may_hide_tensors
 from raypar.model.capture.operation_watch import OperationWatch
 from raypar.model.capture.refusal import InnerModuleUsed, Refused, user_location
 from raypar.model.capture.run_unit_on_random_values import run_with_random_values
-from raypar.model.capture.settings_of_contexts import cpu_autocast_setting, python_random_state, settings_of_contexts
+from raypar.model.capture.settings_of_contexts import (
+    SurroundingSettings,
+    cpu_autocast_setting,
+    python_random_state,
+    settings_of_contexts,
+)
 from raypar.model.capture.trace import (
     Event,
     EventId,
@@ -146,20 +151,16 @@ class Recorder(TorchFunctionMode):
         """Whether Python code inside of the unit that runs has read values."""
         self._calls: Counter[tuple[int, str]] = Counter()
         """(number of unit calls before, function) -> number of its calls."""
-        self._parts = Counter[int]()
-        """`id` of a parameter -> gradients that autograd would add up for its uses in units that ran on random numbers."""
-        self._before_random_numbers: list[Any] = []
-        """The arguments of units that ran on random numbers: the graph of what was before ends at them."""
+        self._on_random_numbers = UnitsOnRandomNumbers()
+        """The units that ran on random numbers."""
         self._numbers = 0
         """Number of values and constants so far."""
         self._random_state = python_random_state()
         """Python's and numpy's generators when code between units began to run."""
         self._torch_random_state = torch.random.get_rng_state()
         """PyTorch's generator after the last event."""
-        self._ambient_autocast = cpu_autocast_setting()
-        """Autocast as it is around the model."""
-        self._ambient_settings = settings_of_contexts()
-        """Other settings that contexts change, as they are around the model."""
+        self._surrounding = SurroundingSettings.now()
+        """Autocast and the other settings that contexts change, as they are around the model."""
         self._bind_all("parameter", model.named_parameters())
         self._bind_all("buffer", model.named_buffers())
         self._bind_all("field", fields.items())
@@ -294,8 +295,8 @@ class Recorder(TorchFunctionMode):
                 try:
                     out = call(module, *args, **kwargs)
                 except (RuntimeError, NotImplementedError, ValuesNeeded, TypeError, ValueError):
-                    out = run_with_random_values(name, module, call, args, kwargs, self._parts)
-                    self._before_random_numbers += tree_flatten((args, kwargs))[0]
+                    out = run_with_random_values(name, module, call, args, kwargs, self._on_random_numbers.parts)
+                    self._on_random_numbers.arguments += tree_flatten((args, kwargs))[0]
                     self._unit_has_asked = True
             self._unit_has_asked |= self.watch.gave_dynamic_shape
             self._refuse_numbers_of_values(name, module, out)
@@ -426,7 +427,7 @@ class Recorder(TorchFunctionMode):
                 rewrites=rewrites,
                 written=before,
                 grad=torch.is_grad_enabled(),
-                autocast=None if autocast == self._ambient_autocast else autocast,
+                autocast=None if autocast == self._surrounding.autocast else autocast,
                 is_pure=is_pure,
                 location=user_location(),
                 result_form=form_of(out) if isinstance(call, str) and self._unit_has_asked else None,
@@ -522,7 +523,7 @@ class Recorder(TorchFunctionMode):
     def _refuse_contexts(self) -> None:
         """Raises `Refused` if code between units has changed a setting, in a context say: a replay would not."""
         now = settings_of_contexts()
-        changed = [name for name, value in now.items() if value != self._ambient_settings[name]]
+        changed = [name for name, value in now.items() if value != self._surrounding.others[name]]
         if changed:
             raise Refused(
                 f"the forward changes {changed[0]} between units, before {user_location()}, and workers would not",
@@ -593,13 +594,8 @@ class Recorder(TorchFunctionMode):
             facts=self.facts,
             passed_through=frozenset(self.passed_through),
             call_log=(*self.call_log, ("return", "its end", described)),
-            gradient_parts=self._gradient_parts(leaves),
+            gradient_parts=self._on_random_numbers.gradient_parts(self.model, leaves),
         )
-
-    def _gradient_parts(self, outputs: Sequence[Any]) -> dict[str, int]:
-        """Parameter -> how many gradients autograd adds up for it."""
-        parts = self._parts + count_gradient_parts((*outputs, *self._before_random_numbers))
-        return {name: parts[id(parameter)] for name, parameter in self.model.named_parameters() if id(parameter) in parts}
 
 
 _SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -38,6 +38,20 @@ def settings_of_contexts() -> dict[str, Any]:
         "whether oneDNN is used (torch.backends.mkldnn.flags)": mkldnn_flags()[0],
         "the number of threads (set_num_threads)": torch.get_num_threads(),
     }
+
+
+class SurroundingSettings(NamedTuple):
+    """The settings around a model when its recording began."""
+
+    autocast: CpuAutocastSetting
+    """Autocast for CPUs."""
+    others: dict[str, Any]
+    """What `settings_of_contexts` returns."""
+
+    @staticmethod
+    def now() -> SurroundingSettings:
+        """Those of now."""
+        return SurroundingSettings(cpu_autocast_setting(), settings_of_contexts())
 
 
 def python_random_state() -> tuple[Any, ...]:
