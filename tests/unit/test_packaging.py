@@ -1,5 +1,6 @@
 """What is installed with raypar, and what only where somebody asks for it."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -27,6 +28,24 @@ def test_the_job_server_is_an_extra_that_the_suite_does_without():
     assert "ray[default]" in extra("jobs") and "ray[default]" not in extra("test") and "ray[train]" in extra("dependencies")
 
 
+def required_packages(file: Path) -> set[str]:
+    """The packages that a file imports, at its top or in its functions; not those that it tries to import."""
+    tree = ast.parse(file.read_text())
+    tried = {node for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
+    nodes = [node for node in ast.walk(tree) if node not in tried]
+    whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    parts = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in whole | parts}
+
+
+def test_the_suite_does_without_torchvision_and_no_guide_tells_people_to_uninstall_something():
+    """PyPI's torchvision belongs to PyTorch for CUDA: beside one for CPUs `import transformers` fails, which imports it."""
+    assert "torchvision" not in PROJECT[: PROJECT.index("[tool.")] + (ROOT / "constraints.txt").read_text()
+    assert not [path for path in (ROOT / "tests").rglob("*.py") if "torchvision" in required_packages(path)]
+    pages = [ROOT / "README.md", *(ROOT / "examples").rglob("*.md")]
+    assert len(pages) > 5 and not [path for path in pages if "uninstall" in path.read_text()]
+
+
 def test_the_version_stands_in_one_place():
     import raypar
 
@@ -36,8 +55,6 @@ def test_the_version_stands_in_one_place():
 
 def test_type_checkers_know_every_public_name():
     """Names come by `__getattr__`, of which a type checker knows nothing."""
-    import ast
-
     import raypar
 
     tree = ast.parse((ROOT / "raypar/__init__.pyi").read_text())
