@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import raypar.config
+import raypar.job
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def accuracy(model: nn.Module, data: Any, samples: int) -> float:
 
 def main(job: str, weights: str, samples: int = 500) -> None:
     """Print the accuracy of an export."""
-    spec = raypar.config.load_job(job).to_spec()
+    spec = raypar.job.load_job(job).to_spec()
     if spec.validation is None:
         sys.exit(f"{job} has no validation data")
     model = spec.model.call()

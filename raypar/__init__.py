@@ -14,7 +14,7 @@ _WHERE = {
     "Stop": "raypar.callbacks",
     "StepInfo": "raypar.callbacks",
     "ValidationInfo": "raypar.callbacks",
-    "Job": "raypar.config",
+    "Job": "raypar.job",
     "ParallelPlan": "raypar.plan",
     "StagePlan": "raypar.plan",
     "Graph": "raypar.model.graph",

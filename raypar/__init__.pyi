@@ -7,8 +7,8 @@ from raypar.callbacks import EarlyStopping as EarlyStopping
 from raypar.callbacks import StepInfo as StepInfo
 from raypar.callbacks import Stop as Stop
 from raypar.callbacks import ValidationInfo as ValidationInfo
-from raypar.config import Job as Job
 from raypar.errors import RayparError as RayparError
+from raypar.job import Job as Job
 from raypar.launch.result import Result as Result
 from raypar.model.graph import Graph as Graph
 from raypar.model.graph import Layer as Layer

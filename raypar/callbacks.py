@@ -25,7 +25,7 @@ from raypar.untrusted_files import repr_text
 from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
-    from raypar.config import Job
+    from raypar.job import Job
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _advice_about_key(name: str) -> str | None:
     """How to set a key of the job that was given as an option, or what another framework's option is here; else None."""
-    from raypar.config import Job
+    from raypar.job import Job
     from raypar.keys_of_other_frameworks import advice_for
 
     key = name.replace("-", "_")

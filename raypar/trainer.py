@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from raypar.config import (
+from raypar.errors import ConfigError
+from raypar.job import (
     CheckpointConfig,
     EarlyStoppingConfig,
     ElasticConfig,
@@ -20,7 +21,6 @@ from raypar.config import (
     check_run_arguments,
     load_job,
 )
-from raypar.errors import ConfigError
 from raypar.launch.launch_options import EventHandler
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result, raise_run_failure

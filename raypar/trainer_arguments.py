@@ -13,7 +13,9 @@ from typing import Any, ParamSpec, Protocol
 
 from raypar.aliased_setting import ImpliedSetting
 from raypar.callbacks import check_callbacks
-from raypar.config import (
+from raypar.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, settings_from_ray_train
+from raypar.errors import ConfigError, with_article
+from raypar.job import (
     RUN_ARGUMENTS,
     DataConfig,
     FunctionConfig,
@@ -25,8 +27,6 @@ from raypar.config import (
     ValidationConfig,
     job_from_argument_tree,
 )
-from raypar.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, settings_from_ray_train
-from raypar.errors import ConfigError, with_article
 from raypar.plan import ParallelPlan
 from raypar.traceback_filter import is_raypar_file
 from raypar.untrusted_files import repr_text, shorten

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import raypar
-from raypar.config import load_job
 from raypar.errors import RayparError
+from raypar.job import load_job
 from raypar.model.capture.units import find_units
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import parameter_shapes

@@ -33,7 +33,7 @@ from helpers.run_processes import RunProcesses, kill_node  # noqa: E402
 from jobs.bench.tiny_run import JOB, TinyRun  # noqa: E402
 from raypar.callbacks import Callback  # noqa: E402
 from raypar.comm.tcp.handshake import CHALLENGE, HELLO, MAGIC  # noqa: E402
-from raypar.config import load_job  # noqa: E402
+from raypar.job import load_job  # noqa: E402
 from raypar.worker.norm_and_weights_hash import weights_hash  # noqa: E402
 from raypar.worker.worker_assignments import make_layer_graph  # noqa: E402
 

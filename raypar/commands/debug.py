@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the first steps of a job in this process; exit code 0, or 130 if the debugger was left."""
-    from raypar.config import load_job
+    from raypar.job import load_job
     from raypar.launch.chosen_plan import make_custom_schedule_builder
     from raypar.plan import MicrobatchRouting
     from raypar.plan.recomputation import apply_recompute_policy

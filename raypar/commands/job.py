@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the schema; exit code 0."""
     import json
 
-    from raypar.config.job_schema import make_schema
+    from raypar.job.schema import make_schema
 
     print(json.dumps(make_schema(), indent=1))
     return 0

@@ -17,7 +17,7 @@ from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConn
 from raypar.plan.recomputation import describe_recomputed_layers
 
 if TYPE_CHECKING:
-    from raypar.config import Job
+    from raypar.job import Job
     from raypar.model.graph import Graph
     from raypar.model.layer_skeletons import LayerSize
     from raypar.planner.model_profile import ModelProfile
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 def show_plan(args: argparse.Namespace, out: TextIO) -> int:
     """See `run`; prints to `out`."""
-    from raypar.config import load_job
+    from raypar.job import load_job
     from raypar.model.layer_skeletons import layer_sizes
     from raypar.planner.plan_search import predict_step
     from raypar.user_code_errors import make_importable
@@ -216,7 +216,7 @@ def job_plan_to_show(job: Job, spec: JobSpec, graph: Graph, with_profile: bool, 
 
 def _shards_of(job: Job) -> int:
     """The job's number of shards, which the planner keeps because results depend on it."""
-    from raypar.config import PlanConfig
+    from raypar.job import PlanConfig
 
     return max(job.plan.shards_per_stage) if isinstance(job.plan, PlanConfig) else 1
 

@@ -38,9 +38,9 @@ def resume(args: argparse.Namespace) -> int:
     import time
 
     start = time.monotonic()
-    from raypar.config import load_job
     from raypar.console.event_printer import EventPrinter
     from raypar.console.json_stdout import json_stdout
+    from raypar.job import load_job
     from raypar.launch import raise_run_failure, resume_job
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
     from raypar.record.events import StartupStage

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from raypar.stop_before_training import stopped_before_training
 
 if TYPE_CHECKING:
-    from raypar.config import Job
     from raypar.console.event_printer import EventPrinter
+    from raypar.job import Job
     from raypar.launch import Result
     from raypar.run_folder import RunFolder
 
@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
     import time
 
     start = time.monotonic()
-    from raypar.config import load_job
     from raypar.console.event_printer import EventPrinter
     from raypar.console.json_stdout import json_stdout
+    from raypar.job import load_job
     from raypar.launch import raise_run_failure, train_job_in_new_folder
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir, is_submitted_job, unfinished_run
     from raypar.record.events import Note, StartupStage

@@ -13,7 +13,7 @@ from raypar.plan.recomputation import RecomputePolicy, apply_recompute_policy
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
-    from raypar.config import Job, PlanConfig
+    from raypar.job import Job, PlanConfig
     from raypar.plan import Microbatches
     from raypar.planner.memory_sheet import MemorySheet
     from raypar.planner.model_profile import ModelProfile
@@ -129,7 +129,7 @@ def predict_memory(
 
 def make_plan_chooser(job: Job, spec: JobSpec, workers: int | None = None) -> PlanChooser:
     """A function that chooses the plan as a job asks for it. `workers`: the most that the planner may use; None: the job's."""
-    from raypar.config import PlanConfig
+    from raypar.job import PlanConfig
 
     config = job.plan
     if not isinstance(config, PlanConfig):
@@ -143,7 +143,7 @@ def make_plan_chooser(job: Job, spec: JobSpec, workers: int | None = None) -> Pl
 
 def make_custom_schedule_builder(job: Job) -> Callable[[MicrobatchRouting], Schedule] | None:
     """Makes the job's schedule, if its name alone does not determine it (a file, a warmup); else None."""
-    from raypar.config import PlanConfig
+    from raypar.job import PlanConfig
 
     if not isinstance(job.plan, PlanConfig) or (job.plan.schedule_file is None and job.plan.warmup is None):
         return None

@@ -12,7 +12,7 @@ from raypar.record.events import Event, Resumption
 from raypar.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from raypar.config import ElasticConfig, Job
+    from raypar.job import ElasticConfig, Job
     from raypar.launch.chosen_plan import ChosenPlan
     from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
 

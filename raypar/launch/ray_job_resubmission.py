@@ -13,7 +13,7 @@ from raypar.ray_compat.settings import SUBMITTED_VARIABLE
 from raypar.run_folder import RunFolder, check_local_path, parse_storage_location
 
 if TYPE_CHECKING:
-    from raypar.config import Job
+    from raypar.job import Job
 
 RUNS_FOLDER = "raypar"
 """Folder below the home directory of the user who runs the head of the cluster."""

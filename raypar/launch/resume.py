@@ -37,7 +37,7 @@ from raypar.user_code_errors import make_importable
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
-    from raypar.config import Job
+    from raypar.job import Job
     from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
     from raypar.worker.job_preflight import PreflightResult
 

@@ -20,7 +20,7 @@ from raypar.safe_yaml import parse_yaml
 from raypar.user_code_errors import make_importable
 
 if TYPE_CHECKING:
-    from raypar.config import Job
+    from raypar.job import Job
 
 
 def warnings_about_secrets(job_yaml: str | None) -> list[str]:

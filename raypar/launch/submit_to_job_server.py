@@ -17,7 +17,7 @@ from raypar.launch.job_server import ADDRESS_VARIABLE, JobServer, NoSuchJob
 from raypar.untrusted_files import printable, shorten
 
 if TYPE_CHECKING:
-    from raypar.config import Job
+    from raypar.job import Job
 
 EXCLUDES = ("runs/", ".git/", ".venv/")
 """What of the working directory is not sent, beside what its .gitignore and .rayignore name."""

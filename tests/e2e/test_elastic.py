@@ -29,8 +29,8 @@ from raypar.actors.worker_pool import (
     remove_placement_groups_of_ended_runs,
     run_namespace,
 )
-from raypar.config import load_job
 from raypar.errors import ClusterError, ConfigError, OutlivedError, RayparError
+from raypar.job import load_job
 from raypar.launch import resume_job
 from raypar.run_folder import RunFolder
 

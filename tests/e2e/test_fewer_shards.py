@@ -14,9 +14,9 @@ from raypar.actors.generation_change import GenerationChange
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.ray_connection import connect_ray
 from raypar.actors.run_request import RunRequest
-from raypar.config import ElasticConfig
 from raypar.elastic import actions as do
 from raypar.errors import ModelError
+from raypar.job import ElasticConfig
 from raypar.launch import launch_run
 from raypar.launch.chosen_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions

@@ -26,8 +26,8 @@ from helpers.trainee import Undisturbed, as_soon_as
 from raypar import Trainer
 from raypar.actors.ray_connection import connect_ray
 from raypar.cli import main
-from raypar.config import load_job
 from raypar.errors import ConfigError, LeaseLostError
+from raypar.job import load_job
 from raypar.launch import train_job_in_new_folder
 from raypar.launch.client_storage_session import resumed_run_on_storage
 from raypar.launch.resume import find_checkpoint

@@ -10,7 +10,7 @@ from helpers.quick_reference import trained
 from helpers.same_shards import gpt_whole
 
 from raypar.cli import main
-from raypar.config import load_job
+from raypar.job import load_job
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.plan import ParallelPlan
 from raypar.worker.norm_and_weights_hash import weights_hash

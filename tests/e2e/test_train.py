@@ -21,7 +21,6 @@ from raypar import Trainer
 from raypar.actors.ray_connection import connect_ray
 from raypar.actors.ray_lease_store import RayLeaseStore
 from raypar.cli import main
-from raypar.config import load_job
 from raypar.errors import (
     CheckpointError,
     ClusterError,
@@ -32,6 +31,7 @@ from raypar.errors import (
     UserCodeError,
     WorkerLost,
 )
+from raypar.job import load_job
 from raypar.launch.client_storage_session import new_run_on_storage, resumed_run_on_storage
 from raypar.run_folder import RunFolder
 from raypar.storage.filesystems import uri_of_filesystem_object

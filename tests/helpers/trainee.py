@@ -18,7 +18,7 @@ from typing import Any
 from helpers import reference
 from helpers.tiny_job import write_job
 
-from raypar.config import load_job
+from raypar.job import load_job
 from raypar.launch import Result, train_job_in_new_folder
 from raypar.record.events import Event
 from raypar.worker.norm_and_weights_hash import weights_hash

@@ -28,8 +28,8 @@ from raypar.callbacks import (
     callbacks_from_job,
     check_callback,
 )
-from raypar.config import parse_job
 from raypar.errors import ConfigError, InputError, UserCodeError
+from raypar.job import parse_job
 
 START = {"run": "r", "first": 1}
 END = {"end": "done", "why": "", "step": 3}

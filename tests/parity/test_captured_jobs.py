@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import raypar
 from raypar.cli import main
-from raypar.config import load_job, parse_job
 from raypar.errors import ModelError, PlanError
+from raypar.job import load_job, parse_job
 from raypar.model.capture.captured_layer import cache_of
 from raypar.model.layer_skeletons import parameter_shapes
 from raypar.plan import ParallelPlan

@@ -10,7 +10,7 @@ from helpers.shard_grid import VOCAB, WIDTH, Cell
 
 from examples import gpt
 from raypar.cli import main
-from raypar.config import parse_job
+from raypar.job import parse_job
 from raypar.launch.chosen_plan import ChosenPlan, choose_plan, describe_chosen_plan, make_plan_chooser, plan_json
 from raypar.planner.candidate_plans import enumerate_candidates
 from raypar.planner.model_profile import LayerProfile, ModelProfile

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.model_zoo import import_transformers
 
-from raypar.config import load_job
+from raypar.job import load_job
 from raypar.plan import ParallelPlan
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.run_in_one_process import OneProcessRun

@@ -10,8 +10,8 @@ import torch
 from helpers.tiny_job import Samples, write_job
 from torch import Tensor
 
-from raypar.config import load_job
 from raypar.errors import NonFiniteError
+from raypar.job import load_job
 from raypar.plan import ParallelPlan
 from raypar.worker.job_spec import JobSpec, Ref
 from raypar.worker.norm_and_weights_hash import weights_hash

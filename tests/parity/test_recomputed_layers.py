@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from raypar import Trainer
-from raypar.config import PlanConfig
-from raypar.config.plain_values import to_plain_values
 from raypar.errors import ConfigError, PlanError, UserCodeError
+from raypar.job import PlanConfig
+from raypar.job.plain_values import to_plain_values
 from raypar.launch.chosen_plan import choose_plan, describe_chosen_plan, plan_json
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan

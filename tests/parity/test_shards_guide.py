@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from raypar.config import load_job, parse_plan_section
+from raypar.job import load_job, parse_plan_section
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.styles.registry import STYLES
 from raypar.worker.worker_assignments import make_layer_graph

@@ -9,8 +9,8 @@ from helpers.shard_grid import VOCAB, WIDTH, Cell, graph
 from torch import nn
 
 from examples import gpt
-from raypar.config import parse_job
 from raypar.errors import ConfigError, InputError, ModelError, PlanError
+from raypar.job import parse_job
 from raypar.launch.chosen_plan import choose_plan
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.worker.job_preflight import preflight

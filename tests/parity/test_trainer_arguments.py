@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 import raypar
 from raypar.callbacks import Callback, EarlyStopping
 from raypar.cli import main
-from raypar.config import ElasticConfig, InitFromConfig
 from raypar.errors import CheckpointError, ConfigError, DataError, PlanError
+from raypar.job import ElasticConfig, InitFromConfig
 from raypar.launch.resume import prepare_resumed_run
 from raypar.worker import measure_profile
 from raypar.worker.job_preflight import preflight

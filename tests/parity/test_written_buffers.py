@@ -19,8 +19,8 @@ from helpers.torch_flesh import TorchJob
 from torch import nn
 
 from raypar import Trainer
-from raypar.config import load_job, parse_job
 from raypar.errors import ConfigError, DataError, ModelError, UserCodeError
+from raypar.job import load_job, parse_job
 from raypar.model.capture.sequential import capture_layer_graph
 from raypar.plan import ParallelPlan
 from raypar.safe_yaml import dump_yaml

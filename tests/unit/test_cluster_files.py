@@ -21,8 +21,8 @@ from helpers.shell_and_docker_files import (
     complaints_about_slurm_script,
 )
 
-from raypar.config.placement_section import PlacementConfig
 from raypar.elastic.placement_constraints import match_labels
+from raypar.job.placement_section import PlacementConfig
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"

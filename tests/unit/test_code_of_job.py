@@ -13,7 +13,7 @@ import torch
 from helpers.tiny_job import write_job
 
 from raypar.actors import driver_startup
-from raypar.config import load_job
+from raypar.job import load_job
 from raypar.launch import Result, launch_run, train_job_in_new_folder
 from raypar.launch.code_of_job import code_of_job, describe_code_change
 from raypar.trainer_arguments import Given

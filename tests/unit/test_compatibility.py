@@ -14,8 +14,8 @@ import pytest
 
 import raypar
 from raypar.cli import main
-from raypar.config import parse_job
 from raypar.errors import ConfigError, PlanError
+from raypar.job import parse_job
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.ray_job_resubmission import find_unfinished_run
 from raypar.launch.resume import find_last_whole_checkpoint, prepare_resumed_run

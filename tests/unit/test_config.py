@@ -11,9 +11,9 @@ import yaml
 
 import raypar
 from raypar.callbacks import check_callbacks
-from raypar.config import Job, load_job, parse_job, parse_plan_section
-from raypar.config.validation_errors import dotted_keys
 from raypar.errors import ConfigError, InputError, PlanError, RayparError, ScheduleError
+from raypar.job import Job, load_job, parse_job, parse_plan_section
+from raypar.job.validation_errors import dotted_keys
 from raypar.keys_of_other_frameworks import ADVICE
 from raypar.run_folder import RunFolder, check_run_dir_is_writable
 from raypar.worker.job_spec import Precision, Ref, contract_of_job
@@ -260,7 +260,7 @@ def test_an_automatic_plan_is_not_there_before_the_planner_has_run():
 
 def test_reading_a_job_loads_neither_torch_nor_ray():
     code = (
-        "import sys; from raypar.config import load_job; import raypar.run_folder; "
+        "import sys; from raypar.job import load_job; import raypar.run_folder; "
         f"load_job({str(QUICKSTART)!r}).to_plan(6); print(*sorted({{'torch', 'ray', 'numpy'}} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)

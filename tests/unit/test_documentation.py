@@ -16,8 +16,8 @@ from helpers.guides import GUIDES, LANGUAGES, README, ROOT, Block, code_blocks
 
 import raypar
 from raypar.cli import COMMANDS, _Parser
-from raypar.config import Job
-from raypar.config.validation_errors import dotted_keys
+from raypar.job import Job
+from raypar.job.validation_errors import dotted_keys
 
 CONTRIBUTING = ROOT / ".github/CONTRIBUTING.md"
 FOR_DEVELOPERS = [*(ROOT / ".github").rglob("*.md"), *(ROOT / "raypar").glob("*.md"), ROOT / "jobs/bench/README.md"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from raypar.cli import main
-from raypar.config import load_job
 from raypar.example_jobs.write_example import example_files, list_examples, packages_to_install
+from raypar.job import load_job
 
 ROOT = Path(__file__).parents[2]
 

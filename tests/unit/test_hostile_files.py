@@ -29,8 +29,8 @@ from helpers.tiny_job import JOB
 from safetensors.torch import load_file
 
 from raypar.cli import main
-from raypar.config import load_job
 from raypar.errors import ConfigError
+from raypar.job import load_job
 from raypar.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TIE, StateKey, TensorSlices, optimizer_key
 from raypar.worker.job_spec import contract_of_job

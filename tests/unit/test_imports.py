@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "actors": "worker model elastic planner comm schedule plan record telemetry redact_secrets run_folder read_run_lines "
     "atomic_write callbacks storage errors fences ray_compat untrusted_files os_error_cure "
     "user_code_errors torch numpy ray",
-    "config": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.init_from_setting "
+    "job": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.init_from_setting "
     "worker.autocast_precisions untrusted_files record.events safe_yaml traceback_filter pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
@@ -72,7 +72,7 @@ LIGHT_FENCES = ("raypar.ray_compat.auth_token", "raypar.ray_compat.settings")
 HEAVY = {"torch", "ray", "cupy", "numpy", "pydantic"}
 ONLY_IN = {
     "cupy": ("comm/nccl/bindings.py",),
-    "pydantic": ("config/",),
+    "pydantic": ("job/",),
     "ray": ("actors/", "ray_compat/", "launch/make_run_request.py", "launch/result.py", "launch/submit_to_job_server.py"),
 }
 THIRD_PARTY = HEAVY | {"yaml", "safetensors"}
@@ -204,7 +204,7 @@ def loaded(modules: list[str], heavy: set[str]) -> str:
 
 LIGHT_FILES = [
     "cli",
-    "config",
+    "job",
     "untrusted_files",
     "safe_yaml",
     "atomic_write",

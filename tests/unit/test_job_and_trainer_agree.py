@@ -17,9 +17,9 @@ import yaml
 
 import raypar
 from raypar import trainer as trainer_module
-from raypar.config import RUN_ARGUMENTS, CheckpointConfig, Job, PlanConfig, load_job, parse_job
-from raypar.config.validation_errors import section_types
 from raypar.errors import ConfigError, RayparError
+from raypar.job import RUN_ARGUMENTS, CheckpointConfig, Job, PlanConfig, load_job, parse_job
+from raypar.job.validation_errors import section_types
 from raypar.launch import start_new_run
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result

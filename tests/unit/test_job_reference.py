@@ -11,11 +11,11 @@ from pydantic import BaseModel, BeforeValidator
 
 from raypar import trainer as trainer_module
 from raypar.callbacks import Callback
-from raypar.config import job_reference
-from raypar.config.job import Job
-from raypar.config.job_reference import TRAINER_ALSO_TAKES, TYPE_OF_KEY, make_reference
-from raypar.config.section_docstrings import key_docstring
-from raypar.config.validation_errors import dotted_keys
+from raypar.job import reference as job_reference
+from raypar.job.job import Job
+from raypar.job.reference import TRAINER_ALSO_TAKES, TYPE_OF_KEY, make_reference
+from raypar.job.section_docstrings import key_docstring
+from raypar.job.validation_errors import dotted_keys
 from raypar.trainer import Trainer
 from raypar.trainer_arguments import Arguments
 
@@ -31,7 +31,7 @@ def rows() -> dict[str, list[str]]:
 
 
 def test_the_page_is_what_the_code_says():
-    assert PAGE.read_text() == make_reference(), f"python -m raypar.config.job_reference {PAGE.relative_to(PAGE.parents[2])}"
+    assert PAGE.read_text() == make_reference(), f"python -m raypar.job.reference {PAGE.relative_to(PAGE.parents[2])}"
 
 
 def test_every_key_and_every_argument_has_a_row_with_its_meaning():

@@ -15,10 +15,10 @@ from helpers.guides import GUIDES, README, code_blocks
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from raypar.cli import main
-from raypar.config import Job
-from raypar.config.job_schema import SCHEMA_OF_KEY, _value, make_schema
-from raypar.config.validation_errors import dotted_keys, walk_sections
 from raypar.errors import RayparError
+from raypar.job import Job
+from raypar.job.schema import SCHEMA_OF_KEY, _value, make_schema
+from raypar.job.validation_errors import dotted_keys, walk_sections
 from raypar.safe_yaml import parse_yaml
 
 ROOT = Path(__file__).parents[2]

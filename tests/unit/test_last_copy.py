@@ -8,7 +8,6 @@ import pytest
 from test_recovery_rules import WHOLE, do, elastic, lost
 
 from raypar.actors.members_file import MembersFileText
-from raypar.config import ElasticConfig
 from raypar.elastic.actions import (
     AdoptPlan,
     ChoosePlan,
@@ -40,6 +39,7 @@ from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
+from raypar.job import ElasticConfig
 from raypar.plan import ParallelPlan
 
 LONE, LINE, PAIR = ParallelPlan.mesh(layers=2), ParallelPlan.mesh(pp=2, layers=2), ParallelPlan.mesh(dp=2, layers=2)

@@ -20,8 +20,8 @@ from raypar.commands.plan import (
     why_whole_lines,
     write_predicted_step_svg,
 )
-from raypar.config import Job
 from raypar.errors import ConfigError
+from raypar.job import Job
 from raypar.launch.chosen_plan import idle_replicas_text
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile

@@ -2,8 +2,8 @@
 
 import pytest
 
-from raypar.config import parse_plan_section
 from raypar.errors import ConfigError, PlanError, ScheduleError
+from raypar.job import parse_plan_section
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.plan.recomputation import describe_recomputed_layers, resolve_recomputed_layers
 from raypar.planner.model_profile import LayerProfile, ModelProfile

@@ -382,7 +382,7 @@ def test_the_dashboards_panels_have_numbers_of_their_own_and_do_not_overlap():
 def test_a_workers_report_has_memory_and_bytes_sent_every_few_seconds_only(tmp_path, monkeypatch):
     from helpers.tiny_job import write_job
 
-    from raypar.config import load_job
+    from raypar.job import load_job
     from raypar.worker import worker_core
     from raypar.worker.run_in_one_process import OneProcessRun
 

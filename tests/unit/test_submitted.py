@@ -7,8 +7,8 @@ from helpers import checkpoint_folders as checkpoint_files
 
 from raypar.cli import main
 from raypar.commands import train
-from raypar.config import load_job
 from raypar.errors import ActiveError, Interrupted, OutlivedError
+from raypar.job import load_job
 from raypar.launch import Result, raise_run_failure
 from raypar.launch.ray_job_resubmission import SUBMITTED_VARIABLE, choose_lasting_run_dir, find_unfinished_run
 from raypar.run_folder import RunFolder

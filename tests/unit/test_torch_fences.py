@@ -17,9 +17,9 @@ from helpers.tiny_job import write_job
 from test_fences import GONE, entered, raises, told  # noqa: F401 - the last is a fixture
 from torch import nn
 
-from raypar.config import parse_job
 from raypar.errors import ModelError
 from raypar.fences.fence import FENCES, Fence
+from raypar.job import parse_job
 from raypar.model.tensor_parallel.gradient_memory_reuse import KeptGradientMemory
 from raypar.plan import ParallelPlan
 from raypar.torch_compat import (

@@ -1,6 +1,6 @@
 """Makes the reference of all job keys and `Trainer` arguments, one Markdown page, from the pydantic model of a job.
 
-`python -m raypar.config.job_reference examples/guides/reference.md` writes it.
+`python -m raypar.job.reference examples/guides/reference.md` writes it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
-from raypar.config import job as job_module
-from raypar.config.job import Job, PathText
-from raypar.config.read_job import _RunArguments
-from raypar.config.section_docstrings import key_docstring, section_docstring
-from raypar.config.validation_errors import _COMMAND_LINE, walk_sections
+from raypar.job import job as job_module
+from raypar.job.job import Job, PathText
+from raypar.job.read_job import _RunArguments
+from raypar.job.section_docstrings import key_docstring, section_docstring
+from raypar.job.validation_errors import _COMMAND_LINE, walk_sections
 from raypar.schedule.registry import NAMES
 
 TYPE_OF_VALIDATOR: dict[Callable[..., Any], str] = {
@@ -62,7 +62,7 @@ HEAD = """\
 # Reference: job keys and `Trainer` arguments
 
 All keys of a job file, which are the arguments of `raypar.Trainer` too, with the same meaning, defaults and checks. This page
-is made from the code by `python -m raypar.config.job_reference examples/guides/reference.md`, and a test compares the two.
+is made from the code by `python -m raypar.job.reference examples/guides/reference.md`, and a test compares the two.
 
 | | job file | command line | Python |
 |---|---|---|---|

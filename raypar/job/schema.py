@@ -15,11 +15,11 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
-from raypar.config import job as job_module
-from raypar.config.job import Job, PathText
-from raypar.config.plain_values import to_plain_values
-from raypar.config.section import MAX_WORKERS
-from raypar.config.section_docstrings import key_docstring, section_docstring
+from raypar.job import job as job_module
+from raypar.job.job import Job, PathText
+from raypar.job.plain_values import to_plain_values
+from raypar.job.section import MAX_WORKERS
+from raypar.job.section_docstrings import key_docstring, section_docstring
 from raypar.schedule.registry import ALIASES, NAMES
 from raypar.worker.job_spec import LOSS_OF_MODEL
 

@@ -23,11 +23,11 @@ from pydantic import (
     model_validator,
 )
 
-from raypar.config.placement_section import PlacementConfig
-from raypar.config.plain_values import is_importable_name, to_plain_values
-from raypar.config.section import MAX_WORKERS, Section
-from raypar.config.validation_errors import AUTO, GIVEN
 from raypar.errors import ConfigError, PlanError
+from raypar.job.placement_section import PlacementConfig
+from raypar.job.plain_values import is_importable_name, to_plain_values
+from raypar.job.section import MAX_WORKERS, Section
+from raypar.job.validation_errors import AUTO, GIVEN
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
 from raypar.plan.recomputation import RecomputePolicy
 from raypar.record.events import MAX_STEPS

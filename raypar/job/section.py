@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from raypar.config.validation_errors import config_error, walk_sections
+from raypar.job.validation_errors import config_error, walk_sections
 from raypar.traceback_filter import without_raypar_frames
 
 MAX_WORKERS = 2**16

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from raypar.config.plain_values import is_importable_name
 from raypar.errors import ConfigError
+from raypar.job.plain_values import is_importable_name
 from raypar.keys_of_other_frameworks import advice_for
 from raypar.untrusted_files import repr_text, shorten
 from raypar.worker.autocast_precisions import NO_FLOAT16, precision_settings_text

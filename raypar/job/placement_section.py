@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
-from raypar.config.section import MAX_WORKERS, Section
 from raypar.elastic.placement_constraints import NODE_LABEL, ON_DEMAND, PlacementConstraints, is_label_selector
 from raypar.errors import ConfigError
+from raypar.job.section import MAX_WORKERS, Section
 
 
 class PlacementConfig(Section):
