@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from raypar.errors import ConfigError
-from raypar.untrusted_files import repr_text
+from raypar.files.untrusted_files import repr_text
 
 
 class ImpliedSetting(NamedTuple):

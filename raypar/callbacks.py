@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from raypar.errors import ConfigError, InputError, RayparError, UserCodeError, exception_chain, with_article
+from raypar.files.os_error_cure import cure_of_os_error
+from raypar.files.untrusted_files import repr_text
 from raypar.keys_of_other_frameworks import advice_for_callback
-from raypar.os_error_cure import cure_of_os_error
-from raypar.untrusted_files import repr_text
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
     from raypar.job import Job
@@ -321,7 +321,7 @@ class EarlyStopping(Callback):
     def on_start(self, info: RunStartInfo) -> None:
         """Catch up with the earlier metrics of a resumed run."""
         if info.first > 1:
-            from raypar.run_folder import RunFolder
+            from raypar.storage.run_folder import RunFolder
 
             folder = RunFolder(Path(info.folder))
             for line in folder.read_lines(folder.metrics):
@@ -546,7 +546,7 @@ def _noted(note: Path) -> str | None:
 
 def _keep_note(note: Path, text: str) -> None:
     """Store the tracker's run id for a resumed run. Raises `OSError`, which names the file."""
-    from raypar.atomic_write import replace_file_atomically
+    from raypar.files.atomic_write import replace_file_atomically
 
     try:
         replace_file_atomically(note, text.encode())

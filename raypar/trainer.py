@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypar.errors import ConfigError
+from raypar.files.redact_secrets import secrets_of_environment
+from raypar.files.untrusted_files import repr_text
 from raypar.job import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -25,10 +27,8 @@ from raypar.launch.launch_options import EventHandler
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result, raise_run_failure
 from raypar.launch.start_new_run import train_job_in_new_folder
+from raypar.launch.stop_before_training import stopped_before_training
 from raypar.plan import ParallelPlan
-from raypar.redact_secrets import secrets_of_environment
-from raypar.stop_before_training import stopped_before_training
-from raypar.traceback_filter import without_raypar_frames
 from raypar.trainer_arguments import (
     Arguments,
     FunctionArgument,
@@ -38,7 +38,7 @@ from raypar.trainer_arguments import (
     job_from_trainer_arguments,
     with_checked_argument_names,
 )
-from raypar.untrusted_files import repr_text
+from raypar.user_code.traceback_filter import without_raypar_frames
 from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec
 

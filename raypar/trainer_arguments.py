@@ -15,6 +15,7 @@ from raypar.aliased_setting import ImpliedSetting
 from raypar.callbacks import check_callbacks
 from raypar.convert_ray_train_configs import RAY_TRAIN_ARGUMENTS, settings_from_ray_train
 from raypar.errors import ConfigError, with_article
+from raypar.files.untrusted_files import repr_text, shorten
 from raypar.job import (
     RUN_ARGUMENTS,
     DataConfig,
@@ -28,8 +29,7 @@ from raypar.job import (
     job_from_argument_tree,
 )
 from raypar.plan import ParallelPlan
-from raypar.traceback_filter import is_raypar_file
-from raypar.untrusted_files import repr_text, shorten
+from raypar.user_code.traceback_filter import is_raypar_file
 from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import DataSpec, OptimizerSpec, Ref, find_unstable_argument
 

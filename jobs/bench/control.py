@@ -31,10 +31,10 @@ from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.record.events import EndOfRun, Event
-from raypar.run_folder import RunFolder
 from raypar.schedule import registry
 from raypar.schedule.instructions import OncePerStep, ReduceGradients
-from raypar.user_code_errors import make_importable
+from raypar.storage.run_folder import RunFolder
+from raypar.user_code.user_code_errors import make_importable
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.worker_assignments import make_layer_graph, make_worker_assignments
 from raypar.worker.worker_core import WorkerCore

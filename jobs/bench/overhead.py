@@ -44,8 +44,8 @@ from raypar.launch.launch_run import launch_run
 from raypar.launch.make_run_request import make_run_request
 from raypar.plan import ParallelPlan
 from raypar.record.events import Event, StepRecord
-from raypar.run_folder import RunFolder
-from raypar.user_code_errors import make_importable
+from raypar.storage.run_folder import RunFolder
+from raypar.user_code.user_code_errors import make_importable
 from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import JobSpec
 

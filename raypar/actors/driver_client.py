@@ -36,8 +36,8 @@ from raypar.errors import ActiveError, ClusterError, OutlivedError, OutOfMemory,
 from raypar.fences.fence import lines_sent_to
 from raypar.ray_compat.memory_monitor import KILL_CURE, memory_monitor_kill_error, memory_shortage_here
 from raypar.record.events import Event, RunWarning, StopRequest, read_event
-from raypar.run_folder import resume_argument
-from raypar.user_code_errors import STOP_SIGNALS, heard_stop_signals
+from raypar.storage.run_folder import resume_argument
+from raypar.user_code.user_code_errors import STOP_SIGNALS, heard_stop_signals
 
 TURN_S = 0.5
 """Longest single wait for the driver; signals are handled between two waits."""

@@ -13,10 +13,10 @@ from raypar.actors.run_request import GRACE_S, RunRequest
 from raypar.elastic import events as on
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
 from raypar.record.events import Event, RunWarning, StopRequest, Wait, text_event
-from raypar.run_folder import SharedStoragePlace
 from raypar.storage.folder_upload import FINISH_S, FolderUpload
 from raypar.storage.held_lease import HeldLease
 from raypar.storage.run_files import ALL_SENT_FILE, TEMPORARY_FOLDER_PREFIX
+from raypar.storage.run_folder import SharedStoragePlace
 from raypar.storage.run_lease import LeaseStore
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri, parse_storage_uri

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from raypar.files.redact_secrets import secrets_of_environment, without_certain_secrets
 from raypar.record.events import ActivityNotice, Event, StepRecord
-from raypar.redact_secrets import secrets_of_environment, without_certain_secrets
 
 STEP_POLLS_PER_S = 5.0
 """Rate at which polls are answered, on average, while only steps are to be told. A poll costs the driver as much processor time

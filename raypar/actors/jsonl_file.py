@@ -18,9 +18,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from raypar.atomic_write import regular_file_opener, replace_file_atomically
-from raypar.os_error_cure import cure_of_os_error
-from raypar.read_run_lines import Line, jsonl_line_sort_key, merge_jsonl_lines, parse_jsonl_lines, read_lines_file
+from raypar.files.atomic_write import regular_file_opener, replace_file_atomically
+from raypar.files.os_error_cure import cure_of_os_error
+from raypar.storage.read_run_lines import Line, jsonl_line_sort_key, merge_jsonl_lines, parse_jsonl_lines, read_lines_file
 
 KEPT_BYTES = 8 << 20
 """Limit of each file's lines in memory: 20,000 steps or more. Older lines are in the file only."""

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raypar.errors import ConfigError
+from raypar.files.untrusted_files import parse_untrusted_json, read_limited_bytes
 from raypar.ray_compat.auth_token import find_token
 from raypar.ray_compat.raylet_options import read_raylet_options
-from raypar.untrusted_files import parse_untrusted_json, read_limited_bytes
 
 TOKEN_FILE = "auth_token"
 """Name of the file beside Ray's own folder: its address and its token, as JSON."""

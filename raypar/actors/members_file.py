@@ -15,8 +15,8 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.transition_table import RECOVERING
+from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.plan import ParallelPlan
-from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
 
 AGAIN_S = 2.0
 """How often the file is written while steps are replayed."""

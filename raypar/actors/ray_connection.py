@@ -55,7 +55,7 @@ from raypar.ray_compat.settings import (
     SUBMITTED_VARIABLE,
     temporary_environment_variables,
 )
-from raypar.user_code_errors import STOP_SIGNALS, StopHandler
+from raypar.user_code.user_code_errors import STOP_SIGNALS, StopHandler
 
 OBJECT_STORE_BYTES = 150 * 2**20
 """Size of the local Ray cluster's object store; modest, as no tensor goes through it."""

@@ -29,16 +29,16 @@ from raypar.actors.run_request import RunRequest
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.step_reports import merge_reports
 from raypar.actors.step_timeline_files import write_step_timeline_files
-from raypar.atomic_write import replace_file_atomically
 from raypar.elastic.actions import Teardown
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
 from raypar.errors import CheckpointError, RayparError, error_first_line
-from raypar.os_error_cure import cure_of_os_error
+from raypar.files.atomic_write import replace_file_atomically
+from raypar.files.os_error_cure import cure_of_os_error
+from raypar.files.redact_secrets import secrets_of_environment, without_certain_secrets
 from raypar.plan import ParallelPlan
 from raypar.plan.global_loss_and_norm import mean_loss
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.plan_report import layers_as_dicts, processors_of_prediction
-from raypar.read_run_lines import Line, jsonl_line_sort_key
 from raypar.record.events import (
     EndOfRun,
     Event,
@@ -55,12 +55,12 @@ from raypar.record.events import (
 )
 from raypar.record.fold import RunView
 from raypar.record.totals import read_totals
-from raypar.redact_secrets import secrets_of_environment, without_certain_secrets
-from raypar.run_folder import RunFolder
+from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint_store
+from raypar.storage.read_run_lines import Line, jsonl_line_sort_key
+from raypar.storage.run_folder import RunFolder
 from raypar.telemetry.run_telemetry import RunTelemetry, WorkerCounts
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import ShardRecord
-from raypar.worker.checkpoint.checkpoint_store import CheckpointRef, open_checkpoint_store
 from raypar.worker.process.environment_and_signals_guard import EnvironmentGuard
 
 RETOLD = 1000

@@ -16,7 +16,7 @@ from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.errors import UserCodeError
 from raypar.record.events import Event
-from raypar.user_code_errors import error_text
+from raypar.user_code.user_code_errors import error_text
 
 
 class SideEffectThread:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from raypar.actors.run_request import RunRequest
-from raypar.atomic_write import replace_file_atomically
+from raypar.draw.chrome_trace import chrome_trace
+from raypar.draw.swimlane_data import swimlane_data
+from raypar.draw.swimlane_svg import swimlanes_svg
+from raypar.files.atomic_write import replace_file_atomically
 from raypar.record.folder import SWIMLANE, TRACE
-from raypar.schedule.chrome_trace import chrome_trace
 from raypar.schedule.data_flow import message_routes
 from raypar.schedule.step_timeline import Timeline
-from raypar.schedule.swimlane_data import swimlane_data
-from raypar.schedule.swimlane_svg import swimlanes_svg
 
 Rows = Sequence[Sequence[tuple[str, float, float]]]
 """Per rank: label, start and end in ms of that worker's clock."""

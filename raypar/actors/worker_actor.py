@@ -30,7 +30,7 @@ from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
 from raypar.fences.fence import send_lines_to
 from raypar.storage.filesystems import register_pickled_filesystems
-from raypar.user_code_errors import error_text
+from raypar.user_code.user_code_errors import error_text
 from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity, reads_samples
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.launch.chosen_plan import make_custom_schedule_builder
     from raypar.plan import MicrobatchRouting
     from raypar.plan.recomputation import apply_recompute_policy
-    from raypar.user_code_errors import make_importable
+    from raypar.user_code.user_code_errors import make_importable
     from raypar.worker.first_non_finite import FirstNonFinite
     from raypar.worker.process.torch_state_guard import TorchStateGuard
     from raypar.worker.run_in_one_process import OneProcessRun

@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
     from raypar.doctor.examine import examine
     from raypar.doctor.finding import findings_as_json, format_findings, has_failures
     from raypar.doctor.gather import gather_facts
-    from raypar.redact_secrets import redact_text, secrets_of_environment
-    from raypar.run_folder import check_local_path, parse_storage_location
+    from raypar.files.redact_secrets import redact_text, secrets_of_environment
+    from raypar.storage.run_folder import check_local_path, parse_storage_location
 
     run_dir = parse_storage_location(args.run_dir, "--run-dir") or check_local_path(args.run_dir, "--run-dir")
     address = args.address or os.environ.get("RAY_ADDRESS") or None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from raypar.console.run_folder_arguments import add_run_dir_argument
 
 if TYPE_CHECKING:
-    from raypar.run_folder import RunFolder
+    from raypar.storage.run_folder import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +97,7 @@ def drain_node_of_cluster(word: str, address: str, known: list[dict[str, Any]], 
 def read_cluster_facts_of_run(run: str, run_dir: str) -> dict[str, Any]:
     """Facts of a run's cluster: kind, address, nodes. Raises `ConfigError`, also if the run is over."""
     from raypar.errors import ConfigError
-    from raypar.run_folder import RunFolder
+    from raypar.storage.run_folder import RunFolder
 
     with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:
         if (folder.read_document(folder.members) or {}).get("phase") == "ended":
@@ -122,7 +122,7 @@ def runs_under_way_of_same_job(folder: RunFolder) -> list[str]:
     """The names of the runs beside this one that have the same job's name and are under way on this machine."""
     import re
 
-    from raypar.run_folder import RunFolder
+    from raypar.storage.run_folder import RunFolder
 
     job = re.sub(r"-\d+$", "", folder.name)
     beside = [RunFolder(path) for path in folder.path.parent.iterdir() if re.fullmatch(re.escape(job) + r"(-\d+)?", path.name)]

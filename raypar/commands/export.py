@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, cast
 
 from raypar.console.run_folder_arguments import add_run_dir_argument
 from raypar.errors import CheckpointError, ConfigError
-from raypar.os_error_cure import cure_of_os_error
-from raypar.run_folder import RunFolder, check_local_path, parse_storage_location
+from raypar.files.os_error_cure import cure_of_os_error
+from raypar.storage.run_folder import RunFolder, check_local_path, parse_storage_location
 
 if TYPE_CHECKING:
     from typing import BinaryIO
 
+    from raypar.storage.checkpoint_store import CheckpointRef
     from raypar.storage.storage_uri import StorageUri
     from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors
-    from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
 
 SUFFIXES = (".safetensors", ".pt")
 
@@ -126,13 +126,13 @@ def _checkpoint(run: str, run_dir: str, step: int | None) -> CheckpointRef:
 
     Raises `CheckpointError`.
     """
+    from raypar.storage.checkpoint_store import CheckpointRef, open_checkpoint, open_checkpoint_store
     from raypar.worker.checkpoint.checkpoint_files import (
         MANIFEST,
         checkpoint_name,
         latest_usable_checkpoint,
         verify_checkpoint,
     )
-    from raypar.worker.checkpoint.checkpoint_store import CheckpointRef, open_checkpoint, open_checkpoint_store
 
     given = open_checkpoint(run, "the run")
     if given.has_file(MANIFEST):

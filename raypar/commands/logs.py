@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from raypar.commands.submit import RUN_HELP, add_address_argument, follow_to_the_end, names_run_folder, print_to_stderr
 
 if TYPE_CHECKING:
-    from raypar.run_folder import RunFolder
+    from raypar.storage.run_folder import RunFolder
 
 POLL_S = 0.5
 """How often a followed run's files are looked at."""
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from raypar.launch.find_cluster_job import find_cluster_job
     from raypar.launch.job_printer import JobPrinter
     from raypar.launch.job_server import connect_job_server, find_server_address
-    from raypar.run_folder import RunFolder
+    from raypar.storage.run_folder import RunFolder
 
     address = None if names_run_folder(args.run, args.run_dir, args.address) else find_server_address(args.address)
     with json_stdout(args.json) as out:
@@ -72,13 +72,13 @@ def print_run_log(folder: RunFolder, out: TextIO, *, follow: bool, as_json: bool
     from raypar.console.json_stdout import json_text
     from raypar.console.run_log import RunLogFormatter, exit_code_of_end
     from raypar.errors import ClusterError
+    from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment, without_certain_secrets
+    from raypar.files.untrusted_files import printable
     from raypar.launch.new_run_lines import NewLines
     from raypar.record.events import UnreadableLines
     from raypar.record.fold import RunView, timeline
-    from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, without_certain_secrets
-    from raypar.run_folder import resume_argument
     from raypar.storage.folder_download import download_run
-    from raypar.untrusted_files import printable
+    from raypar.storage.run_folder import resume_argument
 
     known = secrets_of_environment(os.environ)
     log, view = RunLogFormatter(read_job_step_count(folder)), RunView()

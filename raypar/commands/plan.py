@@ -59,7 +59,7 @@ def show_plan(args: argparse.Namespace, out: TextIO) -> int:
     from raypar.job import load_job
     from raypar.model.layer_skeletons import layer_sizes
     from raypar.planner.plan_search import predict_step
-    from raypar.user_code_errors import make_importable
+    from raypar.user_code.user_code_errors import make_importable
     from raypar.worker.worker_assignments import make_layer_graph, make_layer_graph_without_values
 
     check_numbers_of_arguments(args)
@@ -232,9 +232,9 @@ def predicted_step_text(timeline: Timeline) -> str:
 
 def write_predicted_step_svg(file: Path, title: str, timeline: Timeline, crossing: StageConnections) -> None:
     """Draw the predicted step as an SVG with a lane per worker. Raises `ConfigError` if the file cannot be written."""
-    from raypar.atomic_write import write_text_atomically
+    from raypar.draw.swimlane_svg import swimlane_svg
+    from raypar.files.atomic_write import write_text_atomically
     from raypar.schedule.data_flow import message_routes
-    from raypar.schedule.swimlane_svg import swimlane_svg
 
     routes = message_routes(crossing)
     write_text_atomically(file, swimlane_svg(timeline, title=title, subtitle="predicted", routes=routes))

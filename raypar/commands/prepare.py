@@ -1,4 +1,4 @@
-"""`raypar prepare TEXT --out FILE.bin`: makes a memory-mapped token file from text, for `raypar.token_files:TokenFile`."""
+"""`raypar prepare TEXT --out FILE.bin`: makes a memory-mapped token file from text, for `raypar.data.token_files:TokenFile`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError
-from raypar.os_error_cure import cure_of_os_error
-from raypar.run_folder import check_local_path
-from raypar.user_code_errors import make_importable
+from raypar.files.os_error_cure import cure_of_os_error
+from raypar.storage.run_folder import check_local_path
+from raypar.user_code.user_code_errors import make_importable
 
 PIECE_BYTES = 4 << 20
 """How much text is read and tokenized at a time; a tokenizer gets whole lines."""
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     out = check_local_path(args.out, "--out")
     if out.suffix != ".bin" or not out.parent.is_dir() or out in files:
         raise ConfigError(f"cannot write --out {args.out}", cure="name a .bin file in a folder that exists")
-    from raypar.token_files import write_tokens
+    from raypar.data.token_files import write_tokens
 
     make_importable(Path.cwd())
     encode = _tokenizer(args.tokenizer)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             cure=cure_of_os_error(error, "choose another --out, or free disk space"),
         ) from error
     print(f"{tokens:,} tokens ({args.dtype}, {out.stat().st_size / 2**20:.1f} MiB) in {out}; in a job file:")
-    print(f"data: {{function: raypar.token_files:TokenFile, args: {{path: {out}, context: 128, split: train}}}}")
+    print(f"data: {{function: raypar.data.token_files:TokenFile, args: {{path: {out}, context: 128, split: train}}}}")
     return 0
 
 

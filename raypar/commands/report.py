@@ -13,7 +13,7 @@ from raypar.console.run_folder_arguments import add_run_folder_arguments
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from raypar.run_folder import RunFolder
+    from raypar.storage.run_folder import RunFolder
 
 JOB_CHARACTERS = 60_000
 """A longer job file is cut."""
@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
     from functools import partial
 
     from raypar.commands.status import write_option_output_file
+    from raypar.files.redact_secrets import redact_text, secrets_of_environment
+    from raypar.files.untrusted_files import printable
     from raypar.launch.find_cluster_job import open_run_folder
-    from raypar.redact_secrets import redact_text, secrets_of_environment
-    from raypar.untrusted_files import printable
 
     known = secrets_of_environment(os.environ)
     with open_run_folder(args.run, args.run_dir) as folder:
@@ -70,9 +70,9 @@ def read_job_without_secrets(folder: RunFolder, known: list[str]) -> str | None:
     import os
 
     from raypar.errors import ConfigError
-    from raypar.redact_secrets import redact_text, redact_value
-    from raypar.safe_yaml import dump_yaml, parse_yaml
-    from raypar.untrusted_files import read_limited_text
+    from raypar.files.redact_secrets import redact_text, redact_value
+    from raypar.files.safe_yaml import dump_yaml, parse_yaml
+    from raypar.files.untrusted_files import read_limited_text
 
     if not os.path.lexists(folder.job):
         return None
@@ -90,8 +90,8 @@ def read_job_without_secrets(folder: RunFolder, known: list[str]) -> str | None:
 
 def read_swimlane(folder: RunFolder, clean: Callable[[str], str]) -> str | None:
     """The drawing of a step, drawn from the data that the run has left in its trace; None if there are none."""
+    from raypar.draw.swimlane_data import draw_step_of_trace
     from raypar.errors import ConfigError
-    from raypar.schedule.swimlane_data import draw_step_of_trace
 
     try:
         trace = folder.read_document(folder.trace, damaged=True)

@@ -8,7 +8,7 @@ import shlex
 
 from raypar.commands.train import add_run_arguments
 from raypar.console.run_folder_arguments import RUN_DIR, add_run_dir_argument
-from raypar.stop_before_training import stopped_before_training
+from raypar.launch.stop_before_training import stopped_before_training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def resume(args: argparse.Namespace) -> int:
     from raypar.launch import raise_run_failure, resume_job
     from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
     from raypar.record.events import StartupStage
-    from raypar.run_folder import RunFolder
+    from raypar.storage.run_folder import RunFolder
 
     with json_stdout(args.json) as out, contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open_for_reading(args.run, choose_lasting_run_dir(args.run_dir)))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from raypar.console.run_table import RunRow
     from raypar.launch.cluster_jobs import ClusterJob
     from raypar.launch.job_server import JobServer
-    from raypar.run_folder import RunFolder
+    from raypar.storage.run_folder import RunFolder
     from raypar.storage.storage_uri import StorageUri
 
 TAIL_BYTES = 256 << 10
@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     from raypar.console.json_stdout import json_stdout, json_text
     from raypar.console.run_table import format_run_table
     from raypar.errors import ConfigError
+    from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
+    from raypar.files.untrusted_files import printable
     from raypar.launch.job_server import connect_job_server, find_server_address
-    from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
-    from raypar.untrusted_files import printable
 
     if args.last < 0:
         raise ConfigError(f"--last {args.last}", cure="give a number of runs, or 0 for all")
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 def list_runs_in_folder(run_dir: str, last: int, now: float) -> list[RunRow]:
     """The rows of the runs below `run_dir` that were started or resumed last, in that order."""
-    from raypar.run_folder import RunFolder, check_local_path, parse_storage_location
-    from raypar.untrusted_files import explain_read_errors
+    from raypar.files.untrusted_files import explain_read_errors
+    from raypar.storage.run_folder import RunFolder, check_local_path, parse_storage_location
 
     if (shared := parse_storage_location(run_dir, "--run-dir")) is not None:
         return list_runs_on_storage(shared, last, now)
@@ -90,8 +90,8 @@ def list_runs_in_folder(run_dir: str, last: int, now: float) -> list[RunRow]:
 
 def list_runs_on_storage(run_dir: StorageUri, last: int, now: float) -> list[RunRow]:
     """The same of runs below a place on shared storage."""
-    from raypar.run_folder import RunFolder
     from raypar.storage.folder_download import list_runs_below
+    from raypar.storage.run_folder import RunFolder
 
     rows = []
     for uri, _ in list_runs_below(run_dir)[-last or None :]:

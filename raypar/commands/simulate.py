@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raypar.errors import ConfigError
+from raypar.files.untrusted_files import SCHEDULE_BYTES, read_limited_text
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
 from raypar.schedule import registry
 from raypar.schedule.instructions import Schedule
 from raypar.schedule.simulate import SimulationCosts, Timeline, simulate_schedule
-from raypar.untrusted_files import SCHEDULE_BYTES, read_limited_text
 
 BYTES_PER_MS_OF_GBPS = 1e9 / 8 / 1e3
 MOST_ROWS = 32
@@ -234,7 +234,7 @@ def _write(
     costs: SimulationCosts,
 ) -> Iterable[Path]:
     """Write the files that were asked for; returns their paths. Raises `ConfigError` for one that cannot be written."""
-    from raypar.atomic_write import write_text_atomically
+    from raypar.files.atomic_write import write_text_atomically
 
     for option in ("csv", "svg", "trace"):
         path: Path | None = getattr(args, option)
@@ -245,14 +245,14 @@ def _write(
 
             write_text_atomically(path, format_schedule_csv(schedule))
         elif option == "svg":
+            from raypar.draw.swimlane_svg import swimlane_svg
             from raypar.schedule.data_flow import message_routes
-            from raypar.schedule.swimlane_svg import swimlane_svg
 
             timed_links = costs.latency_ms or costs.bandwidth_bytes_per_ms < math.inf
             routes = message_routes(crossing) if timed_links else []
             write_text_atomically(path, swimlane_svg(timeline, title=title, routes=routes))
         else:
-            from raypar.schedule.chrome_trace import chrome_trace
+            from raypar.draw.chrome_trace import chrome_trace
 
             write_text_atomically(path, json.dumps(chrome_trace(timeline)))
         yield path
@@ -290,7 +290,7 @@ def _tidy(value: float) -> float:
 
 def _report(title: str, timeline: Timeline, columns: int) -> str:
     """The printed report: title, grid if it fits, table."""
-    from raypar.schedule.text_grid import format_activations, format_milliseconds
+    from raypar.draw.text_grid import format_activations, format_milliseconds
 
     lines = [title, ""]
     grid = timeline_text_for_width(timeline, columns)
@@ -314,7 +314,7 @@ def _report(title: str, timeline: Timeline, columns: int) -> str:
 
 def timeline_text_for_width(timeline: Timeline, columns: int) -> str | None:
     """The step as a text grid: exact if that fits the terminal, else squeezed, else (an instruction has no column) None."""
-    from raypar.schedule.text_grid import text_grid
+    from raypar.draw.text_grid import text_grid
 
     if len(timeline.spans) > MOST_ROWS or max(map(len, timeline.spans)) > columns:
         return None

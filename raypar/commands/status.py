@@ -12,7 +12,7 @@ from raypar.console.run_folder_arguments import add_run_folder_arguments
 if TYPE_CHECKING:
     from raypar.console.run_status import RunStatus
     from raypar.record.fold import RunView
-    from raypar.run_folder import RunFolder
+    from raypar.storage.run_folder import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,10 +32,10 @@ def run(args: argparse.Namespace) -> int:
     import time
 
     from raypar.console.run_status import format_status
+    from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
+    from raypar.files.untrusted_files import printable
     from raypar.launch.find_cluster_job import open_run_folder
     from raypar.record.fold import RunView
-    from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
-    from raypar.untrusted_files import printable
 
     known = secrets_of_environment(os.environ)
     with open_run_folder(args.run, args.run_dir) as folder:
@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
 def write_throughput_chart(folder: RunFolder, file: str, view: RunView, steps: int | None) -> None:
     """Write the picture of the run's throughput. Raises `ConfigError`."""
-    from raypar.schedule.throughput_chart import throughput_svg
-    from raypar.untrusted_files import printable
+    from raypar.draw.throughput_chart import throughput_svg
+    from raypar.files.untrusted_files import printable
 
     of = f" of {steps}" if steps is not None else ""
     done = view.last_step.step if view.last_step is not None else 0
@@ -71,9 +71,9 @@ def write_run_trace(folder: RunFolder, file: str) -> None:
     """Write the run as a Chrome trace, with every step. Raises `ConfigError`."""
     import json
 
+    from raypar.draw.chrome_trace import chrome_trace_of_run
     from raypar.record.events import StepRecord
     from raypar.record.history import HistoryFold
-    from raypar.schedule.chrome_trace import chrome_trace_of_run
 
     fold, first = HistoryFold(most_points=None), None
     for event in folder.read_timeline():
@@ -88,7 +88,7 @@ def write_option_output_file(file: str, text: str, option: str) -> None:
     """Write `text` into the file that `option` names. Raises `ConfigError`."""
     from pathlib import Path
 
-    from raypar.atomic_write import write_text_atomically
+    from raypar.files.atomic_write import write_text_atomically
 
     write_text_atomically(Path(file), text, cure=f"give {option} a file you may write")
 
@@ -115,7 +115,7 @@ def read_status(folder: RunFolder, view: RunView, now: float) -> RunStatus:
 def has_checkpoints(folder: RunFolder) -> bool:
     """Whether the run has checkpoints, whole or not."""
     from raypar.errors import CheckpointError
-    from raypar.worker.checkpoint.checkpoint_store import open_checkpoint_store
+    from raypar.storage.checkpoint_store import open_checkpoint_store
 
     with contextlib.suppress(CheckpointError):  # a storage that cannot be read has nothing to resume from
         return any(name.startswith("step_") for name in open_checkpoint_store(folder.checkpoint_location).names())
@@ -130,8 +130,8 @@ def read_job_step_count(folder: RunFolder) -> int | None:
     import os
 
     from raypar.errors import ConfigError
-    from raypar.safe_yaml import YamlTooLargeError, parse_yaml
-    from raypar.untrusted_files import read_limited_bytes
+    from raypar.files.safe_yaml import YamlTooLargeError, parse_yaml
+    from raypar.files.untrusted_files import read_limited_bytes
 
     if not os.path.lexists(folder.job):
         return (folder.read_document(folder.members, damaged=True) or {}).get("steps")

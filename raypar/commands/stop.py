@@ -15,7 +15,7 @@ from raypar.commands.submit import RUN_HELP, add_address_argument, names_run_fol
 if TYPE_CHECKING:
     from raypar.launch.cluster_jobs import ClusterJob
     from raypar.launch.job_server import JobServer
-    from raypar.run_folder import RunFolder
+    from raypar.storage.run_folder import RunFolder
 
 WAIT_S = 150.0
 """How long a run may take to end: somewhat longer than Ray waits before it kills a submitted job."""
@@ -57,7 +57,7 @@ def stop_run_of_folder(run: str, run_dir: str, wait_s: float) -> dict[str, Any]:
     """Stop the run in a folder or on S3; returns its facts afterwards, with a `text` for people. Raises `ConfigError`."""
     from raypar.launch.stop_local_run import stop_local_run
     from raypar.launch.stop_run_on_storage import stop_run_on_storage
-    from raypar.run_folder import RunFolder
+    from raypar.storage.run_folder import RunFolder
 
     with RunFolder.open_for_reading(run, run_dir, with_job=False, last_bytes=0) as folder:
         if folder.shared is None:
@@ -73,8 +73,8 @@ def describe_stopped_run(folder: RunFolder, stopped: bool) -> dict[str, Any]:
     import time
 
     from raypar.commands.runs import read_run_row
-    from raypar.run_folder import resume_argument
-    from raypar.worker.checkpoint.checkpoint_store import open_checkpoint_store
+    from raypar.storage.checkpoint_store import open_checkpoint_store
+    from raypar.storage.run_folder import resume_argument
 
     row = read_run_row(folder, time.time())
     at = f"after {row.step} of {row.steps} steps" if row.steps is not None else f"after {row.step} steps"

@@ -53,7 +53,7 @@ def names_run_folder(run: str, run_dir: str | None, address: str | None) -> bool
     It does if --run-dir is given, if RUN has a slash and is a folder of this machine, or if RUN is a URI and no --address is
     given; a cluster in the environment is then ignored.
     """
-    from raypar.worker.checkpoint.checkpoint_store import storage_scheme
+    from raypar.storage.checkpoint_store import storage_scheme
 
     if run_dir is not None or (os.sep in run and os.path.isdir(os.path.expanduser(run))):
         return True

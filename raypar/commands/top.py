@@ -12,7 +12,7 @@ from raypar.console.run_folder_arguments import add_run_folder_arguments
 
 if TYPE_CHECKING:
     from raypar.console.live_run import LiveView
-    from raypar.run_folder import RunFolder
+    from raypar.storage.run_folder import RunFolder
 
 REFRESH_S = 1.0
 """Time between two reads of the files."""
@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
     from raypar.console.top_screen import make_console, require_rich, top_screen
     from raypar.errors import ConfigError
+    from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
     from raypar.launch.find_cluster_job import open_run_folder
-    from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
 
     require_rich()
     clean = partial(redact_certain_secrets, known=secrets_of_environment(os.environ))
@@ -119,8 +119,8 @@ def read_job_numbers(folder: RunFolder) -> dict[str, Any]:
     import os
 
     from raypar.errors import ConfigError
-    from raypar.safe_yaml import YamlTooLargeError, parse_yaml
-    from raypar.untrusted_files import read_limited_text
+    from raypar.files.safe_yaml import YamlTooLargeError, parse_yaml
+    from raypar.files.untrusted_files import read_limited_text
 
     if not os.path.lexists(folder.job):
         return {}

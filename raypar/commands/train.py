@@ -6,13 +6,13 @@ import argparse
 import contextlib
 from typing import TYPE_CHECKING
 
-from raypar.stop_before_training import stopped_before_training
+from raypar.launch.stop_before_training import stopped_before_training
 
 if TYPE_CHECKING:
     from raypar.console.event_printer import EventPrinter
     from raypar.job import Job
     from raypar.launch import Result
-    from raypar.run_folder import RunFolder
+    from raypar.storage.run_folder import RunFolder
 
 FORMER_S = 20.0
 """How long a former client may still seem to live: somewhat longer than `actors.driver_client.ALONE_S`."""

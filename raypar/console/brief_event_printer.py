@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, TextIO
 
+from raypar.files.redact_secrets import redact_certain_secrets
 from raypar.record.events import ActivityNotice, EndOfRun, Event, RunStart, SavedCheckpoint, StartupStage
 from raypar.record.story import Narrator
-from raypar.redact_secrets import redact_certain_secrets
 
 if TYPE_CHECKING:
     from raypar.launch.result import Result

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
-from raypar.atomic_write import DISK_FULL_ERRNOS
 from raypar.console.json_stdout import json_text
+from raypar.files.atomic_write import DISK_FULL_ERRNOS
+from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
 from raypar.record.events import (
     ActivityNotice,
     EndOfRun,
@@ -26,7 +27,6 @@ from raypar.record.events import (
 )
 from raypar.record.fold import RunView, speed_of
 from raypar.record.story import Narrator
-from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
 
 if TYPE_CHECKING:
     from raypar.launch.result import Result

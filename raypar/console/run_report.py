@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raypar.console.run_status import RunStatus, format_loss
+from raypar.draw.line_chart import ChartSeries, line_chart_svg
+from raypar.draw.throughput_chart import throughput_svg
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan, StagePlan
 from raypar.record.events import EndOfRun, SavedCheckpoint, count_noun, format_duration, short_node_id
 from raypar.record.fold import RunView, StepStatistics, peak_sizes
 from raypar.record.story import StoryLine
 from raypar.record.totals import read_totals
-from raypar.schedule.line_chart import ChartSeries, line_chart_svg
-from raypar.schedule.throughput_chart import throughput_svg
 
 Line = Mapping[str, Any]
 """A document of a run folder, or a part of one."""

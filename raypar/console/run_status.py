@@ -11,7 +11,7 @@ from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.plan.parallel_plan import describe_mesh
 from raypar.record.events import ReplayProgress, count_noun, format_duration, is_finite_number, seat_without_rank, short_node_id
 from raypar.record.fold import UNDER_WAY, RunView
-from raypar.run_folder import resume_argument
+from raypar.storage.run_folder import resume_argument
 
 SILENT_S, SILENT_STEPS = 10.0, 5.0
 """A run under way is silent if it has written nothing for longer than both of these: seconds, and median steps."""

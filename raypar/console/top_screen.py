@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from raypar.console.live_run import LiveView, LiveWorker
 from raypar.console.run_status import format_loss, format_step_times, local_time
+from raypar.draw.line_chart import LOG_FROM
 from raypar.errors import ConfigError
 from raypar.record.events import format_duration
-from raypar.schedule.line_chart import LOG_FROM
 
 if TYPE_CHECKING:
     from rich.console import Console, Group

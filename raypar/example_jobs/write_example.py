@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from raypar.errors import ConfigError
-from raypar.os_error_cure import cure_of_os_error
+from raypar.files.os_error_cure import cure_of_os_error
 
 HERE = Path(__file__).parent
 _NAMED = re.compile(r"\bexamples[./](\w+)|^from examples import (\w+)", re.MULTILINE)

@@ -24,6 +24,8 @@ from pydantic import (
 )
 
 from raypar.errors import ConfigError, PlanError
+from raypar.files.safe_yaml import dump_yaml, parse_yaml
+from raypar.files.untrusted_files import shorten
 from raypar.job.placement_section import PlacementConfig
 from raypar.job.plain_values import is_importable_name, to_plain_values
 from raypar.job.section import MAX_WORKERS, Section
@@ -31,8 +33,6 @@ from raypar.job.validation_errors import AUTO, GIVEN
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
 from raypar.plan.recomputation import RecomputePolicy
 from raypar.record.events import MAX_STEPS
-from raypar.safe_yaml import dump_yaml, parse_yaml
-from raypar.untrusted_files import shorten
 from raypar.worker.autocast_precisions import PrecisionName
 from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import LOSS_OF_MODEL, DataSpec, JobSpec, OptimizerSpec, Precision, Ref, ValidationSpec

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from raypar.job.validation_errors import config_error, walk_sections
-from raypar.traceback_filter import without_raypar_frames
+from raypar.user_code.traceback_filter import without_raypar_frames
 
 MAX_WORKERS = 2**16
 """Limit on numbers of workers in a job file: lists of that length are made."""

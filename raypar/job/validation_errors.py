@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from raypar.errors import ConfigError
+from raypar.files.untrusted_files import repr_text, shorten
 from raypar.job.plain_values import is_importable_name
 from raypar.keys_of_other_frameworks import advice_for
-from raypar.untrusted_files import repr_text, shorten
 from raypar.worker.autocast_precisions import NO_FLOAT16, precision_settings_text
 
 AUTO, GIVEN = "<auto>", "<given>"

@@ -152,10 +152,10 @@ def make_custom_schedule_builder(job: Job) -> Callable[[MicrobatchRouting], Sche
 
 def make_schedule_builder(config: PlanConfig) -> Callable[[MicrobatchRouting], Schedule]:
     """A function that makes the schedule of a plan section: from a file, which is read at once, or by name and warmup."""
+    from raypar.files.untrusted_files import SCHEDULE_BYTES, read_limited_text
     from raypar.schedule import registry
     from raypar.schedule.recomputation import insert_recomputation
     from raypar.schedule.schedule_csv import parse_schedule_csv
-    from raypar.untrusted_files import SCHEDULE_BYTES, read_limited_text
 
     if config.schedule_file is not None:
         cure = "name a schedule file; `raypar simulate --csv F` writes one"

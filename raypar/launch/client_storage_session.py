@@ -19,12 +19,12 @@ from raypar.errors import ActiveError, LeaseHeldError, RayparError
 from raypar.launch.launch_options import EventHandler
 from raypar.record.events import RunWarning, Wait
 from raypar.record.folder import CHECKPOINTS, LINE_FILES
-from raypar.run_folder import RunFolder, SharedStoragePlace
 from raypar.storage.filesystems import check_storage_is_writable, open_filesystem, storage_errors
 from raypar.storage.folder_download import download_run, remove_run
 from raypar.storage.folder_upload import FolderUpload
 from raypar.storage.held_lease import HeldLease
 from raypar.storage.run_files import ALL_SENT_FILE, TEMPORARY_FOLDER_PREFIX
+from raypar.storage.run_folder import RunFolder, SharedStoragePlace
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri
 
@@ -192,7 +192,7 @@ def resumed_run_on_storage(folder: RunFolder, tell: EventHandler) -> Iterator[Ca
 
 def names_of_checkpoints(folder: RunFolder) -> set[str]:
     """The names of the run's checkpoints. Raises `CheckpointError`."""
-    from raypar.worker.checkpoint.checkpoint_store import open_checkpoint_store
+    from raypar.storage.checkpoint_store import open_checkpoint_store
 
     return set(open_checkpoint_store(folder.checkpoint_location).names())
 

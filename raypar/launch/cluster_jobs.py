@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raypar.untrusted_files import printable, shorten
+from raypar.files.untrusted_files import printable, shorten
 
 NAME_KEY = "raypar_job"
 """Key of a submitted job's metadata that holds the name of the job file's job."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from raypar.errors import ClusterError, ConfigError, RayparError
 from raypar.launch.cluster_jobs import ClusterJob, LogFacts, parse_ray_job_record, read_log_facts
 from raypar.launch.job_server import JobServer, connect_job_server, find_server_address
-from raypar.run_folder import NoSuchRun, RunFolder
+from raypar.storage.run_folder import NoSuchRun, RunFolder
 
 READ_LOGS_S = 60.0
 """How long reading the logs of all jobs that a name may mean may take."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypar.errors import ClusterAddressError, ClusterError, ConfigError
+from raypar.files.untrusted_files import shorten
 from raypar.ray_compat.auth_token import DEFAULT_FILE, find_token, token_file
-from raypar.untrusted_files import shorten
 
 DASHBOARD_PORT = 8265
 """Port on which the job server answers where `ray start` was given no other."""

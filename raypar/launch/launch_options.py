@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.errors import ConfigError
 from raypar.record.events import Event, Resumption
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from raypar.job import ElasticConfig, Job
     from raypar.launch.chosen_plan import ChosenPlan
-    from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
+    from raypar.storage.checkpoint_store import CheckpointRef
 
 EventHandler = Callable[[Event], None]
 """Gets every event of a run."""

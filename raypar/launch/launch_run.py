@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypar.atomic_write import write_text_atomically
 from raypar.errors import ConfigError, InputError, OutOfMemory, UserCodeError
+from raypar.files.atomic_write import write_text_atomically
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
 from raypar.launch.launch_options import EventHandler, LaunchOptions
@@ -20,6 +20,7 @@ from raypar.launch.make_run_request import make_run_request
 from raypar.launch.ray_job_resubmission import is_submitted_job
 from raypar.launch.result import Result
 from raypar.launch.sample_from_trained_model import generate_text_with_checkpoint
+from raypar.launch.stop_before_training import after_the_run
 from raypar.record.events import (
     EndOfRun,
     Event,
@@ -33,9 +34,8 @@ from raypar.record.events import (
     ValidationRecord,
     Wait,
 )
-from raypar.run_folder import RunFolder
-from raypar.stop_before_training import after_the_run
-from raypar.user_code_errors import error_text, recording_ctrl_c, reraise_ctrl_c
+from raypar.storage.run_folder import RunFolder
+from raypar.user_code.user_code_errors import error_text, recording_ctrl_c, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:

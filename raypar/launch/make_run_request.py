@@ -10,9 +10,9 @@ from raypar.errors import ConfigError
 from raypar.launch.chosen_plan import ChosenPlan
 from raypar.launch.code_of_job import code_of_job, describe_code_change
 from raypar.launch.launch_options import LaunchOptions
-from raypar.run_folder import RunFolder
 from raypar.storage.filesystems import pickle_registered_filesystems
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.storage.run_folder import RunFolder
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec, contract_of_job
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ import io
 import os
 from pathlib import Path
 
-from raypar.read_run_lines import read_events
+from raypar.files.untrusted_files import open_regular_file
 from raypar.record.events import Event
-from raypar.untrusted_files import open_regular_file
+from raypar.storage.read_run_lines import read_events
 
 PIECE_BYTES = 16 << 20
 """The most that is read at a time."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypar.ray_compat.settings import SUBMITTED_VARIABLE
-from raypar.run_folder import RunFolder, check_local_path, parse_storage_location
+from raypar.storage.run_folder import RunFolder, check_local_path, parse_storage_location
 
 if TYPE_CHECKING:
     from raypar.job import Job
@@ -79,8 +79,8 @@ def is_run_of_job(folder: RunFolder, job: Job) -> bool:
     Its job.yaml says which; one that cannot be read counts as the job's.
     """
     from raypar.errors import ConfigError
-    from raypar.safe_yaml import parse_yaml
-    from raypar.untrusted_files import read_limited_text
+    from raypar.files.safe_yaml import parse_yaml
+    from raypar.files.untrusted_files import read_limited_text
 
     if folder.name == job.name:
         return True

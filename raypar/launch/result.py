@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raypar.atomic_write import write_text_atomically
 from raypar.errors import Interrupted, LeaseLostError, RayparError, error_first_line
+from raypar.files.atomic_write import write_text_atomically
+from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
+from raypar.files.untrusted_files import shorten
 from raypar.launch.job_printer import RESUBMIT_ADVICE
 from raypar.launch.ray_job_resubmission import is_submitted_job
+from raypar.launch.stop_before_training import before_training_error
 from raypar.record.folder import ERROR
-from raypar.redact_secrets import redact_certain_secrets, secrets_of_environment
-from raypar.run_folder import parse_storage_location, resume_argument
-from raypar.stop_before_training import before_training_error
 from raypar.storage.filesystems import call_within, open_filesystem
 from raypar.storage.folder_download import has_document, has_run, upload_document
+from raypar.storage.run_folder import parse_storage_location, resume_argument
 from raypar.storage.storage_uri import StorageUri
-from raypar.traceback_filter import TRACEBACK_VARIABLE, full_traceback, remove_raypar_frames, shows_raypar_frames
-from raypar.untrusted_files import shorten
+from raypar.user_code.traceback_filter import TRACEBACK_VARIABLE, full_traceback, remove_raypar_frames, shows_raypar_frames
 
 ERROR_FILE_S = 20.0
 """How long shared storage may take for a question or a small file after the end of a run."""

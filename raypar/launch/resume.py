@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypar.atomic_write import explain_write_errors, file_has_content, replace_file_atomically, write_text_atomically
 from raypar.errors import CheckpointError, ConfigError
+from raypar.files.atomic_write import explain_write_errors, file_has_content, replace_file_atomically, write_text_atomically
+from raypar.files.untrusted_files import explain_read_errors, repr_text
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.launch.chosen_plan import ChosenPlan, PlanChooser, make_plan_chooser, plan_json
 from raypar.launch.client_storage_session import (
@@ -29,16 +30,15 @@ from raypar.launch.resumption import describe_resumption
 from raypar.record.events import ResumeNotice, Resumption, RunWarning
 from raypar.record.fold import RunView
 from raypar.record.folder import ERROR
-from raypar.run_folder import RunFolder, SharedStoragePlace, parse_storage_location
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.folder_download import has_run
-from raypar.untrusted_files import explain_read_errors, repr_text
-from raypar.user_code_errors import make_importable
+from raypar.storage.run_folder import RunFolder, SharedStoragePlace, parse_storage_location
+from raypar.user_code.user_code_errors import make_importable
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from raypar.job import Job
-    from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
+    from raypar.storage.checkpoint_store import CheckpointRef
     from raypar.worker.job_preflight import PreflightResult
 
 
@@ -175,8 +175,8 @@ def find_checkpoint(given: Any, tell: EventHandler) -> CheckpointRef:
 
     Paths may be URIs. Raises `CheckpointError` if there is none or it is not whole.
     """
+    from raypar.storage.checkpoint_store import open_checkpoint
     from raypar.worker.checkpoint.checkpoint_files import MANIFEST, verify_checkpoint
-    from raypar.worker.checkpoint.checkpoint_store import open_checkpoint
 
     elsewhere = getattr(given, "filesystem", None)
     given = getattr(given, "path", given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 
 

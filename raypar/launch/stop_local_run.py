@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from raypar.errors import ClusterError, ConfigError
-from raypar.run_folder import RunFolder
-from raypar.writing_process import find_writing_process
+from raypar.files.writing_process import find_writing_process
+from raypar.storage.run_folder import RunFolder
 
 POLL_S = 0.2
 """How often the run's lock is looked at."""

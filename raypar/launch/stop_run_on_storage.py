@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from raypar.errors import ClusterError, ConfigError
+from raypar.files.untrusted_files import shorten
 from raypar.storage.held_lease import WRITE_ATTEMPTS
 from raypar.storage.run_lease import RENEW_S, FoundLease, is_held
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import StorageUri
-from raypar.untrusted_files import shorten
 
 if TYPE_CHECKING:
     from raypar.storage.run_lease import LeaseStore

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ClusterError, ConfigError, error_first_line
+from raypar.files.untrusted_files import printable, shorten
 from raypar.launch.cluster_jobs import NAME_KEY, ClusterJob
 from raypar.launch.job_server import ADDRESS_VARIABLE, JobServer, NoSuchJob
-from raypar.untrusted_files import printable, shorten
 
 if TYPE_CHECKING:
     from raypar.job import Job

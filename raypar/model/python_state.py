@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from raypar.model.graph import join_names
 from raypar.torch_compat.modules import HOOKS_OF_MODULES
-from raypar.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 
 MOST_BYTES = 64 << 20
 """Most bytes of tensors and arrays that one reading copies, so that they can be put back."""

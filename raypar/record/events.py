@@ -18,7 +18,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 from raypar.elastic.plain_failure_text import plain_failure_text
-from raypar.untrusted_files import shorten
+from raypar.files.untrusted_files import shorten
 
 # -- the types of fields, with the bounds within which a value can be used -------------------------------------------------
 

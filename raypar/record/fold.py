@@ -14,6 +14,7 @@ from heapq import merge
 from itertools import islice
 from typing import Any, NamedTuple
 
+from raypar.files.untrusted_files import shorten
 from raypar.record.events import (
     EndOfRun,
     Event,
@@ -36,7 +37,6 @@ from raypar.record.history import HistoryFold
 from raypar.record.series import PointSeries, ValueSample
 from raypar.record.story import Story
 from raypar.record.totals import RunTotals
-from raypar.untrusted_files import shorten
 
 RECENT = 20
 """Number of the last steps over which speed and computing time are measured."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from raypar.files.untrusted_files import shorten
 from raypar.record.events import (
     MAX_GENERATIONS,
     MAX_TIME_S,
@@ -26,7 +27,6 @@ from raypar.record.events import (
     is_real,
     is_text,
 )
-from raypar.untrusted_files import shorten
 
 JOB = "job.yaml"
 """The job with its overrides and defaults written out; loads like any job file."""

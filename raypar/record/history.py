@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeVar
 
+from raypar.draw.throughput_chart import MARK_KINDS, ChartMark, RunHistory
 from raypar.record.events import (
     Event,
     GenerationStart,
@@ -26,7 +27,6 @@ from raypar.record.events import (
     short_node_id,
 )
 from raypar.record.series import MOST_POINTS, IntervalSeries, PointSeries
-from raypar.schedule.throughput_chart import MARK_KINDS, ChartMark, RunHistory
 
 MANY = 10
 """More marks than this get short labels."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypar.schedule.line_chart import downsample_min_max
+from raypar.draw.line_chart import downsample_min_max
 
 MOST_POINTS = 8192
 """A series keeps every point up to so many; of longer ones at least half as many stay."""

@@ -1,1 +1,1 @@
-"""Schedules: instructions, one file per schedule, lowering, validation, simulation, pictures. Pure: standard library only."""
+"""Schedules: instructions, one file per schedule, lowering, validation, simulation. Pure: standard library only."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raypar.errors import CheckpointError, ConfigError, RayparError
+from raypar.files.untrusted_files import shorten
 from raypar.storage.storage_uri import FILESYSTEM_SCHEME, StorageUri, parse_storage_uri
-from raypar.untrusted_files import shorten
 
 CONNECT_S, REQUEST_S = 5.0, 15.0
 """Limits for S3 to accept a connection and to answer a request; each request is tried three times."""

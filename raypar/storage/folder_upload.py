@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from raypar.atomic_write import regular_file_opener
 from raypar.errors import ClusterError, ConfigError, LeaseLostError, RayparError
+from raypar.files.atomic_write import regular_file_opener
+from raypar.files.untrusted_files import read_limited_bytes
 from raypar.record.folder import DOCUMENTS, LINE_FILES
 from raypar.storage.filesystems import is_object_store, open_filesystem, storage_errors
 from raypar.storage.folder_download import PIECE_BYTES
@@ -24,7 +25,6 @@ from raypar.storage.line_chunks import Chunk, add_lines, chunks_to_write, first_
 from raypar.storage.pyarrow_store import write_atomically
 from raypar.storage.run_files import SENT_DOCUMENT_BYTES, TEMPORARY_SUFFIXES
 from raypar.storage.storage_uri import StorageUri
-from raypar.untrusted_files import read_limited_bytes
 
 UPLOAD_S = 2.0
 """Time between two passes over the folder. A document that changes all the time is sent once in each pass."""

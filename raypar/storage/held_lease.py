@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from raypar.errors import ClusterError, LeaseHeldError, LeaseLostError
+from raypar.files.untrusted_files import shorten
 from raypar.storage.run_lease import (
     LEASE_S,
     RENEW_S,
@@ -22,7 +23,6 @@ from raypar.storage.run_lease import (
     may_write,
     renew_lease,
 )
-from raypar.untrusted_files import shorten
 
 WRITE_ATTEMPTS = 5
 """How often a conditional write is tried: it fails if another process of the same run has renewed the lease meanwhile."""

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from raypar.errors import CheckpointError
+from raypar.files.untrusted_files import shorten
 from raypar.storage.filesystems import is_object_store, list_folders, open_filesystem, storage_errors
 from raypar.storage.storage_uri import StorageUri
-from raypar.untrusted_files import shorten
 
 PIECE_BYTES = 16 << 20
 """The most that is written or read at once."""

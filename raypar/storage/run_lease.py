@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from raypar.errors import LeaseHeldError, LeaseLostError
-from raypar.untrusted_files import parse_untrusted_json, shorten
+from raypar.files.untrusted_files import parse_untrusted_json, shorten
 
 LEASE_S = 45.0
 """How long a lease lasts after it was written."""

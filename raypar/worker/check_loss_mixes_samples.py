@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state, seed_all
-from raypar.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 from raypar.worker.check_sum_and_count import random_output
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.stage.loss_function import make_loss_function

@@ -12,7 +12,7 @@ from torch import Tensor
 from raypar.errors import ModelError
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state
-from raypar.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.stage.loss_function import make_loss_function
 

@@ -45,7 +45,7 @@ from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.tensor_parallel.styles.experts import ExpertsStyle
 from raypar.plan import ParallelPlan
 from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
-from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
 from raypar.worker.check_cast_parameters import check_cast_parameters, line_about_cast_parameters
 from raypar.worker.check_layers_with_numbers import check_layers_with_numbers

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypar.errors import ConfigError, with_article
+from raypar.files.untrusted_files import repr_text, shorten
 from raypar.plan.microbatches import Microbatches
-from raypar.untrusted_files import repr_text, shorten
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS, AutocastPrecision, PrecisionName
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from raypar.plan.ownership import StateKind
 from raypar.plan.state_bytes import StateBytes
 from raypar.planner.kept_storages import KeptStorages
 from raypar.planner.model_profile import ActivationEdge, LayerProfile, LinkProfile, ModelProfile
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.check_recomputation import check_layer_recomputes
 from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.measure_kept_storages import KeptStoragesMeasurement, forward_first_microbatch, random_gradients

@@ -28,7 +28,7 @@ from torch import Tensor
 from raypar.errors import ConfigError, DataError, RayparError, UserCodeError, with_article
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.seeds import seed_of
-from raypar.user_code_errors import error_text, reraise_ctrl_c
+from raypar.user_code.user_code_errors import error_text, reraise_ctrl_c
 from raypar.worker.job_spec import DataSpec
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.torch_state_guard import DEFAULT_TORCH_STATE, TorchStateGuard

@@ -18,7 +18,7 @@ from raypar.model.layer_skeletons import parameters_and_buffers_on_meta
 from raypar.model.python_state import PythonState
 from raypar.model.random_state import RandomState, seed_all
 from raypar.plan.seeds import seed_of
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch, compute_with_and_without_state
 from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.measure_profile import read_microbatches_of_steps

@@ -26,7 +26,7 @@ from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.schedule.instructions import Schedule
 from raypar.schedule.program_assignment import ProgramAssignment, assign_programs_to_ranks
-from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec, loss_target_name
 from raypar.worker.microbatch_loader import SampleOrder, SamplePosition, SampleReader, make_dataset
 from raypar.worker.pretrained.initial_values import WeightsFromFile, weights_from_file

@@ -32,7 +32,7 @@ from raypar.actors.worker_pool import (
 from raypar.errors import ClusterError, ConfigError, OutlivedError, RayparError
 from raypar.job import load_job
 from raypar.launch import resume_job
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -526,7 +526,7 @@ def test_a_run_that_is_under_way_cannot_be_resumed_and_its_files_stay_as_they_ar
 
     def act(pids: list[int]) -> None:
         if client == "gone":  # the system has let go of what it held
-            monkeypatch.setattr("raypar.run_folder.RunFolder.hold_lock", lambda self: contextlib.nullcontext())
+            monkeypatch.setattr("raypar.storage.run_folder.RunFolder.hold_lock", lambda self: contextlib.nullcontext())
         folder = RunFolder.find(tmp_path / "runs/tiny")
         with pytest.raises(RayparError) as caught:
             resume_job(load_job(folder.job, []), folder, lambda event: None)

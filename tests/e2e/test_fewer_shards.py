@@ -26,7 +26,7 @@ from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_report import fewer_shards_warnings
 from raypar.planner.plan_search import possible_shard_counts
 from raypar.record.events import GenerationStart
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 from raypar.worker.job_preflight import check_other_shard_counts, preflight
 from raypar.worker.job_spec import JobSpec, Ref
 

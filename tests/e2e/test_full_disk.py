@@ -17,17 +17,17 @@ from raypar.actors import step_timeline_files
 from raypar.actors.cluster_info import ClusterCapacity
 from raypar.actors.ray_connection import RayConnection
 from raypar.actors.run_recorder import RunRecorder
-from raypar.atomic_write import write_text_atomically
 from raypar.cli import main
 from raypar.console.event_printer import EventPrinter
 from raypar.elastic.actions import Teardown
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import CheckpointError, ConfigError, WorkerLost
+from raypar.files.atomic_write import write_text_atomically
 from raypar.launch import Result, resume, start_new_run
 from raypar.launch.launch_options import LaunchOptions
 from raypar.record.events import Note, parse_event
-from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint import checkpoint_store
+from raypar.storage import checkpoint_store
+from raypar.storage.run_folder import RunFolder
 
 LINE = {"step": 1, "loss": 0.5, "norm": 1.0, "count": 8.0, "seconds": 0.1, "samples_per_s": 80.0, "time": 1.0}
 
@@ -104,7 +104,7 @@ def test_a_read_only_disk_is_two_lines(tmp_path, monkeypatch, capsys):
     def read_only(*given, **options):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("raypar.atomic_write.open", read_only, raising=False)
+    monkeypatch.setattr("raypar.files.atomic_write.open", read_only, raising=False)
     assert main([*SIMULATE, "--svg", str(tmp_path / "x.svg")]) == 2
     said = two_lines(capsys)
     assert "Read-only file system\n  cure: make that disk writable again: it is mounted read-only" in said

@@ -12,7 +12,7 @@ import pytest
 
 from examples.submit_and_stop import SMALL, cluster
 from raypar.commands.status import has_checkpoints
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0

@@ -22,7 +22,7 @@ from raypar.actors.ray_connection import connect_ray
 from raypar.cli import main
 from raypar.ray_compat.nodes import list_draining_nodes
 from raypar.ray_compat.printed_lines import without_ray_death_notices
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0

@@ -11,7 +11,7 @@ from raypar.actors.ray_connection import connect_ray
 from raypar.launch.chosen_plan import choose_plan
 from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.launch_run import launch_run
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, read_checkpoint_buffers, read_checkpoint_state
 from raypar.worker.checkpoint.state_key import optimizer_key
 

@@ -21,8 +21,8 @@ from raypar.actors.ray_connection import RayConnection, start_local_ray
 from raypar.cli import main
 from raypar.errors import InputError, Interrupted
 from raypar.launch import Result, raise_run_failure
-from raypar.traceback_filter import is_raypar_file
-from raypar.user_code_errors import StopSignal, stop_signals_raise
+from raypar.user_code.traceback_filter import is_raypar_file
+from raypar.user_code.user_code_errors import StopSignal, stop_signals_raise
 
 ROOT = Path(__file__).parents[2]
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}

@@ -13,7 +13,7 @@ from helpers.tiny_job import write_job
 from helpers.trainee import Undisturbed
 
 from raypar.cli import main
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.chaos
 TESTS = Path(__file__).parents[1]

@@ -32,13 +32,13 @@ from raypar.launch import train_job_in_new_folder
 from raypar.launch.client_storage_session import resumed_run_on_storage
 from raypar.launch.resume import find_checkpoint
 from raypar.record.events import DriverLoss, Event, SavedCheckpoint
-from raypar.run_folder import RunFolder
+from raypar.storage.checkpoint_store import open_checkpoint_store
+from raypar.storage.run_folder import RunFolder
 from raypar.storage.run_lease import LEASE_S, Lease
 from raypar.storage.s3_lease_store import s3_lease_store
 from raypar.storage.storage_uri import parse_storage_uri
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
-from raypar.worker.checkpoint.checkpoint_store import open_checkpoint_store
 
 pytestmark = pytest.mark.chaos
 TESTS = Path(__file__).parents[1]

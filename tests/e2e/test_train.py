@@ -33,8 +33,8 @@ from raypar.errors import (
 )
 from raypar.job import load_job
 from raypar.launch.client_storage_session import new_run_on_storage, resumed_run_on_storage
-from raypar.run_folder import RunFolder
 from raypar.storage.filesystems import uri_of_filesystem_object
+from raypar.storage.run_folder import RunFolder
 from raypar.storage.run_lease import Lease
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import CheckpointTensors

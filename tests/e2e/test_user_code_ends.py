@@ -22,7 +22,7 @@ from raypar.callbacks import Callback, Callbacks
 from raypar.cli import main
 from raypar.errors import UserCodeError
 from raypar.plan import Microbatches, ParallelPlan
-from raypar.user_code_errors import recording_ctrl_c
+from raypar.user_code.user_code_errors import recording_ctrl_c
 from raypar.worker.job_spec import DataSpec, Ref
 from raypar.worker.microbatch_loader import MicrobatchLoader, SampleOrder
 from raypar.worker.run_in_one_process import OneProcessRun

@@ -19,7 +19,7 @@ from helpers.script_checks import secrets_in, shellcheck
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raypar.errors import ConfigError
-from raypar.safe_yaml import parse_yaml
+from raypar.files.safe_yaml import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 SOURCE = "/home/ubuntu/raypar-source"

@@ -18,11 +18,11 @@ from raypar.commands.status import has_checkpoints
 from raypar.errors import CheckpointError, ConfigError
 from raypar.launch.resume import find_checkpoint, find_last_whole_checkpoint
 from raypar.plan import ParallelPlan
-from raypar.run_folder import RunFolder
+from raypar.storage.checkpoint_store import STORES, CheckpointStore, open_checkpoint, open_checkpoint_store
 from raypar.storage.filesystems import uri_of_filesystem_object
+from raypar.storage.run_folder import RunFolder
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
-from raypar.worker.checkpoint.checkpoint_store import STORES, CheckpointStore, open_checkpoint, open_checkpoint_store
 from raypar.worker.job_spec import contract_of_job
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.pretrained.weights_file import absolute_weights_path, open_weights, resolve_weights_source

@@ -8,7 +8,7 @@ from helpers import checkpoint_folders as checkpoint_files
 from safetensors.torch import load_file
 
 from raypar.cli import main
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER, optimizer_key
 from raypar.worker.norm_and_weights_hash import weights_hash
 

@@ -20,8 +20,8 @@ from raypar.launch.resume import prepare_resumed_run
 from raypar.model.python_state import read_content
 from raypar.plan import ParallelPlan
 from raypar.planner.candidate_plans import enumerate_candidates
+from raypar.storage.checkpoint_store import open_checkpoint
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, CheckpointTensors, encode_tensor, load_manifest
-from raypar.worker.checkpoint.checkpoint_store import open_checkpoint
 from raypar.worker.checkpoint.expected_optimizer_state import NUMBER, ExpectedOptimizerState, SharedEntry
 from raypar.worker.checkpoint.manifest import manifest_checksum
 from raypar.worker.checkpoint.state_key import GROUP, StateKey

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from raypar.cli import main
+from raypar.data.token_files import TokenFile, token_loss
 from raypar.errors import DataError
-from raypar.token_files import TokenFile, token_loss
 
 
 def by_letter(text: str) -> list[int]:

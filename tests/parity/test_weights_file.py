@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from raypar.cli import main
 from raypar.errors import CheckpointError, ConfigError
 from raypar.plan.shard_ranges import merge_ranges
+from raypar.storage.checkpoint_store import open_checkpoint
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.worker.checkpoint import checkpoint_files as checkpoint_store_files
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TensorSlices
-from raypar.worker.checkpoint.checkpoint_store import open_checkpoint
 from raypar.worker.checkpoint.manifest import manifest_checksum
 from raypar.worker.checkpoint.state_key import StateKey, optimizer_key
 from raypar.worker.init_from_setting import InitialWeightsFile

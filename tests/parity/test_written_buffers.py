@@ -20,10 +20,10 @@ from torch import nn
 
 from raypar import Trainer
 from raypar.errors import ConfigError, DataError, ModelError, UserCodeError
+from raypar.files.safe_yaml import dump_yaml
 from raypar.job import load_job, parse_job
 from raypar.model.capture.sequential import capture_layer_graph
 from raypar.plan import ParallelPlan
-from raypar.safe_yaml import dump_yaml
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.elastic_worker import ElasticWorker
 from raypar.worker.job_preflight import check_model_can_shard, preflight

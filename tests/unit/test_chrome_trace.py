@@ -3,9 +3,9 @@
 import itertools
 import json
 
-from raypar.schedule.chrome_trace import chrome_trace, chrome_trace_of_run
+from raypar.draw.chrome_trace import chrome_trace, chrome_trace_of_run
+from raypar.draw.throughput_chart import ChartMark, RunHistory
 from raypar.schedule.step_timeline import Timeline
-from raypar.schedule.throughput_chart import ChartMark, RunHistory
 
 MEASURED = Timeline.from_spans(
     [[("0F0", 0.0, 1.5), ("0B0", 4.0, 6.0), ("0G", 5.0, 7.0), ("V", 7.0, 7.5)], [("1F0", 1.5, 2.5), ("1B0", 2.5, 4.0)]],

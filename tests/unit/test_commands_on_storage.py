@@ -14,11 +14,11 @@ from raypar.commands import logs
 from raypar.doctor import gather
 from raypar.errors import ClusterError, ConfigError
 from raypar.launch import stop_run_on_storage as stop
-from raypar.run_folder import RunFolder
 from raypar.storage import held_lease
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.folder_upload import FolderUpload
 from raypar.storage.held_lease import HeldLease
+from raypar.storage.run_folder import RunFolder
 from raypar.storage.run_lease import LEASE_S
 from raypar.storage.storage_uri import StorageUri
 
@@ -170,7 +170,7 @@ def test_a_run_that_does_not_stop_is_an_error_and_one_that_dies_meanwhile_has_en
 
 
 def test_a_followed_run_elsewhere_is_waited_for_as_long_as_its_lease_is_held(clock: Clock, monkeypatch: pytest.MonkeyPatch):
-    from raypar.run_folder import SharedStoragePlace
+    from raypar.storage.run_folder import SharedStoragePlace
 
     folder = RunFolder(Path("mine"), SharedStoragePlace(StorageUri("s3", "bucket/runs/mine")))
     store = LeasesInMemory(clock)

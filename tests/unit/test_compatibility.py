@@ -20,7 +20,7 @@ from raypar.launch.launch_options import LaunchOptions
 from raypar.launch.ray_job_resubmission import find_unfinished_run
 from raypar.launch.resume import find_last_whole_checkpoint, prepare_resumed_run
 from raypar.record.events import Event
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import describe_edition_change, list_contract_differences, load_manifest
 from raypar.worker.job_spec import CONTRACT_CHARACTERS, Ref, contract_of_job, stable_callable_label
 
@@ -288,7 +288,7 @@ def test_a_checkpoint_of_an_earlier_edition_of_the_numerics_contract_goes_on_and
 def test_names_of_the_former_release_that_users_import_are_still_there():
     from raypar import callbacks
     from raypar.callbacks import EndInfo, FailureInfo, RunEndInfo, RunFailureInfo, RunStartInfo, StartInfo
-    from raypar.token_files import TokenFile, token_loss
+    from raypar.data.token_files import TokenFile, token_loss
     from raypar.worker import spec, tokens
     from raypar.worker.job_spec import DataSpec, Ref
 
@@ -299,7 +299,7 @@ def test_names_of_the_former_release_that_users_import_are_still_there():
 
 @pytest.mark.parametrize("form", ["name", "object"])
 def test_a_checkpoint_of_a_job_whose_token_files_were_elsewhere_goes_on(form: str, old: RunFolder, tmp_path: Path):
-    from raypar.token_files import TokenFile, write_tokens
+    from raypar.data.token_files import TokenFile, write_tokens
 
     write_tokens(tmp_path / "text.bin", [range(100)], dtype="uint16", notes={})
     arguments = {"path": str(tmp_path / "text.bin"), "context": 4}
@@ -307,7 +307,7 @@ def test_a_checkpoint_of_a_job_whose_token_files_were_elsewhere_goes_on(form: st
     data = TokenFile(**arguments) if form == "object" else (named["function"], named["args"])
     job = {"model": "m:model", "loss": "m:loss", "steps": 2, "batch_size": 2, "microbatches": 1}
     spec = raypar.Trainer(data=data, **job).spec
-    former = json.loads(json.dumps(contract_of_job(spec)).replace("raypar.token_files", "raypar.worker.tokens"))
+    former = json.loads(json.dumps(contract_of_job(spec)).replace("raypar.data.token_files", "raypar.worker.tokens"))
     assert "raypar.worker.tokens" in json.dumps(former)
     manifest = replace(load_manifest(old.checkpoints / "step_00000005"), contract=former)
     assert list_contract_differences(manifest, spec) == []

@@ -15,7 +15,7 @@ from raypar.errors import ConfigError, InputError, PlanError, RayparError, Sched
 from raypar.job import Job, load_job, parse_job, parse_plan_section
 from raypar.job.validation_errors import dotted_keys
 from raypar.keys_of_other_frameworks import ADVICE
-from raypar.run_folder import RunFolder, check_run_dir_is_writable
+from raypar.storage.run_folder import RunFolder, check_run_dir_is_writable
 from raypar.worker.job_spec import Precision, Ref, contract_of_job
 
 ROOT = Path(__file__).parents[2]
@@ -260,7 +260,7 @@ def test_an_automatic_plan_is_not_there_before_the_planner_has_run():
 
 def test_reading_a_job_loads_neither_torch_nor_ray():
     code = (
-        "import sys; from raypar.job import load_job; import raypar.run_folder; "
+        "import sys; from raypar.job import load_job; import raypar.storage.run_folder; "
         f"load_job({str(QUICKSTART)!r}).to_plan(6); print(*sorted({{'torch', 'ray', 'numpy'}} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
@@ -282,7 +282,8 @@ def test_only_one_at_a_time_trains_in_a_run_folder_and_a_killed_one_lets_go_of_i
     folder = RunFolder.create(tmp_path, "run")
     folder.job.write_text(SMALL)
     code = (
-        f"from raypar.run_folder import RunFolder; held = RunFolder.find({str(folder.path)!r}).hold_lock(); held.__enter__(); "
+        f"from raypar.storage.run_folder import RunFolder; held = RunFolder.find({str(folder.path)!r}).hold_lock(); "
+        "held.__enter__(); "
     )
     holder = subprocess.Popen([sys.executable, "-c", code + "print(1, flush=True); input()"], cwd=ROOT, stdin=-1, stdout=-1)
     assert holder.stdout is not None and holder.stdout.readline() == b"1\n"

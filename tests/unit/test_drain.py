@@ -6,7 +6,7 @@ import pytest
 
 from raypar.commands.drain import read_cluster_facts_of_run
 from raypar.errors import ConfigError
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from helpers import tiny_job
 import raypar
 from raypar import Trainer
 from raypar.errors import RayparError
+from raypar.files.untrusted_files import repr_text
 from raypar.launch import start_new_run
 from raypar.launch.result import Result
-from raypar.run_folder import RunFolder
-from raypar.traceback_filter import remove_raypar_frames
-from raypar.untrusted_files import repr_text
+from raypar.storage.run_folder import RunFolder
+from raypar.user_code.traceback_filter import remove_raypar_frames
 from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.job_preflight import preflight
 from raypar.worker.job_spec import Ref, contract_of_job

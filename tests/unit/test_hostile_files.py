@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from raypar.cli import main
 from raypar.errors import ConfigError
 from raypar.job import load_job
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, TIE, StateKey, TensorSlices, optimizer_key
 from raypar.worker.job_spec import contract_of_job
 
@@ -121,7 +121,7 @@ COMMANDS: dict[str, list[str]] = {
         "train",
         "{place}/tiny.yaml",
         "--set",
-        "data={{function: raypar.token_files:TokenFile, args: {{path: {place}/text.bin, context: 4}}}}",
+        "data={{function: raypar.data.token_files:TokenFile, args: {{path: {place}/text.bin, context: 4}}}}",
     ],
     "train by a schedule": ["train", "{place}/tiny.yaml", "--set", "plan={{schedule_file: {place}/schedule.csv}}"],
     "plan": ["plan", "{place}/tiny.yaml", "--no-profile"],
@@ -883,7 +883,7 @@ def test_there_are_enough_cases_and_their_number_is_printed(capsys: pytest.Captu
     ],
 )
 def test_brackets_are_counted_before_a_text_is_parsed_but_not_those_in_strings(text: bytes, depth: int):
-    from raypar.untrusted_files import json_nesting_depth
+    from raypar.files.untrusted_files import json_nesting_depth
 
     assert json_nesting_depth(text) == depth
 

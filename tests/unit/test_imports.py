@@ -9,49 +9,39 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "raypar"
-PURE = ("errors", "plan", "schedule", "planner", "elastic", "record", "telemetry")
+PURE = ("errors", "plan", "schedule", "planner", "elastic", "record", "telemetry", "draw")
 MAY_IMPORT = {
     "errors": "",
-    "os_error_cure": "",
-    "untrusted_files": "errors os_error_cure",
-    "safe_yaml": "untrusted_files errors yaml",
-    "atomic_write": "untrusted_files errors os_error_cure",
-    "storage": "untrusted_files atomic_write read_run_lines record errors",
-    "record": "plan schedule elastic errors untrusted_files",
-    "read_run_lines": "untrusted_files record errors",
+    "files": "errors yaml",
+    "storage": "files record errors",
+    "user_code": "errors",
+    "data": "files errors torch numpy",
+    "draw": "schedule plan errors",
+    "record": "plan schedule elastic errors files draw",
     "fences": "errors",
     "ray_compat": "fences errors ray",
     "torch_compat": "fences errors torch",
-    "user_code_errors": "errors",
-    "traceback_filter": "errors",
     "keys_of_other_frameworks": "",
-    "token_files": "untrusted_files errors torch numpy",
     "plan": "errors",
     "schedule": "plan errors",
     "planner": "plan schedule errors",
     "elastic": "plan errors",
     "telemetry": "plan record errors",
-    "redact_secrets": "",
     "comm": "plan errors torch_compat torch numpy cupy",
-    "model": "plan comm errors user_code_errors torch_compat torch numpy",
-    "worker": "schedule model comm plan planner.model_profile planner.kept_storages errors fences "
-    "torch_compat user_code_errors torch numpy "
-    "safetensors untrusted_files token_files storage os_error_cure",
-    "actors": "worker model elastic planner comm schedule plan record telemetry redact_secrets run_folder read_run_lines "
-    "atomic_write callbacks storage errors fences ray_compat untrusted_files os_error_cure "
-    "user_code_errors torch numpy ray",
+    "model": "plan comm errors user_code torch_compat torch numpy",
+    "worker": "schedule model comm plan planner.model_profile planner.kept_storages errors fences torch_compat "
+    "user_code torch numpy safetensors files data storage",
+    "actors": "worker model elastic planner comm schedule plan record telemetry files storage callbacks errors "
+    "fences ray_compat user_code torch numpy ray draw",
     "job": "plan schedule elastic errors keys_of_other_frameworks worker.job_spec worker.init_from_setting "
-    "worker.autocast_precisions untrusted_files record.events safe_yaml traceback_filter pydantic yaml",
+    "worker.autocast_precisions files record.events user_code pydantic yaml",
 }
 """What a package may import anywhere in its files, itself aside. A dotted name allows that one module."""
 
 EDGE_FILES = (
     "aliased_setting",
     "convert_ray_train_configs",
-    "writing_process",
-    "run_folder",
     "callbacks",
-    "stop_before_training",
     "launch",
     "console",
     "doctor",
@@ -205,10 +195,9 @@ def loaded(modules: list[str], heavy: set[str]) -> str:
 LIGHT_FILES = [
     "cli",
     "job",
-    "untrusted_files",
-    "safe_yaml",
-    "atomic_write",
-    "read_run_lines",
+    "files",
+    "storage",
+    "draw",
     "__init__",
 ]
 """Modules beside the pure core that load no heavy package."""

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from helpers.toy_instructions import add_toy_instructions
 
+from raypar.draw.chrome_trace import chrome_trace
+from raypar.draw.swimlane_svg import swimlane_svg
+from raypar.draw.text_grid import text_grid
 from raypar.errors import ScheduleError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
-from raypar.schedule.chrome_trace import chrome_trace
 from raypar.schedule.instructions import (
     ACTIVATIONS,
     INPUT_GRADIENTS,
@@ -37,8 +39,6 @@ from raypar.schedule.lower import lower_schedule
 from raypar.schedule.schedule_csv import format_schedule_csv, parse_schedule_csv
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.step_timeline import parse_instruction, peak_activation_memory, peak_activations
-from raypar.schedule.swimlane_svg import swimlane_svg
-from raypar.schedule.text_grid import text_grid
 from raypar.schedule.validate import find_schedule_problems
 
 ROOT = Path(__file__).parents[2]

@@ -18,12 +18,12 @@ import yaml
 import raypar
 from raypar import trainer as trainer_module
 from raypar.errors import ConfigError, RayparError
+from raypar.files.safe_yaml import dump_yaml, parse_yaml
 from raypar.job import RUN_ARGUMENTS, CheckpointConfig, Job, PlanConfig, load_job, parse_job
 from raypar.job.validation_errors import section_types
 from raypar.launch import start_new_run
 from raypar.launch.ray_job_resubmission import choose_lasting_run_dir
 from raypar.launch.result import Result
-from raypar.safe_yaml import dump_yaml, parse_yaml
 from raypar.trainer import Trainer
 from raypar.trainer_arguments import DEPRECATED_ARGUMENTS
 from raypar.worker.job_spec import contract_of_job

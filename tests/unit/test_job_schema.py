@@ -16,10 +16,10 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from raypar.cli import main
 from raypar.errors import RayparError
+from raypar.files.safe_yaml import parse_yaml
 from raypar.job import Job
 from raypar.job.schema import SCHEMA_OF_KEY, _value, make_schema
 from raypar.job.validation_errors import dotted_keys, walk_sections
-from raypar.safe_yaml import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").glob("*.yaml"))

@@ -22,9 +22,9 @@ from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import ConfigError
 from raypar.plan import ParallelPlan
-from raypar.read_run_lines import jsonl_line_sort_key, parse_jsonl_lines, read_lines_file
 from raypar.record.events import RunWarning, parse_event
-from raypar.run_folder import RunFolder
+from raypar.storage.read_run_lines import jsonl_line_sort_key, parse_jsonl_lines, read_lines_file
+from raypar.storage.run_folder import RunFolder
 
 PLAN = ParallelPlan.mesh(dp=2)
 DONE, END = 40, 60
@@ -66,7 +66,7 @@ def full(monkeypatch) -> SimpleNamespace:
         return REAL_OPEN(path, mode, **options)
 
     monkeypatch.setattr(jsonl_file, "open", opened, raising=False)
-    monkeypatch.setattr("raypar.atomic_write.open", opened, raising=False)
+    monkeypatch.setattr("raypar.files.atomic_write.open", opened, raising=False)
     return disk
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from raypar.cli import main
 from raypar.commands.export import unwritable_out_error
-from raypar.os_error_cure import cure_of_os_error
-from raypar.run_folder import unwritable_run_dir_error
-from raypar.untrusted_files import cure_of_read_error
+from raypar.files.os_error_cure import cure_of_os_error
+from raypar.files.untrusted_files import cure_of_read_error
+from raypar.storage.run_folder import unwritable_run_dir_error
 
 NO_MORE, NONE_HERE, FULL = (OSError(n, os.strerror(n), "x") for n in (errno.EMFILE, errno.ENFILE, errno.ENOSPC))
 
@@ -42,10 +42,10 @@ def test_a_read_only_disk_has_room_and_is_to_be_made_writable():
 USE_UP = """
 import os, sys, traceback
 from pathlib import Path
-from raypar.atomic_write import write_text_atomically
+from raypar.files.atomic_write import write_text_atomically
 from raypar.errors import RayparError
-from raypar.run_folder import RunFolder
-from raypar.worker.checkpoint.checkpoint_store import write_and_fsync
+from raypar.storage.run_folder import RunFolder
+from raypar.storage.checkpoint_store import write_and_fsync
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 99))
 held = []

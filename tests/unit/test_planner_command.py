@@ -20,13 +20,13 @@ from raypar.commands.plan import (
     why_whole_lines,
     write_predicted_step_svg,
 )
+from raypar.draw.text_grid import text_grid
 from raypar.errors import ConfigError
 from raypar.job import Job
 from raypar.launch.chosen_plan import idle_replicas_text
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_search import predict_step
-from raypar.schedule.text_grid import text_grid
 from raypar.trainer import Trainer
 from raypar.worker.worker_assignments import make_layer_graph
 

@@ -17,12 +17,12 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.errors import UserCodeError
+from raypar.files.redact_secrets import REMOVED
 from raypar.launch.result import Result, keep_full_error
 from raypar.launch.start_new_run import warnings_about_secrets
 from raypar.plan import ParallelPlan
 from raypar.record.events import RunWarning, SavedCheckpoint, parse_event, parse_metrics
-from raypar.redact_secrets import REMOVED
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 from raypar.telemetry.run_telemetry import RunTelemetry
 
 ENVIRONMENT = {

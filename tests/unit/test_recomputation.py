@@ -2,6 +2,8 @@
 
 import pytest
 
+from raypar.draw.swimlane_svg import swimlane_svg
+from raypar.draw.text_grid import order_grid
 from raypar.errors import ConfigError, PlanError, ScheduleError
 from raypar.job import parse_plan_section
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
@@ -16,8 +18,6 @@ from raypar.schedule.recomputation import insert_recomputation, stages_not_worth
 from raypar.schedule.schedule_csv import format_schedule_csv, parse_schedule_csv
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.step_timeline import Timeline, peak_kept_bytes
-from raypar.schedule.swimlane_svg import swimlane_svg
-from raypar.schedule.text_grid import order_grid
 from raypar.schedule.validate import find_schedule_problems
 
 NAMES = ("embed", "block0", "block1", "block2", "head")

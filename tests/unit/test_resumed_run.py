@@ -14,7 +14,7 @@ from raypar.launch.resume import rewind_metrics
 from raypar.launch.resumption import describe_resumption
 from raypar.record.events import Resumption
 from raypar.record.totals import RunTotals
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 from raypar.telemetry.run_telemetry import RunTelemetry
 
 BEFORE = "2 stages x 2 replicas"

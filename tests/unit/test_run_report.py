@@ -16,14 +16,14 @@ from raypar.cli import main
 from raypar.console.run_report import RunFiles, build_run_report
 from raypar.console.run_report_html import run_report_html
 from raypar.console.run_status import build_run_status
+from raypar.draw.chrome_trace import chrome_trace
+from raypar.draw.line_chart import ChartSeries, bucket_means, downsample_min_max, line_chart_svg
+from raypar.draw.swimlane_data import draw_step_of_trace, draw_swimlane_data, swimlane_data
+from raypar.draw.swimlane_svg import swimlanes_svg
+from raypar.draw.throughput_chart import RunHistory, throughput_svg
+from raypar.files.redact_secrets import REMOVED, is_secret_name, redact_text, redact_value, secrets_of_environment
 from raypar.record.totals import RunTotals
-from raypar.redact_secrets import REMOVED, is_secret_name, redact_text, redact_value, secrets_of_environment
-from raypar.schedule.chrome_trace import chrome_trace
-from raypar.schedule.line_chart import ChartSeries, bucket_means, downsample_min_max, line_chart_svg
 from raypar.schedule.step_timeline import Timeline
-from raypar.schedule.swimlane_data import draw_step_of_trace, draw_swimlane_data, swimlane_data
-from raypar.schedule.swimlane_svg import swimlanes_svg
-from raypar.schedule.throughput_chart import RunHistory, throughput_svg
 
 BEGAN = 1_795_475_862.0
 TAGS = {
@@ -330,7 +330,7 @@ def test_of_a_trace_without_data_the_measured_step_is_drawn():
 
 
 def test_a_step_with_very_many_instructions_leaves_no_data(monkeypatch):
-    monkeypatch.setattr("raypar.schedule.swimlane_data.MOST_SPANS", 3)
+    monkeypatch.setattr("raypar.draw.swimlane_data.MOST_SPANS", 3)
     assert swimlane_data(step_panels("worker 0"), title="t", routes=[]) is None
 
 

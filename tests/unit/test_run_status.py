@@ -16,7 +16,7 @@ from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
 from raypar.plan import ParallelPlan
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 
 NODES = ["b09ad58ff304f43b", "70961f5a11a2f848"]
 PLAN = {"schedule": "1f1b", "stages": [{"replicas": 2}, {"replicas": 2}]}

@@ -19,7 +19,7 @@ from raypar.plan.microbatches import Microbatches
 from raypar.record.events import RunWarning, StepRecord, ValidationRecord, WorkerLoss, parse_event, parse_metrics
 from raypar.record.fold import RunView
 from raypar.record.totals import RunTotals, read_totals
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 from raypar.telemetry.metric_definitions import DEFINITION_BY_NAME, METRIC_DEFINITIONS, scraped_names
 from raypar.telemetry.run_telemetry import RunTelemetry, WorkerCounts, count_workers, seat_labels
 

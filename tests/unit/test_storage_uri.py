@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from raypar.errors import ConfigError
-from raypar.run_folder import parse_storage_location
 from raypar.storage import filesystems
+from raypar.storage.checkpoint_store import LocalCheckpointStore, open_checkpoint, open_checkpoint_store
 from raypar.storage.filesystems import (
     open_filesystem,
     pickle_registered_filesystems,
     storage_error_text,
     uri_of_filesystem_object,
 )
+from raypar.storage.run_folder import parse_storage_location
 from raypar.storage.storage_uri import StorageUri, local_path_of_file_uri, parse_storage_uri
-from raypar.worker.checkpoint.checkpoint_store import LocalCheckpointStore, open_checkpoint, open_checkpoint_store
 
 QUERY = "endpoint_override=127.0.0.1%3A5000&scheme=http"
 

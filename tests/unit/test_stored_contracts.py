@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from raypar.files.safe_yaml import dump_yaml
 from raypar.job import Job, parse_job
 from raypar.job.validation_errors import dotted_keys
-from raypar.safe_yaml import dump_yaml
 from raypar.trainer import Trainer
 from raypar.worker.checkpoint.checkpoint_files import list_contract_differences
 from raypar.worker.job_spec import contract_of_job

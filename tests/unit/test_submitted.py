@@ -11,7 +11,7 @@ from raypar.errors import ActiveError, Interrupted, OutlivedError
 from raypar.job import load_job
 from raypar.launch import Result, raise_run_failure
 from raypar.launch.ray_job_resubmission import SUBMITTED_VARIABLE, choose_lasting_run_dir, find_unfinished_run
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 from raypar.worker.job_spec import contract_of_job
 
 JOB = """

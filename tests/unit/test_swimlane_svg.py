@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from raypar.draw.svg_style import estimate_text_width
+from raypar.draw.swimlane_data import draw_swimlane_data, swimlane_data
+from raypar.draw.swimlane_svg import swimlane_svg, swimlanes_svg
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule import registry
 from raypar.schedule.data_flow import message_routes
 from raypar.schedule.instructions import INSTRUCTIONS
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.step_timeline import Timeline
-from raypar.schedule.svg_style import estimate_text_width
-from raypar.schedule.swimlane_data import draw_swimlane_data, swimlane_data
-from raypar.schedule.swimlane_svg import swimlane_svg, swimlanes_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

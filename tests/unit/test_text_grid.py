@@ -1,10 +1,10 @@
 """Schedules and timelines as text."""
 
+from raypar.draw.text_grid import format_milliseconds, order_grid, round_tick_step, text_grid
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.schedule import registry
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.step_timeline import Timeline
-from raypar.schedule.text_grid import format_milliseconds, order_grid, round_tick_step, text_grid
 
 
 def timeline_of(name, stages, microbatches, replicas=None, forward_ms=1.0, backward_ms=2.0):

@@ -9,9 +9,9 @@ import pytest
 from helpers.recorded_runs import history_of, view_of
 
 from raypar.cli import main
+from raypar.draw.throughput_chart import _LABEL, MARK_KINDS, ChartMark, RunHistory, throughput_bins, throughput_svg
 from raypar.record.history import MOST_MARKS
-from raypar.run_folder import RunFolder
-from raypar.schedule.throughput_chart import _LABEL, MARK_KINDS, ChartMark, RunHistory, throughput_bins, throughput_svg
+from raypar.storage.run_folder import RunFolder
 
 SVG = "{http://www.w3.org/2000/svg}"
 

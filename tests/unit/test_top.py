@@ -20,7 +20,7 @@ from raypar.commands.top import follow_run_folder
 from raypar.console.live_run import live_workers
 from raypar.console.top_screen import make_console, sparkline, top_screen
 from raypar.record.totals import RunTotals
-from raypar.run_folder import RunFolder
+from raypar.storage.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 PLAN = {"schedule": "1f1b", "stages": [{"replicas": 2}, {"replicas": 2}]}

@@ -32,7 +32,13 @@ from raypar.model.layer_skeletons import norms_with_running_statistics, statisti
 from raypar.model.random_state import preserve_random_state
 from raypar.torch_compat.modules import caches_of
 from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
-from raypar.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, is_chain_of_users, reraise_ctrl_c
+from raypar.user_code.user_code_errors import (
+    USER_CODE_ERRORS,
+    cure_for_known_error,
+    error_text,
+    is_chain_of_users,
+    reraise_ctrl_c,
+)
 
 MOST_TRACES = 32
 """Size of the LRU cache of traces. A forward that reads values of the batch in Python needs a trace for each set of answers."""

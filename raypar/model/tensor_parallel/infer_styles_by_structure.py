@@ -25,7 +25,7 @@ from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_li
 from raypar.model.tensor_parallel.styles.vocabulary import VocabularyStyle
 from raypar.plan.stage_connections import owner_of, parameter_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
-from raypar.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c
 
 SHARD_COUNTS = (2, 3)
 """Numbers of shards with which inferred styles are tried: one that divides most numbers of heads, and one that does not."""

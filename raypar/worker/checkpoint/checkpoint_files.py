@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from raypar.errors import CheckpointError
+from raypar.files.untrusted_files import parse_untrusted_json, repr_text, shorten
 from raypar.plan.shard_ranges import IndexRanges
-from raypar.untrusted_files import parse_untrusted_json, repr_text, shorten
-from raypar.worker.checkpoint.checkpoint_store import (
+from raypar.storage.checkpoint_store import (
     CheckpointRef,
     CheckpointStore,
     Location,
@@ -610,7 +610,7 @@ _OF_SHARDS = {"styles": "plan.styles", "sequence_parallel": "plan.sequence_paral
 as it may with another number of shards."""
 
 
-_MOVED = {"raypar.worker.tokens": "raypar.token_files"}
+_MOVED = {"raypar.worker.tokens": "raypar.data.token_files", "raypar.data.token_files": "raypar.data.token_files"}
 """Modules whose classes users name: former path -> present path. Checkpoints and job files of before have the former."""
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from raypar.untrusted_files import shorten
+from raypar.files.untrusted_files import shorten
 from raypar.worker.checkpoint.safetensors_header import (
     ITEM_BYTES,
     MAX_ELEMENTS,
@@ -39,7 +39,7 @@ from raypar.worker.checkpoint.state_key import (
 )
 
 if TYPE_CHECKING:
-    from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
+    from raypar.storage.checkpoint_store import CheckpointRef
 
 FORMAT = 2
 """Format of the manifests that are written: kinds and the optimizer's names of its state are apart."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from raypar.errors import CheckpointError
-from raypar.untrusted_files import open_regular_file, parse_untrusted_json, shorten
-from raypar.worker.checkpoint.checkpoint_store import LocalFile, OpenedFile
+from raypar.files.untrusted_files import open_regular_file, parse_untrusted_json, shorten
+from raypar.storage.checkpoint_store import LocalFile, OpenedFile
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,

@@ -14,7 +14,7 @@ from raypar.errors import CheckpointError
 from raypar.model.graph import Graph
 from raypar.model.initial_values_protocol import DimRanges, InitialValues
 from raypar.model.layer_skeletons import parameter_shapes, parameters_and_buffers_on_meta, persistent_buffers
-from raypar.worker.checkpoint.checkpoint_store import CheckpointRef
+from raypar.storage.checkpoint_store import CheckpointRef
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.pretrained.weights_file import FLOATING, absolute_weights_path, open_weights, resolve_weights_source
 from raypar.worker.pretrained.weights_matching import match_weights

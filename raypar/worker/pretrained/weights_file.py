@@ -20,8 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from raypar.errors import CheckpointError, error_first_line, error_message, with_article
-from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, positions_of_indices
-from raypar.untrusted_files import (
+from raypar.files.untrusted_files import (
     cure_of_read_error,
     open_regular_file,
     parse_untrusted_json,
@@ -29,13 +28,8 @@ from raypar.untrusted_files import (
     repr_text,
     shorten,
 )
-from raypar.worker.checkpoint.checkpoint_files import (
-    check_header,
-    latest_usable_checkpoint,
-    load_manifest,
-    verify_checkpoint,
-)
-from raypar.worker.checkpoint.checkpoint_store import (
+from raypar.plan.shard_ranges import IndexRanges, count_indices, intersect_ranges, positions_of_indices
+from raypar.storage.checkpoint_store import (
     STORES,
     CheckpointRef,
     LocalCheckpointStore,
@@ -43,6 +37,12 @@ from raypar.worker.checkpoint.checkpoint_store import (
     OpenedFile,
     open_checkpoint,
     storage_scheme,
+)
+from raypar.worker.checkpoint.checkpoint_files import (
+    check_header,
+    latest_usable_checkpoint,
+    load_manifest,
+    verify_checkpoint,
 )
 from raypar.worker.checkpoint.manifest import DTYPES, MANIFEST, Manifest, ManifestEntry
 from raypar.worker.checkpoint.safetensors_header import SafetensorsHeader, parse_safetensors_header

@@ -24,7 +24,7 @@ from torch import Tensor
 from raypar.errors import RayparError, UserCodeError, error_message
 from raypar.model.graph import Layer
 from raypar.plan.seeds import seed_of
-from raypar.user_code_errors import USER_CODE_ERRORS
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.buffer_updates import BufferUpdates, same_bits
 from raypar.worker.stage.recomputation import SavedTensors

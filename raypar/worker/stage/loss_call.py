@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from raypar.errors import UserCodeError
-from raypar.user_code_errors import USER_CODE_ERRORS
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import PassContext
 from raypar.worker.stage.stage_coordinate import StageCoordinate

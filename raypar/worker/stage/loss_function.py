@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
 from raypar.errors import ConfigError, UserCodeError
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import Ref
 
 

@@ -21,7 +21,7 @@ from raypar.model.tensor_parallel.gradient_memory_reuse import GradientReusePoli
 from raypar.model.tensor_parallel.local_part_layout import LocalPartLayout
 from raypar.plan import MicrobatchRouting
 from raypar.torch_compat.autograd import has_gradient_hooks
-from raypar.user_code_errors import USER_CODE_ERRORS
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.autograd_backward import run_autograd_backward
 from raypar.worker.stage.buffer_updates import BufferUpdates

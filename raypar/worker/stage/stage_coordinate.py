@@ -6,7 +6,7 @@ import traceback
 from dataclasses import dataclass
 
 from raypar.errors import RayparError, UserCodeError, error_message
-from raypar.user_code_errors import cure_for_known_error, error_text, reraise_ctrl_c
+from raypar.user_code.user_code_errors import cure_for_known_error, error_text, reraise_ctrl_c
 from raypar.worker.autocast_precisions import AUTOCAST_PRECISIONS
 
 

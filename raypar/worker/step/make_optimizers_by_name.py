@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from raypar.errors import ConfigError, PlanError, UserCodeError, error_message
 from raypar.plan.pieces import Piece
 from raypar.torch_compat.without_dynamo import without_dynamo
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.checkpoint.manifest import ALL_PARAMETERS
 from raypar.worker.job_spec import OptimizerSpec
 from raypar.worker.step.optimizer_state import GIVEN, GivenValues

@@ -28,7 +28,7 @@ from raypar.plan.ownership import Ownership
 from raypar.plan.seeds import seed_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.torch_compat.multi_tensor import scale_all
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import JobSpec
 from raypar.worker.norm_and_weights_hash import gradient_norm_and_factor, sum_squared_gradients
 from raypar.worker.process.torch_state_guard import TorchStateGuard

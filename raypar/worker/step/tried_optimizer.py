@@ -14,7 +14,7 @@ from raypar.errors import CheckpointError, ConfigError, RayparError, UserCodeErr
 from raypar.model.python_state import read_content
 from raypar.model.random_state import RandomState
 from raypar.plan.seeds import seed_of
-from raypar.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
+from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 from raypar.worker.job_spec import OptimizerSpec
 from raypar.worker.process.gpu_setup import make_seeder
 from raypar.worker.stage.buffer_updates import same_bits

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypar.errors import DataError
-from raypar.untrusted_files import open_regular_file, parse_untrusted_json, read_limited_bytes, repr_text, shorten
+from raypar.files.untrusted_files import open_regular_file, parse_untrusted_json, read_limited_bytes, repr_text, shorten
 
 DTYPES: dict[str, numpy.dtype[Any]] = {"uint16": numpy.dtype("<u2"), "uint32": numpy.dtype("<u4")}
 """Little endian, whatever the machine."""

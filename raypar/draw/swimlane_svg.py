@@ -6,10 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from raypar.schedule.data_flow import MessageRoute
-from raypar.schedule.instructions import INSTRUCTIONS, Compute, Instruction, drawing_style
-from raypar.schedule.step_timeline import Timeline, TimelineSpan
-from raypar.schedule.svg_style import (
+from raypar.draw.svg_style import (
     CHARACTER_WIDTH,
     INK,
     LINE,
@@ -18,7 +15,10 @@ from raypar.schedule.svg_style import (
     mix_with_white,
     readable_text_colour,
 )
-from raypar.schedule.text_grid import format_activations, format_milliseconds, round_tick_step
+from raypar.draw.text_grid import format_activations, format_milliseconds, round_tick_step
+from raypar.schedule.data_flow import MessageRoute
+from raypar.schedule.instructions import INSTRUCTIONS, Compute, Instruction, drawing_style
+from raypar.schedule.step_timeline import Timeline, TimelineSpan
 
 _SMALLEST_NUMBER = 7.0
 _MARGIN, _TITLE_SIZE, _NOTE_SIZE, _SEMI_BOLD = 24.0, 22.0, 12.0, 1.1

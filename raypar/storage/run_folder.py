@@ -20,10 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from raypar.atomic_write import DISK_FULL_ERRNOS, explain_write_errors, regular_file_opener, replace_file_atomically
 from raypar.errors import ConfigError
-from raypar.os_error_cure import cure_of_os_error
-from raypar.read_run_lines import FILE_BYTES, Line, merge_jsonl_lines, merge_metrics, read_events, read_valid_lines
+from raypar.files.atomic_write import DISK_FULL_ERRNOS, explain_write_errors, regular_file_opener, replace_file_atomically
+from raypar.files.os_error_cure import cure_of_os_error
+from raypar.files.untrusted_files import (
+    JsonTooDeep,
+    describe_special_file,
+    explain_read_errors,
+    open_regular_file,
+    parse_untrusted_json,
+    printable,
+    read_limited_bytes,
+    read_limited_text,
+    shorten,
+)
+from raypar.files.writing_process import describe_process, find_writing_process
 from raypar.record.events import Event
 from raypar.record.fold import timeline
 from raypar.record.folder import (
@@ -42,20 +53,10 @@ from raypar.record.folder import (
     WHY_NO_JOB,
     check_document,
 )
+from raypar.storage.checkpoint_store import STORES, storage_scheme, unknown_storage_error
+from raypar.storage.read_run_lines import FILE_BYTES, Line, merge_jsonl_lines, merge_metrics, read_events, read_valid_lines
 from raypar.storage.run_files import TEMPORARY_FOLDER_PREFIX
 from raypar.storage.storage_uri import SCHEMES, StorageUri, local_path_of_file_uri, parse_storage_uri
-from raypar.untrusted_files import (
-    JsonTooDeep,
-    describe_special_file,
-    explain_read_errors,
-    open_regular_file,
-    parse_untrusted_json,
-    printable,
-    read_limited_bytes,
-    read_limited_text,
-    shorten,
-)
-from raypar.writing_process import describe_process, find_writing_process
 
 WHY_BYTES = 64 << 10
 """Size limit of why_no_job.txt."""
@@ -78,8 +79,6 @@ def check_local_path(given: str | os.PathLike[str], what: str) -> Path:
 
     `what`: the argument or key that gave it.
     """
-    from raypar.worker.checkpoint.checkpoint_store import STORES, storage_scheme, unknown_storage_error
-
     if (local := local_path_of_file_uri(os.fspath(given), what)) is not None:
         return local
     if scheme := storage_scheme(given):
@@ -122,8 +121,6 @@ def parse_storage_location(given: str | os.PathLike[str], what: str) -> StorageU
 
     Raises `ConfigError` for a URI of an unknown storage, and for a URI that contains credentials.
     """
-    from raypar.worker.checkpoint.checkpoint_store import STORES, storage_scheme, unknown_storage_error
-
     scheme = storage_scheme(given)
     if not scheme or scheme.lower() == "file":
         return None
@@ -245,8 +242,6 @@ class RunFolder:
     @property
     def checkpoint_location(self) -> str:
         """The location of the run's checkpoints, for `open_checkpoint_store`; a relative path may look like a URL (`ab:/r`)."""
-        from raypar.worker.checkpoint.checkpoint_store import storage_scheme
-
         if self.shared is not None:
             return str(self.shared.uri.child(CHECKPOINTS))
         text = str(self.checkpoints)

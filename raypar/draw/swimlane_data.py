@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from raypar.draw.swimlane_svg import swimlanes_svg
 from raypar.errors import ScheduleError
 from raypar.schedule.data_flow import MessageRoute
 from raypar.schedule.step_timeline import Timeline
-from raypar.schedule.swimlane_svg import swimlanes_svg
 
 MOST_SPANS = 200_000
 """Of steps with more instructions there are no data."""

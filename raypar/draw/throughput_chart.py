@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import accumulate, pairwise
 
-from raypar.schedule.line_chart import LARGEST, ChartSeries, ValueAxis, downsample_min_max, draw_series, format_value
-from raypar.schedule.svg_style import INK, LINE, QUIET, estimate_text_width, mix_with_white
-from raypar.schedule.text_grid import round_tick_step
+from raypar.draw.line_chart import LARGEST, ChartSeries, ValueAxis, downsample_min_max, draw_series, format_value
+from raypar.draw.svg_style import INK, LINE, QUIET, estimate_text_width, mix_with_white
+from raypar.draw.text_grid import round_tick_step
 
 MARK_KINDS = {
     "lost": ("#C8372D", "worker lost"),

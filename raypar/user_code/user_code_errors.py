@@ -116,7 +116,7 @@ def is_chain_of_users(error: BaseException) -> bool:
     before = error.__context__
     if error.__cause__ is not None or before is None:
         return True
-    own = f"{Path(__file__).parent}{os.sep}"
+    own = f"{Path(__file__).parents[1]}{os.sep}"
     frames = [frame.filename for frame in traceback.extract_tb(before.__traceback__)]
     return any("/torch/" not in name and not name.startswith(own) for name in frames)
 

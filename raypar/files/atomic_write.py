@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raypar.errors import ConfigError
-from raypar.os_error_cure import cure_of_os_error
-from raypar.untrusted_files import read_limited_bytes
+from raypar.files.os_error_cure import cure_of_os_error
+from raypar.files.untrusted_files import read_limited_bytes
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers for no room left: full disk, quota, file size limit."""

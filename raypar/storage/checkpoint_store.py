@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from raypar.errors import CheckpointError, ConfigError
-from raypar.os_error_cure import cure_of_os_error
+from raypar.files.os_error_cure import cure_of_os_error
+from raypar.files.untrusted_files import READABLE, open_regular_file, read_limited_bytes
 from raypar.storage.pyarrow_store import PyarrowStore
 from raypar.storage.storage_uri import FILESYSTEM_SCHEME, SCHEMES, local_path_of_file_uri, parse_storage_uri
-from raypar.untrusted_files import READABLE, open_regular_file, read_limited_bytes
 
 
 class OpenedFile(Protocol):

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 
 from raypar.errors import Interrupted
-from raypar.user_code_errors import StopSignal, stop_signals_raise
+from raypar.user_code.user_code_errors import StopSignal, stop_signals_raise
 
 
 @contextlib.contextmanager

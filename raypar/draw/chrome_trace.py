@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from raypar.draw.throughput_chart import RunHistory
 from raypar.schedule.instructions import drawing_style
 from raypar.schedule.step_timeline import Timeline
-from raypar.schedule.throughput_chart import RunHistory
 
 
 def chrome_trace(timeline: Timeline, *, nodes: Sequence[str] = (), name: str = "raypar") -> dict[str, Any]:

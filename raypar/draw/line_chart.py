@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeVar
 
-from raypar.schedule.svg_style import INK, LINE, QUIET, estimate_text_width
-from raypar.schedule.text_grid import round_tick_step
+from raypar.draw.svg_style import INK, LINE, QUIET, estimate_text_width
+from raypar.draw.text_grid import round_tick_step
 
 Point = tuple[float, float]
 """(step, value)."""

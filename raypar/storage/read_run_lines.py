@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from raypar.errors import ConfigError
+from raypar.files.untrusted_files import parse_untrusted_json, read_limited_bytes
 from raypar.record.events import Event, StepRecord, UnreadableLines, ValidationRecord, parse_event, parse_metrics
 from raypar.record.folder import EVENTS
-from raypar.untrusted_files import parse_untrusted_json, read_limited_bytes
 
 LINE_BYTES = 1 << 20
 """Size limit of a line of metrics or events."""

@@ -19,7 +19,7 @@ from typing import ParamSpec, TypeVar
 
 from raypar.errors import RayparError
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of raypar's own code."""
 TRACEBACK_VARIABLE = "RAYPAR_TRACEBACK"
 """Environment variable; with the value `whole`, nothing is filtered."""

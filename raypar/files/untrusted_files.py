@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from raypar.errors import ConfigError, InputError
-from raypar.os_error_cure import cure_of_os_error
+from raypar.files.os_error_cure import cure_of_os_error
 
 TEXT_BYTES = 4 << 20
 """Size limit of a file that users write or read."""

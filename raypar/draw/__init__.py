@@ -1,0 +1,1 @@
+"""Pictures of schedules, steps and losses: SVG, text and Chrome traces."""

@@ -1,0 +1,1 @@
+"""How raypar calls the user's code: which errors are caught, and what their tracebacks show."""
