@@ -67,6 +67,34 @@ class CountsInAttribute(Written):
         return gradient * (1 + 1 / self.count) + self.total.prod() * 1e-3
 
 
+class SumsLearningRates(Written):
+    """As schedule-free optimizers: a sum that is no count, in an attribute."""
+
+    def __init__(self, params: Any, **given: Any) -> None:
+        super().__init__(params, **given)
+        self.total = 0.0
+
+    def begin(self) -> None:
+        self.total += self.param_groups[0]["lr"] ** 2
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient * (1 + self.total)
+
+
+class SumsInGroup(Written):
+    """The same in a group, beside a count."""
+
+    def __init__(self, params: Any, **given: Any) -> None:
+        super().__init__(params, k=0, weight_sum=0.0, **given)
+
+    def begin_group(self, group: dict[str, Any]) -> None:
+        group["k"] += 1
+        group["weight_sum"] += group["lr"] ** 2
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient * (group["k"] + group["weight_sum"])
+
+
 class CountsToTwenty(Written):
     """Counts its steps in an attribute, and begins again."""
 
@@ -353,3 +381,13 @@ KEPT = {
     "large attribute": lambda o, p, g, group, state: setattr(o, "table", torch.zeros(1 << 16)),
 }
 """What is kept -> what a step does to keep it."""
+
+
+def zero_at_first(step: int) -> float:
+    """A learning-rate schedule that begins with steps of 0, as a warm-up from 0 does."""
+    return min(1.0, max(0, step - 1) / 4)
+
+
+def no_number(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that is NaN."""
+    return (output - target).square().mean() * float("nan")

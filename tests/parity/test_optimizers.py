@@ -231,7 +231,7 @@ def test_the_planner_gives_one_stage_to_an_optimizer_that_couples_parameters_als
     assert {c.stages for c in enumerate_candidates(free, 4, job.batching)} == {1, 2, 3, 4}
 
 
-def saved(spec: JobSpec, plan: ParallelPlan, folder: Path, disturb=lambda run: None) -> Path:
+def saved(spec: JobSpec, plan: ParallelPlan, folder: Path, disturb=lambda run: None, metrics=None) -> Path:
     with OneProcessRun(spec, plan, "1f1b") as run:
         for step in range(2):
             run.step(step)
@@ -240,7 +240,8 @@ def saved(spec: JobSpec, plan: ParallelPlan, folder: Path, disturb=lambda run: N
         for core in run.cores:
             core.save(begun)
         records = [core.save_result() for core in run.cores]
-        return checkpoint_files.commit_checkpoint(begun, records, steps_done=2, contract=contract_of_job(spec))
+        contract = contract_of_job(spec)
+        return checkpoint_files.commit_checkpoint(begun, records, steps_done=2, contract=contract, metrics=metrics)
 
 
 def test_shared_state_is_in_a_checkpoint_once_by_the_group_s_pattern_and_by_attribute(tmp_path: Path):
@@ -312,23 +313,43 @@ FORGED = {
 }
 
 
+def resumes(job: JobSpec, path: Path) -> None:
+    """Raises what a resume says of a checkpoint before a run is made."""
+    options = LaunchOptions(lambda chosen: pytest.fail("no run is made"))
+    _, choose = prepare_resumed_run(open_checkpoint(str(path)), options, job, lambda checked: None, lambda event: None)
+    choose(preflight(job))
+
+
 @pytest.mark.parametrize("what", FORGED)
 def test_a_checkpoint_that_lacks_state_of_the_optimizer_or_has_another_form_of_it_is_refused(what: str, tmp_path: Path):
     kind, change, said = FORGED[what]
     job = job_of(spec(kind))
-    checked = preflight(job)
     path = saved(job, ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path)
-
-    def resume() -> None:
-        options = LaunchOptions(lambda chosen: pytest.fail("no run is made"))
-        _, choose = prepare_resumed_run(open_checkpoint(str(path)), options, job, lambda checked: None, lambda event: None)
-        choose(checked)
-
-    resume()
+    resumes(job, path)
     forged(path, change)
     with pytest.raises(CheckpointError, match=re.escape(said)) as found:
-        resume()
+        resumes(job, path)
     assert "init_from=" in found.value.cure
+
+
+@pytest.mark.parametrize("kind", [optimizers.SumsLearningRates, optimizers.SumsInGroup, torch.optim.Adam])
+def test_a_checkpoint_after_steps_with_learning_rate_0_is_resumed(kind, tmp_path: Path):
+    """A sum of learning rates was missed in it: it still had the value that it was given."""
+    job = job_of(spec(kind, ()), lr_schedule=Ref(optimizers.zero_at_first))
+    resumes(job, saved(job, ParallelPlan.mesh(layers=LAYERS), tmp_path))
+
+
+@pytest.mark.parametrize("kind", [optimizers.CountsInGroup, torch.optim.Adam])
+def test_a_checkpoint_after_skipped_steps_only_is_resumed(kind, tmp_path: Path):
+    """It was said to have weights and no state of the optimizer, which is what the run itself has then."""
+    job = job_of(spec(kind, ()), loss=Ref(optimizers.no_number), non_finite="skip")
+    path = saved(job, ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path, metrics={"loss": float("nan"), "norm": float("nan")})
+    resumes(job, path)
+    path = saved(job, ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path / "other", metrics={"loss": 1.0, "norm": float("inf")})
+    resumes(job, path)
+    path = saved(job, ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path / "damaged", metrics={"loss": 1.0, "norm": 1.0})
+    with pytest.raises(CheckpointError, match="has weights, and no state of the optimizer"):
+        resumes(job, path)
 
 
 def test_what_comes_back_to_the_value_that_it_was_given_may_be_missing():

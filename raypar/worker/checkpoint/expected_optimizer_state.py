@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -37,12 +38,14 @@ class ExpectedOptimizerState:
     def check(self, manifest: Manifest) -> None:
         """Raises `CheckpointError` if a manifest lacks some of it, or has something else in its place."""
         has_state = any(entry.kind.kind == OPTIMIZER for entry in manifest.entries)
+        there = {(e.name, e.kind): e.value for e in manifest.entries if e.kind.kind in SHARED_KINDS}
+        if not has_state and not there and _last_step_was_skipped(manifest):
+            return  # so were all before it: the optimizer has made no step
         if self.has_state_of_parameters and manifest.steps_done and not has_state:
             raise CheckpointError(
                 f"checkpoint {manifest.checkpoint} has weights, and no state of the optimizer: the run cannot go on from it",
                 cure=f"begin a new run with its weights: without resuming, and with init_from={manifest.checkpoint}",
             )
-        there = {(e.name, e.kind): e.value for e in manifest.entries if e.kind.kind in SHARED_KINDS}
         for (pattern, key), expected in self.shared.items() if manifest.format > 1 else ():
             if (pattern, key) not in there:
                 if expected.is_always_there:
@@ -64,6 +67,12 @@ class ExpectedOptimizerState:
             "not keep: the run goes on with those of a new optimizer, so not as an undisturbed run\n  cure: train a new run, "
             "with init_from to begin with these weights"
         )
+
+
+def _last_step_was_skipped(manifest: Manifest) -> bool:
+    """Whether the last step before the checkpoint changed nothing, as its loss or its norm was not finite."""
+    found = [manifest.metrics.get(name) for name in ("loss", "norm")]
+    return any(isinstance(value, float) and not math.isfinite(value) for value in found)
 
 
 def form_of(dtype: str, shape: Sequence[int], is_shape_fixed: bool) -> str:

@@ -135,7 +135,7 @@ class _SeenState:
     given: Mapping[tuple[str, StateKey], Any]
     """What parameters share when the optimizer is made, hyperparameters too: (pattern, kind and name) -> value."""
     later: Sequence[OptimizerState]
-    """After the first step, when it was saved, at the end, and far away if it could be set forward."""
+    """After a step without effect, the first step, when it was saved, at the end, and far away if it could be set forward."""
     far: int | None
     """The number of steps of the last of these; None: it could not be set forward."""
 
@@ -166,12 +166,19 @@ def _keep(whole: TriedOptimizer, gradients: Gradients) -> _SeenState:
     code.put_back(begun)  # as in a new process
     resumed.run(gradients[SAVED_AFTER:])
     whole.check_resumed(resumed, SAVED_AFTER)
-    seen = [first, saved_state, copied(whole.state())]
+    seen = [_after_step_without_effect(whole, gradients[0]), first, saved_state, copied(whole.state())]
     with contextlib.suppress(UserCodeError):  # it may refuse to go on after its last step
         resumed.fast_forward(FAR)
         resumed.run(gradients[:1])
         return _SeenState(given.shared(), [*seen, resumed.state()], resumed.steps)
     return _SeenState(given.shared(), seen, None)
+
+
+def _after_step_without_effect(whole: TriedOptimizer, gradients: Mapping[str, Tensor | None]) -> OptimizerState:
+    """The state of a new optimizer after a step with learning rate 0, as many schedules begin, and gradients of 0."""
+    still = TriedOptimizer(whole.spec, whole.values())
+    still.run([{name: None if of is None else torch.zeros_like(of) for name, of in gradients.items()}], lambda step: 0.0)
+    return still.state()
 
 
 def _expected_state(seen: _SeenState, *, shapes_are_fixed: bool) -> ExpectedOptimizerState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -50,6 +50,10 @@ def values_and_gradients(
     return values, [{name: of[step] for name, of in by_name.items()} for step in range(steps)]
 
 
+def _rise_and_fall(step: int) -> float:
+    return min(1.0, (step + 1) / WARMUP) * max(0.02, 1 - step / DECAY)
+
+
 class TriedOptimizer:
     """Parameters with an optimizer that is stepped as workers do it."""
 
@@ -73,7 +77,7 @@ class TriedOptimizer:
         made.steps = self.steps
         return made
 
-    def run(self, gradients: Gradients) -> None:
+    def run(self, gradients: Gradients, lr_factor: Callable[[int], float] = _rise_and_fall) -> None:
         """Make a step with each of the gradients. Raises `UserCodeError` for what one raises."""
         for of_step in gradients:
             for name, parameter in self.parameters.items():
@@ -81,7 +85,7 @@ class TriedOptimizer:
                 parameter.grad = None if gradient is None else gradient.clone()
             self.seed(seed_of(0, "optimizer", self.steps))
             before = RandomState.now() if self.watches_draws else None
-            set_learning_rate(self.optimizer, min(1.0, (self.steps + 1) / WARMUP) * max(0.02, 1 - self.steps / DECAY))
+            set_learning_rate(self.optimizer, lr_factor(self.steps))
             try:
                 self.optimizer.step()
             except RayparError:
