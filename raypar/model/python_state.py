@@ -63,8 +63,12 @@ _BY_TEXT = frozenset((bool, float, complex))
 """Types of values for which their texts stand: 1, 1.0 and True are not the same, nor are 0.0 and -0.0."""
 _OTHERS = frozenset(("torch", "numpy", "raypar", "builtins")) | frozenset(sys.stdlib_module_names)
 """Names of packages whose functions and classes are not looked into."""
-_OF_MODULES = frozenset(vars(nn.Module())) - frozenset(HOOKS_OF_MODULES)
-"""Attributes that every `nn.Module` has: not state of users' code. Those for hooks are not among them."""
+_OF_MODULES = frozenset(vars(nn.Module())) - frozenset(HOOKS_OF_MODULES) - {"training"}
+"""Attributes that every `nn.Module` has: not state of users' code. Those for hooks, and the mode, are not among them."""
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module with what is registered there, by name."""
+_CALLED = ("forward", "__call__", "backward", "setup_context")
+"""Methods that PyTorch calls, of modules and of `torch.autograd.Function`."""
 _ITERATORS = (
     *(each for each in vars(itertools).values() if isinstance(each, type)),
     *(map, zip, enumerate, filter, reversed),
@@ -85,8 +89,9 @@ _NO_STATE = (staticmethod, classmethod, property, type, types.FunctionType, type
 _LOOKED_INTO = (
     collections.UserDict, collections.UserList, collections.ChainMap, types.SimpleNamespace, argparse.Namespace,
     threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, queue.Queue,
+    torch.quasirandom.SobolEngine,
 )  # fmt: skip
-"""Classes of Python's library whose objects are looked into."""
+"""Classes of Python's library, and PyTorch's, whose objects are looked into."""
 
 
 _Holder = dict[str, Any] | type
@@ -119,7 +124,7 @@ class PythonState:
         modules: Mapping[str, nn.Module],
         *,
         code: Iterable[Any] = (),
-        called: Iterable[str] = ("forward", "__call__"),
+        called: Iterable[str] = _CALLED,
         known: Mapping[int, Any] | None = None,
     ) -> None:
         """`modules`: by qualified name; the modules inside of them are looked at too. `code`: more classes and functions.
@@ -132,6 +137,11 @@ class PythonState:
         for name, module in modules.items():
             for path, part in module.named_modules():
                 self._modules.setdefault(id(part), (join_names(name, path), part))
+        self._registered = {
+            key: {each: frozenset(names) for each in _REGISTRIES if isinstance(names := vars(module).get(each), dict)}
+            for key, (_, module) in self._modules.items()
+        }
+        """`id` of a module -> registry -> names in it (a module of torch.jit has other registries); later ones are state."""
         self._known = {**(known or {}), **_of_modules(self._modules)}
         """`id` of what is not read -> what stands for it: registered modules, parameters, buffers."""
         self.unread: str | None = None
@@ -177,9 +187,11 @@ class PythonState:
     def _places(self) -> Iterator[tuple[str, _Holder, str]]:
         """(what it is, holder, key) of every place."""
         for name, module in self._modules.values():
-            for key in vars(module):
-                if key not in _OF_MODULES:
-                    yield f"attribute {key!r} of {name or 'the model'} ({type(module).__name__})", vars(module), key
+            held = [(vars(module), key) for key in vars(module) if key not in _OF_MODULES]
+            for registry, known in self._registered[id(module)].items():
+                held += [(vars(module)[registry], key) for key in vars(module)[registry] if key not in known]
+            for holder, key in held:
+                yield f"attribute {key!r} of {name or 'the model'} ({type(module).__name__})", holder, key
             for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
                 for path, tensor in tensors.items():
                     for key in vars(tensor) if tensor is not None else ():
@@ -267,7 +279,8 @@ class _Code:
                 self._classes[id(each)] = each
                 for name, value in list(vars(each).items()):
                     if isinstance(value, _METHODS):
-                        (found if name in self._names else self._unnamed[name]).append(value)
+                        is_called = name in self._names or _is_called_by_python(name, each)
+                        (found if is_called else self._unnamed[name]).append(value)
         return found
 
     def _parts_of_function(self, function: types.FunctionType) -> list[Any]:
@@ -280,15 +293,18 @@ class _Code:
         self._names |= names
         for name in names & self._unnamed.keys():
             found += self._unnamed.pop(name)
+        modules = list(_imported_by(function, names))
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
-            if not isinstance(value, types.ModuleType):
+            if isinstance(value, types.ModuleType):
+                modules.append(value)
+            else:
                 self._globals[id(function.__globals__), name] = function.__globals__
                 found.append(value)
-            elif _is_users(value):
-                for attribute in names & vars(value).keys():
-                    self._globals[id(vars(value)), attribute] = vars(value)
-                    found.append(vars(value)[attribute])
+        for module in filter(_is_users, modules):
+            for attribute in names & vars(module).keys():
+                self._globals[id(vars(module)), attribute] = vars(module)
+                found.append(vars(module)[attribute])
         return found
 
 
@@ -517,6 +533,22 @@ def _is_users(value: Any) -> bool:
     """Whether a function, class or module is none of PyTorch's, Python's or raypar's."""
     name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or ""
     return name.partition(".")[0] not in _OTHERS
+
+
+def _is_called_by_python(name: str, kind: type) -> bool:
+    """Whether a method is called where nothing names it: by an operator, a `with`, an attribute's look-up, a construction."""
+    is_special = name.startswith("__") and name.endswith("__")
+    return is_special and not (name == "__init__" and issubclass(kind, nn.Module))  # modules are made before
+
+
+def _imported_by(function: types.FunctionType, names: Iterable[str]) -> Iterator[types.ModuleType]:
+    """The modules that a function imports by itself, among the names in its code."""
+    package = function.__globals__.get("__package__") or ""
+    for name in names:
+        for full in (name, f"{package}.{name}" if name else package):
+            module = sys.modules.get(full)
+            if isinstance(module, types.ModuleType) and function.__globals__.get(name) is not module:
+                yield module
 
 
 def _key(value: Any) -> Any:

@@ -232,3 +232,124 @@ def test_what_cannot_be_put_back_is_named():
     table.flags.writeable = False
     state.put_back(before)
     assert state.unread == "attribute 'kept' of the model (Module) raises ValueError when it is put back"
+
+
+def test_modes_and_what_is_registered_later_are_compared_and_put_back():
+    """A module that leaves dropout, or one that makes a buffer to count in, trained otherwise on two replicas, silently."""
+    module = nn.Sequential(nn.Dropout())
+    module.register_buffer("old", torch.zeros(1))
+    state = PythonState({"": module})
+    before = state.read()
+    module[0].eval()
+    module.register_buffer("calls", torch.zeros(1))
+    module.add_module("more", nn.Identity())
+    module.old = torch.ones(1)
+    places = ["attribute 'training' of 0 (Dropout)", "attribute 'calls' of the model (Sequential)"]
+    first = state.read()
+    assert sorted(before.changed(first)) == sorted([*places, "attribute 'more' of the model (Sequential)"])
+    module.calls += 1
+    assert first.changed(state.read()) == places[1:]
+    state.put_back(before)
+    assert module[0].training and not hasattr(module, "calls") and not hasattr(module, "more")
+    assert module.old == 1 and not before.changed(state.read())
+    state.put_back(first)
+    assert not module[0].training and module.calls == 0 and not first.changed(state.read())
+
+
+class Doubles(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def backward(context, gradient):
+        Doubles.calls += 1
+        return 2 * gradient
+
+
+class Entered:
+    calls = 0
+
+    def __enter__(self):
+        Entered.calls += 1
+
+    def __exit__(self, *_):
+        pass
+
+
+class Made:
+    calls = 0
+
+    def __init__(self):
+        Made.calls += 1
+
+
+class Attributes:
+    calls = 0
+
+    def __getattr__(self, name):
+        Attributes.calls += 1
+
+
+class Imports(nn.Module):
+    """Counts in a module that its forward imports."""
+
+    def forward(self, x):
+        import helpers.counted_calls
+        from helpers import counted_calls as other
+        from helpers.counted_calls import count
+
+        helpers.counted_calls.by_attribute += 1
+        other.by_name += 1
+        return x + count()
+
+
+def by_backward():
+    Doubles.backward(None, torch.ones(1))
+
+
+def by_with():
+    with Entered():
+        pass
+
+
+def by_construction():
+    Made()
+
+
+def by_attribute():
+    return Attributes().other
+
+
+ACTS = [(by_backward, Doubles), (by_with, Entered), (by_construction, Made), (by_attribute, Attributes)]
+
+
+@pytest.mark.parametrize("act, place", ACTS)
+def test_what_python_and_pytorch_call_without_a_name_is_looked_through(act, place):
+    class Acts(nn.Module):
+        def forward(self, x):
+            Doubles.apply(x)
+            with Entered():
+                return Made(), Attributes().other
+
+    state = PythonState({"": Acts()})
+    before = state.read()
+    act()
+    assert before.changed(state.read()) == [f"class attribute 'calls' of {place.__module__}.{place.__name__}"]
+    state.put_back(before)
+    assert not before.changed(state.read())
+
+
+def test_a_module_that_forward_imports_is_looked_through():
+    module = Imports()
+    module(torch.zeros(1))
+    state = PythonState({"": module})
+    before = state.read()
+    module(torch.zeros(1))
+    names = ("by_attribute", "by_name", "calls")
+    assert sorted(before.changed(state.read())) == [f"global variable {name!r} of helpers.counted_calls" for name in names]
+
+
+def test_a_quasirandom_sequence_is_looked_through():
+    module, state = module_with(torch.quasirandom.SobolEngine(1))
+    before = state.read()
+    module.kept.draw()
+    assert before.changed(state.read())
