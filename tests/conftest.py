@@ -113,4 +113,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_end_to_end(item: pytest.Item) -> bool:
-    return item.path.is_relative_to(TESTS / "e2e")
+    return item.nodeid.startswith("tests/e2e/")

@@ -43,10 +43,15 @@ def packages() -> list[Path]:
     return sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 
 
+def page_paths() -> list[Path]:
+    """Every page but the map."""
+    return [folder / "README.md" for folder in packages()] + [ROOT / folder / name for folder, (name, _) in OTHERS.items()]
+
+
 def make_pages() -> dict[Path, str]:
     """Page -> its text, for every page but the map."""
-    pages = {folder / "README.md": _page(folder, first_sentence(folder / "__init__.py")) for folder in packages()}
-    return pages | {ROOT / folder / name: _page(ROOT / folder, head) for folder, (name, head) in OTHERS.items()}
+    heads = [first_sentence(folder / "__init__.py") for folder in packages()] + [head for _, head in OTHERS.values()]
+    return {page: _page(page.parent, head) for page, head in zip(page_paths(), heads, strict=True)}
 
 
 def _page(folder: Path, head: str) -> str:

@@ -26,6 +26,12 @@ def job_of(model: str, microbatches: int, blocks: int, compute: Literal["bf16"] 
     return ugly_models.job(model, **given)
 
 
+@functools.cache
+def count_layers(model: str) -> int:
+    """Of the model, whatever the layout: hundreds of plans are made when tests are collected."""
+    return len(make_layer_graph(ugly_models.job(model)).layers)
+
+
 @dataclass(frozen=True)
 class Layout:
     """One cell of the grid. `replicas`: one number per stage."""
@@ -59,7 +65,7 @@ class Layout:
         """The plan of this cell for this model."""
         return ParallelPlan.of(
             self.replicas,
-            layers=len(self.graph.layers),
+            layers=count_layers(self.model),
             chunks=registry.resolve_chunks_per_worker(self.schedule, self.chunks),
             placement=registry.placement_of_schedule(self.schedule),
         )

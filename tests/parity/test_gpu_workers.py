@@ -122,10 +122,10 @@ class Run:
         assert {stand.done for stand in stands} == {self.done}
         return self.adopt(plan, left, stands), time.monotonic() - start
 
-    losses = property(lambda self: WANT.losses)
+    losses = property(lambda self: expected("tangled", 4, 0).losses)
 
     def wanted(self, rank, name):
-        return WANT.parameters[name]
+        return expected("tangled", 4, 0).parameters[name]
 
     def check(self, left_inside=0):
         """The bits of one process, and no communicator of earlier generations, but those that NCCL was still making."""
@@ -139,9 +139,6 @@ class Run:
         made = self.workers.each(gpu_calls.communicator_calls, on=self.members)
         alive = self.workers.each(gpu_calls.alive, on=self.members)
         assert all(len(own) <= there <= len(own) + left_inside for own, there in zip(made, alive, strict=True))
-
-
-WANT = expected("tangled", 4, 0)
 
 
 def step_call(run: Run) -> bytes:

@@ -1,5 +1,6 @@
 """The map is short, and names files that are there; each package has a page of its modules that is up to date."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -9,12 +10,17 @@ from helpers import package_pages
 ROOT = Path(__file__).parents[2]
 MAP = (ROOT / "raypar/README.md").read_text()
 MAP_LINES = 180
-PAGES = package_pages.make_pages()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.relative_to(ROOT).as_posix())
+@functools.cache
+def pages() -> dict[Path, str]:
+    """Each page as its modules make it; not when tests are collected, for which 600 files would be read."""
+    return package_pages.make_pages()
+
+
+@pytest.mark.parametrize("page", package_pages.page_paths(), ids=lambda page: page.parent.relative_to(ROOT).as_posix())
 def test_the_page_of_a_package_is_what_its_modules_say(page: Path):
-    assert page.is_file() and page.read_text() == PAGES[page], package_pages.COMMAND
+    assert page.is_file() and page.read_text() == pages()[page], package_pages.COMMAND
 
 
 def test_the_map_lists_the_rooms():
@@ -31,7 +37,7 @@ def test_every_module_says_what_it_is(place: str):
 
 def test_every_module_is_on_a_page():
     listed = {
-        (page.parent / link).resolve() for page, text in PAGES.items() for link in re.findall(r"\]\(([\w/]+\.py)\)", text)
+        (page.parent / link).resolve() for page, text in pages().items() for link in re.findall(r"\]\(([\w/]+\.py)\)", text)
     }
     listed |= {(ROOT / "raypar" / link).resolve() for link in re.findall(r"\]\((\w+\.py)\)", package_pages.rooms())}
     there = {
