@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -96,6 +98,25 @@ class Worker:
             self.process.kill()
             self.process.join()
         self.process.close()
+
+
+def run_code(code: str, *words: str, timeout_s: float = 120.0) -> str:
+    """What the code prints, as `__main__` with these words for `sys.argv[1:]`, in a process of its own which has loaded torch
+    and the worker's actor. Raises `Failed`."""
+    worker = Worker()
+    try:
+        worker.call(_execute, code, words)
+        printed: str = worker.result(timeout_s)
+        return printed
+    finally:
+        worker.end()
+
+
+def _execute(state: dict[str, Any], code: str, words: tuple[str, ...]) -> str:
+    sys.argv = ["-c", *words]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(code, "-c", "exec"), vars(sys.modules["__main__"]))
+    return out.getvalue()
 
 
 def cpu_wait_s(*pids: int | None) -> float:

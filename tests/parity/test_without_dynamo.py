@@ -1,13 +1,11 @@
 """No process of a run loads PyTorch's compiler or sympy by itself, and does to the last bit what it does with them."""
 
-import os
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.processes import run_code
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import Optimizer
@@ -18,7 +16,6 @@ from raypar.worker.job_spec import OptimizerSpec, Ref
 from raypar.worker.stage.autograd_backward import run_autograd_backward
 from raypar.worker.step.make_optimizers_by_name import build_optimizer
 
-TESTS = Path(__file__).parents[1]
 NAMES = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
 TRAIN = """
@@ -49,8 +46,7 @@ optimizer.step()
 
 
 def test_no_optimizer_loads_the_compiler():
-    done = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "[]\n" and done.returncode == 0, done.stderr
+    assert run_code(TRAIN) == "[]\n"
 
 
 def trained(name: str) -> list[torch.Tensor]:
@@ -121,12 +117,7 @@ print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in
 @pytest.mark.parametrize("how, loaded", [("whole", []), ("graph", []), ("deferred", []), ("preflight", ["sympy"])])
 def test_a_worker_loads_neither_compiler_nor_sympy_for_its_steps_and_a_check_no_compiler(how, loaded):
     """sympy, because PyTorch's operations on meta tensors ask it whether a plain number is one of its symbols."""
-    paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
-    done = subprocess.run(
-        [sys.executable, "-c", STEP, how],
-        capture_output=True, text=True, timeout=120, cwd=TESTS, env={**os.environ, "PYTHONPATH": paths},
-    )  # fmt: skip
-    assert done.returncode == 0 and eval(done.stdout) in ([], loaded), done.stderr
+    assert eval(run_code(STEP, how)) in ([], loaded)
 
 
 def gradients(run, dtype: torch.dtype, edges: bool = False) -> list[torch.Tensor | None]:
@@ -249,5 +240,4 @@ assert kept and all(getattr(f, "__dynamo_disable") is not f for f in kept)
 
 
 def test_what_is_compiled_afterwards_is_compiled_as_ever():
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_code(COMPILED)

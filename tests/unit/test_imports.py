@@ -1,6 +1,7 @@
 """Imports point towards the core, in the source and at run time."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,6 +97,12 @@ def imports(tree: ast.AST, *, lazy: bool = True) -> Iterator[str]:
             yield from imports(node, lazy=lazy)
 
 
+@functools.cache
+def imports_of(path: Path, *, lazy: bool = True) -> list[str]:
+    """`imports` of a file."""
+    return list(imports(ast.parse(path.read_text()), lazy=lazy))
+
+
 def forbidden(name: str, package: str) -> bool:
     """Whether a core package may not import this module. Third-party modules outside THIRD_PARTY are judged by purity."""
     root, _, rest = name.partition(".")
@@ -117,7 +124,7 @@ def test_imports_point_only_towards_the_core(package: str):
         f"{path.relative_to(PACKAGE)} imports {name}"
         for path in files()
         if package_of(path) == package
-        for name in imports(ast.parse(path.read_text()))
+        for name in imports_of(path)
         if forbidden(name, package)
     ]
     assert not wrong
@@ -129,7 +136,7 @@ def test_pure_packages_use_the_standard_library_without_clock_chance_or_environm
         f"{path.relative_to(PACKAGE)} imports {name}"
         for path in files()
         if package_of(path) == package
-        for name in imports(ast.parse(path.read_text()))
+        for name in imports_of(path)
         if name.split(".")[0] not in {"raypar", *sys.stdlib_module_names} or name.split(".")[0] in IMPURE
     ]
     assert not wrong
@@ -142,7 +149,7 @@ def test_the_shell_has_an_order(package: str):
         f"{path.relative_to(PACKAGE)} imports {name}"
         for path in files()
         if package_of(path) == package
-        for name in imports(ast.parse(path.read_text()))
+        for name in imports_of(path)
         if name.startswith("raypar.")
         and (
             name.split(".")[1] in above
@@ -157,7 +164,7 @@ def test_the_shell_imports_heavy_things_inside_functions_only():
         f"{path.relative_to(PACKAGE)} imports {name} at the top"
         for path in files()
         if package_of(path) in EDGE
-        for name in imports(ast.parse(path.read_text()), lazy=False)
+        for name in imports_of(path, lazy=False)
         if name.split(".")[0] in HEAVY or name.split(".")[1:2] in (["worker"], ["comm"], ["model"], ["actors"], ["ray_compat"])
         if name not in ("raypar.worker.job_spec", "raypar.worker.init_from_setting", *LIGHT_FENCES)
     ]
@@ -170,7 +177,7 @@ def test_one_place_imports(module: str):
         str(path.relative_to(PACKAGE))
         for path in files()
         if not path.relative_to(PACKAGE).as_posix().startswith(ONLY_IN[module])
-        and any(name.split(".")[0] == module for name in imports(ast.parse(path.read_text())))
+        and any(name.split(".")[0] == module for name in imports_of(path))
     ]
     assert not wrong
 

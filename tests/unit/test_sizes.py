@@ -1,6 +1,7 @@
 """A function fits on a screen, and a constructor says little more than what its object consists of."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def documentation(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt
     return list(strings) if node.name in CONSTRUCTORS else []
 
 
+@functools.cache
 def too_long() -> set[str]:
     found = set()
     for path in sorted(PACKAGE.rglob("*.py")):
