@@ -129,16 +129,18 @@ class WorkerActor:
     def _hello(self, joining: bool) -> WorkerHello:
         if self.hello_sent is not None:
             return self.hello_sent  # to a new driver
-        with self.working_dir.elsewhere():
-            import torch
+        from raypar.worker.process.malloc_and_gc import freeze_existing_objects, garbage_collector_paused, keep_freed_memory
 
-        from raypar.actors.numerics_fingerprint import fingerprint_worker_numerics
-        from raypar.worker.backend import make_backend
-        from raypar.worker.elastic_worker import ElasticWorker
-        from raypar.worker.process.malloc_and_gc import freeze_existing_objects, keep_freed_memory
-        from raypar.worker.process.torch_state_guard import TorchStateGuard
-        from raypar.worker.warm_up import warm_up_process
-        from raypar.worker.worker_core import WorkerCore
+        with garbage_collector_paused():
+            with self.working_dir.elsewhere():
+                import torch
+
+            from raypar.actors.numerics_fingerprint import fingerprint_worker_numerics
+            from raypar.worker.backend import make_backend
+            from raypar.worker.elastic_worker import ElasticWorker
+            from raypar.worker.process.torch_state_guard import TorchStateGuard
+            from raypar.worker.warm_up import warm_up_process
+            from raypar.worker.worker_core import WorkerCore
 
         keep_freed_memory()
         register_pickled_filesystems(self.filesystems)

