@@ -86,7 +86,7 @@ def training(tmp_path):
 
 
 def test_a_run_on_three_local_nodes_tells_their_pids_and_ends_clean(tmp_path):
-    training = Training(tmp_path)
+    training = Training(tmp_path, "plan.replicas=1")
     try:
         events = list(training.events())
         assert training.process.wait(30) == 0
@@ -97,9 +97,9 @@ def test_a_run_on_three_local_nodes_tells_their_pids_and_ends_clean(tmp_path):
     text = next(e["text"] for e in events if e.get("stage") == "connected")
     cluster = json.loads((tmp_path / "runs/tiny/cluster.json").read_text())
     pids = [str(node["pid"]) for node in cluster["nodes"]]
-    assert "3 nodes" in text and "6 logical CPUs" in text and all(pid in text for pid in pids)
+    assert "3 nodes" in text and "3 logical CPUs" in text and all(pid in text for pid in pids)
     assert [node["head"] for node in cluster["nodes"]] == [True, False, False]
-    assert {node["cpus"] for node in cluster["nodes"]} == {2}
+    assert {node["cpus"] for node in cluster["nodes"]} == {1}
     assert training.listening == {"127.0.0.1", "::ffff:127.0.0.1"}
     assert {int(pid) for pid in pids} <= {p.pid for p in training.family}
 

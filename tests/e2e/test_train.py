@@ -2,11 +2,12 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +33,7 @@ from raypar.errors import (
     WorkerLost,
 )
 from raypar.job import load_job
+from raypar.launch import Result
 from raypar.launch.client_storage_session import new_run_on_storage, resumed_run_on_storage
 from raypar.storage.filesystems import uri_of_filesystem_object
 from raypar.storage.run_folder import RunFolder
@@ -106,9 +108,49 @@ def test_a_run_whose_optimizer_state_can_no_longer_be_saved_ends_with_an_error_a
     assert nothing_left()
 
 
-def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_when_resumed(job, tmp_path, capfd):
-    assert job() == 0
-    out = capfd.readouterr().out
+@dataclass(frozen=True)
+class FirstRun:
+    """An elastic run of the tiny job on four workers, one of which has been slow to read a sample, by `raypar train`."""
+
+    tmp_path: Path
+    settings: list[str]
+    """Those that the job's bits depend on; the sample is slow no more."""
+    out: str
+    """What was printed."""
+    titles: list[str]
+    """Of the processes below this one, at its end."""
+
+
+@pytest.fixture(scope="module")
+def first_run(own_ray, tmp_path_factory) -> FirstRun:
+    folder = tmp_path_factory.mktemp("first")
+    schedule = f"lr_schedule={{function: helpers.tiny_job:noting_schedule, args: {{folder: {folder}}}}}"
+    slow = f"data.args={{size: 24, slow: {folder / 'slow'}, slow_s: 4.0}}"
+    settings = ["--set", schedule, "--set", slow]
+    titles = []
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.chdir(Path(__file__).parents[1])
+        words = [*settings, "--set", "elastic={min_workers: 1, step_deadline_s: 60}"]
+        assert main(["train", str(write_job(folder)), *words]) == 0
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # a worker that ends
+                titles.append(" ".join(process.cmdline()))
+    return FirstRun(folder, settings, out.getvalue(), titles)
+
+
+def test_a_run_loads_and_starts_only_what_it_needs_and_says_whom_it_waits_for(first_run):
+    """A start is mostly the loading of modules: PyTorch's compiler and sympy are half as much again in every worker."""
+    noted = {path.name: path.read_text() for path in first_run.tmp_path.glob("step11-*")}
+    assert len(noted) == 4 and set(noted.values()) == {"numpy torch"}
+    assert any("log_monitor.py" in title for title in first_run.titles)
+    assert not [title for title in first_run.titles if "dashboard/dashboard.py" in title or "autoscaler" in title]
+    waits = r"no news for [2-4] s; now waiting for 1 of 4 workers \(worker \d is in step \d+, reading sample 21\)"
+    assert re.search(waits, first_run.out)
+
+
+def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_when_resumed(first_run, monkeypatch, capfd):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    tmp_path, out = first_run.tmp_path, first_run.out
     assert [f"[{i}/6]" in out for i in range(1, 7)] == [True] * 6
     first = hash_in(out)
     folder = tmp_path / "runs/tiny"
@@ -133,7 +175,8 @@ def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_whe
         assert told in words, told
     assert "not recorded" not in words and "://" not in shown
 
-    assert job("--set", "plan.replicas=1", "--set", "plan.schedule=gpipe", "--stop-at-step", "5") == 0
+    other = ["--set", "plan.replicas=1", "--set", "plan.schedule=gpipe", "--stop-at-step", "5"]
+    assert main(["train", str(tmp_path / "tiny.yaml"), *first_run.settings, *other]) == 0
     assert hash_in(capfd.readouterr().out) != first
     run = str(tmp_path / "runs/tiny-2")
     assert main(["resume", run, "--set", "plan.stages=1", "--set", "plan.replicas=2"]) == 0
@@ -212,51 +255,40 @@ def test_a_lease_in_rays_store_is_replaced_only_by_who_names_its_version_and_lea
     assert store.put(replace(mine, released=True), "3") is not None and not _internal_kv_list("raypar-lease/")
 
 
-def test_the_driver_makes_one_call_per_worker_and_step_whatever_the_microbatches(job, tmp_path):
-    few = ["--set", "validation=null", "--set", "steps=3", "--set", "plan.replicas=1"]
-    assert job("--set", "microbatches=64", "--set", "batch_size=64", *few) == 0
-    assert lines(tmp_path / "runs/tiny/events.jsonl")[-1]["driver_calls_per_step"] == 2
+@pytest.fixture(scope="module")
+def stopped_by_callback(own_ray, tmp_path_factory) -> tuple[Path, Result]:
+    """The folder, with the diary in it, and the result of a run on two replicas that a callback has stopped after step 3."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(__file__).parents[1])
+        result = Trainer(
+            model="helpers.tiny_job:model",
+            loss="helpers.tiny_job:loss",
+            data=("helpers.tiny_job:data", {"size": 256}),
+            steps=50,
+            batch_size=64,
+            microbatches=64,
+            plan={"stages": 1, "replicas": 2},
+            callbacks=[Diary(str(folder / "diary"), stop_after=3)],
+            checkpoint={"every": 2},
+            run_dir=folder,
+        ).fit(verbose=False)
+    assert nothing_left()
+    return folder, result
 
 
-def test_callbacks_are_called_once_a_step_in_order_and_a_stop_takes_effect_after_one_more_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[1])
-    diary = tmp_path / "diary"
-    result = Trainer(
-        model="helpers.tiny_job:model",
-        loss="helpers.tiny_job:loss",
-        data=("helpers.tiny_job:data", {"size": 32}),
-        steps=50,
-        batch_size=8,
-        microbatches=4,
-        plan={"stages": 1, "replicas": 2},
-        callbacks=[Diary(str(diary), stop_after=3)],
-        checkpoint={"every": 2},
-        run_dir=tmp_path,
-    ).fit(verbose=False)
-    assert [w for w in diary.read_text().splitlines() if not w.startswith("checkpoint")] == [
+def test_the_driver_makes_one_call_per_worker_and_step_whatever_the_microbatches(stopped_by_callback):
+    _, result = stopped_by_callback
+    assert lines(Path(result.path) / "events.jsonl")[-1]["driver_calls_per_step"] == 2
+
+
+def test_callbacks_are_called_once_a_step_in_order_and_a_stop_takes_effect_after_one_more_step(stopped_by_callback):
+    folder, result = stopped_by_callback
+    assert [w for w in (folder / "diary").read_text().splitlines() if not w.startswith("checkpoint")] == [
         "start 1", "step 1", "step 2", "step 3", "step 4", "end stopped 4",
     ]  # fmt: skip
     assert result.metrics["step"] == 4 and result.metrics["twice"] == 2 * result.metrics["loss"]
     assert result.checkpoint.path.endswith("step_00000004") and result.error is None
-    assert nothing_left()
-
-
-def test_a_run_loads_and_starts_only_what_it_needs_and_says_whom_it_waits_for(job, tmp_path, capfd):
-    """A start is mostly the loading of modules: PyTorch's compiler and sympy are half as much again in every worker."""
-    schedule = f"lr_schedule={{function: helpers.tiny_job:noting_schedule, args: {{folder: {tmp_path}}}}}"
-    slow = f"data.args={{size: 24, slow: {tmp_path / 'slow'}, slow_s: 4.0}}"
-    more = ["validation=null", "checkpoint.at_end=false", "elastic={min_workers: 1, step_deadline_s: 60}"]
-    assert job(*(word for value in (schedule, slow, *more) for word in ("--set", value))) == 0
-    noted = {path.name: path.read_text() for path in tmp_path.glob("step11-*")}
-    assert len(noted) == 4 and set(noted.values()) == {"numpy torch"}
-    titles = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # a worker that ends
-            titles.append(" ".join(process.cmdline()))
-    assert any("log_monitor.py" in title for title in titles)
-    assert not [title for title in titles if "dashboard/dashboard.py" in title or "autoscaler" in title]
-    waits = r"no news for [2-4] s; now waiting for 1 of 4 workers \(worker \d is in step \d+, reading sample 21\)"
-    assert re.search(waits, capfd.readouterr().out)
 
 
 @pytest.mark.full  # the default suite does it by commands, above
