@@ -93,7 +93,9 @@ def filter_traceback(frames: TracebackType | None) -> TracebackType | None:
     kept: list[TracebackType] = []
     while frames is not None:
         name = frames.tb_frame.f_code.co_filename
-        if is_user_file(name) or (kept and not is_raypar_file(name)):
+        # What `dataclass` has written is in the file `<string>`, as the user's code is under `python -c`.
+        own = is_raypar_file(name) or str(frames.tb_frame.f_globals.get("__name__")).partition(".")[0] == "raypar"
+        if not own and (kept or is_user_file(name)):
             kept.append(frames)
         frames = frames.tb_next
     for number, frame in enumerate(kept):

@@ -14,7 +14,7 @@ from helpers import tiny_job
 
 import raypar
 from raypar.console.event_printer import EventPrinter
-from raypar.errors import ConfigError, InputError, Interrupted, RayparError, UserCodeError, error_first_line
+from raypar.errors import ConfigError, InputError, Interrupted, PlanError, RayparError, UserCodeError, error_first_line
 from raypar.launch.result import Result, raise_run_failure
 from raypar.user_code.traceback_filter import filter_traceback_text, is_raypar_file, is_user_file
 from raypar.user_code.user_code_errors import error_text
@@ -103,6 +103,25 @@ def test_a_wrong_argument_is_two_lines_below_the_users_frames(tmp_path: Path):
         "  cure: correct the argument steps",
     ]
     assert "trainer.py" in files(said(tmp_path, RAYPAR_TRACEBACK="whole"))
+
+
+def test_a_method_that_dataclass_has_written_for_raypar_is_raypars_too():
+    """Its frame is in the file `<string>`, as the user's own are under `python -c`."""
+    with pytest.raises(PlanError, match="4 microbatches cannot be cut from a batch of 2 samples") as caught:
+        raypar.Trainer(model="m:model", loss="m:loss", data="m:data", steps=1, batch_size=2, microbatches=4)
+    assert [frame.name for frame in traceback.extract_tb(caught.tb)] == [
+        "test_a_method_that_dataclass_has_written_for_raypar_is_raypars_too"
+    ]
+    with pytest.raises(PlanError) as caught:  # the user's frames
+        exec(
+            compile(
+                "def f(): raypar.Trainer(model='m:f', loss='m:f', data='m:f', steps=1, batch_size=2, microbatches=4)\nf()",
+                "<string>",
+                "exec",
+            ),
+            {"raypar": raypar},
+        )
+    assert [frame.name for frame in traceback.extract_tb(caught.tb)][1:] == ["<module>", "f"]
 
 
 @pytest.mark.parametrize(
