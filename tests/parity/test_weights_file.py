@@ -599,6 +599,16 @@ def test_a_tie_that_is_missing_is_counted_once(tmp_path: Path):
         match_weights(file, {"embed.weight": (7, 4), "head.weight": (7, 4)}, [["embed.weight", "head.weight"]])
 
 
+def test_a_tensor_stored_once_for_several_names_is_counted_once_where_the_model_lacks_it(tmp_path: Path):
+    shared = torch.ones(3)
+    torch.save(
+        {"module.embed.weight": shared, "module.head.weight": shared, "module.scale": torch.ones(2)}, tmp_path / "ddp.pt"
+    )
+    with open_weights(tmp_path / "ddp.pt") as file, pytest.raises(CheckpointError) as refused:
+        match_weights(file, {"embed.weight": (3,), "scale": (2,)}, ties=[("embed.weight", "head.weight")])
+    assert "none of the file's 2 tensors is in the model: module.embed.weight, module.scale\n" in str(refused.value)
+
+
 def test_a_model_without_the_tie_reads_both_names_of_a_tensor_stored_once(tmp_path: Path):
     path = form("export", tmp_path, weights())
     with open_weights(path) as file:

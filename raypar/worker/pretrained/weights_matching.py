@@ -180,9 +180,12 @@ def _compare(file: WeightsFile, model: _Model, source: InitialWeightsFile) -> _C
         elif first_of_tie:
             result.lacking.append(name)
     _sort_unread(file, model, source, result, there, left_out)
+    # One name for each tensor, as in the number of all.
+    all_unexpected = set(result.unexpected)
+    unexpected = [name for name in result.unexpected if file.aliases.get(name) not in all_unexpected]
     result.differences = [
         *_not_in(result.lacking, model.number_of_tensors(), "model", "file"),
-        *_not_in(result.unexpected, len(set(file.names) - set(file.aliases)), "file", "model"),
+        *_not_in(unexpected, len(set(file.names) - set(file.aliases)), "file", "model"),
         *[f"{len(x)} {_has(x)} another shape: {format_name_list(list(x.values()))}" for x in (result.other_shape,) if x],
         *[
             f"{len(x)} {_has(x)} values of another kind: {format_name_list(list(x.values()))}"
