@@ -15,6 +15,7 @@ from raypar.errors import ConfigError, InputError, PlanError, RayparError, Sched
 from raypar.job import Job, load_job, parse_job, parse_plan_section
 from raypar.job.validation_errors import dotted_keys
 from raypar.keys_of_other_frameworks import ADVICE
+from raypar.launch import chosen_plan
 from raypar.storage.run_folder import RunFolder, check_run_dir_is_writable
 from raypar.worker.job_spec import Precision, Ref, contract_of_job
 
@@ -250,6 +251,16 @@ def test_a_missing_job_file(tmp_path: Path):
 def test_too_few_layers_for_the_stages():
     with pytest.raises(PlanError, match="3 layers cannot fill 4 stages"):
         parse_job(SMALL, ["plan.stages=4"]).to_plan(layers=3)
+
+
+@pytest.mark.parametrize("asked, most", [(None, 3), (8, 8)])
+def test_a_planner_gets_no_more_workers_than_there_are_processors_unless_they_are_asked_for(asked, most, monkeypatch):
+    given = []
+    monkeypatch.setattr(Job, "usable_processors", 3)
+    monkeypatch.setattr(chosen_plan, "choose_plan", lambda spec, checked, make, name, workers: given.append(workers))
+    job = parse_job(SMALL, ["plan=auto"])
+    chosen_plan.make_plan_chooser(job, job.to_spec(), asked)(None)
+    assert given == [most]
 
 
 def test_an_automatic_plan_is_not_there_before_the_planner_has_run():
