@@ -116,7 +116,12 @@ class GenerationChange:
 
         def adopted(number: int, described: dict[str, Any] | None) -> on.RunEvent:
             different = initial.add(number, described["initial"]) if described is not None else None
-            return on.CallFailed("user", different) if different is not None else on.PlanAdopted(number, order.generation)
+            not_kept = described["not_kept"] if described is not None else ""
+            return (
+                on.CallFailed("user", different)
+                if different is not None
+                else on.PlanAdopted(number, order.generation, not_kept)
+            )
 
         for rank, number in enumerate(workers):
             seated = rank < plan.world

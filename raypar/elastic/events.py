@@ -275,6 +275,8 @@ class PlanAdopted:
     """The worker."""
     generation: int
     """The generation of the plan."""
+    not_kept: str = ""
+    """What optimizer state could not be moved, and why: the worker has its parameters and buffers only."""
 
 
 @dataclass(frozen=True, slots=True)

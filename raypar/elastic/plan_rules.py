@@ -10,7 +10,7 @@ from __future__ import annotations
 from raypar.elastic import state_sources
 from raypar.elastic.actions import AdoptPlan, ChoosePlan, KillWorker, WarnUser
 from raypar.elastic.begin_recovery import begin_recovery
-from raypar.elastic.events import PlanAdopted, PlanChosen
+from raypar.elastic.events import PlanAdopted, PlanChosen, StopRequested
 from raypar.elastic.failure_budget import mark_worker_lost
 from raypar.elastic.phases import Phase
 from raypar.elastic.plural_wording import format_worker_numbers
@@ -148,6 +148,7 @@ def count_adoption(m: RunState, event: PlanAdopted) -> None:
     if event.generation != m.membership.generation or event.worker not in r.expected:
         return
     r.expected.discard(event.worker)
+    r.not_kept = r.not_kept or event.not_kept
     if not r.expected:
         assert r.order is not None
         start_generation(m, r.order)
@@ -175,6 +176,9 @@ def start_generation(m: RunState, order: AdoptPlan) -> None:
     _dismiss_leaving_workers(m, trained)
     if stopping.request is not None and (stopping.stop_step is None or stopping.interrupted):
         stopping.stop_step = max(p.committed, p.emitted)
+    if m.recovery.not_kept:  # no step can be made from here; after a roll-back the weights are older than what people saw
+        stopping.request = stopping.request or StopRequested(m.recovery.not_kept)
+        stopping.stop_step, stopping.abandon_at_s = p.committed, None
     if stopping.abandon_at_s is not None and p.committed < p.emitted:
         end_run_between_generations(m)  # emitted steps would have to be replayed before the state can be saved
         return

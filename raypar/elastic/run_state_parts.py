@@ -90,6 +90,12 @@ class RunProgress:
     last_commit_s: float | None = None
     """When the last step was committed."""
 
+    @property
+    def ends_at(self) -> int:
+        """Steps that are seen and applied. At a flush point fewer than `emitted` only if a roll-back has lost optimizer state, so
+        that the steps after it cannot be made again."""
+        return min(self.emitted, self.committed)
+
     def forget_open_steps(self) -> None:
         """Drop the reports of steps in flight and the work that is due, because a new generation begins."""
         self.due.clear()
@@ -300,6 +306,8 @@ class RecoveryState:
     """The last order of earlier recoveries: some workers may have adopted its plan."""
     symptom: bool = False
     """Whether the recovery began with a consequence of a death, before the dead worker was known."""
+    not_kept: str = ""
+    """What optimizer state could not be moved to the new plan, and why: the run ends with the weights that were moved."""
     awaited: str = ""
     """What the run waits for, as text for people."""
     told_s: float = 0.0

@@ -48,7 +48,8 @@ def issue_steps(m: RunState) -> None:
         into_mirror = not alone and m.mirror.begin_if_due(p.issued, saved_next)
         m.decide(RunStep(p.issued, into_mirror), f"step {p.issued} is within {MAX_OPEN_STEPS} of the last one seen by all")
         p.issued += 1
-    if p.emitted == p.committed == p.issued == barrier:
+    seen = p.emitted == (p.journalled if m.recovery.not_kept else p.committed)
+    if seen and p.committed == p.issued == barrier:
         p.due = list_due_saves_and_validations(m, barrier)
         p.served_flush_point = barrier
         begin_next_save_or_validation(m)
@@ -102,7 +103,7 @@ def list_due_saves_and_validations(m: RunState, done: int) -> deque[Due]:
 def begin_next_save_or_validation(m: RunState) -> None:
     """Begin the next work that is due at this flush point, or go on with training if there is none. No step is in flight."""
     p = m.progress
-    done = p.emitted
+    done = p.ends_at
     if not p.due and m.stopping.request is not None and m.stopping.stop_step is None:
         m.stopping.stop_step = done
         p.due = deque(["end"] if done in (p.saved, p.saving) else ["save", "end"])
@@ -126,8 +127,8 @@ def begin_next_save_or_validation(m: RunState) -> None:
 
 def begin_checkpoint(m: RunState) -> None:
     """Begin a checkpoint. Only one is written at a time."""
-    m.progress.saving = m.progress.emitted
-    m.decide(StartCheckpoint(m.progress.emitted), f"a checkpoint is due after {m.progress.emitted} steps")
+    done = m.progress.saving = m.progress.ends_at
+    m.decide(StartCheckpoint(done), f"a checkpoint is due after {done} steps")
 
 
 def end_if_saved(m: RunState) -> None:
@@ -135,7 +136,7 @@ def end_if_saved(m: RunState) -> None:
     p, request = m.progress, m.stopping.request
     if p.saving is not None:
         return
-    done = p.emitted
+    done = p.ends_at
     if p.save_error is not None and p.saved != done:
         if m.policy.elastic and is_caused_by_worker_loss(p.save_error):
             p.save_error = None

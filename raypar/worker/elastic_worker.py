@@ -30,7 +30,6 @@ from raypar.worker.step.message_tags import state_tag
 from raypar.worker.step.optimizer_state import (
     OptimizerState,
     names_with_patterns,
-    read_optimizer_state,
     write_optimizer_state,
 )
 from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore
@@ -156,7 +155,11 @@ class ElasticWorker:
         if not (part.run_begins or part.checkpoint_folder):
             for index, optimizer in self.core.step_commit.optimizers.items():
                 mine = {name: state[name] for name in self.core.stages[index].parameters if name in state}
-                write_optimizer_state(optimizer, OptimizerState.of_parameters(mine, names_with_patterns(optimizer)))
+                try:
+                    write_optimizer_state(optimizer, OptimizerState.of_parameters(mine, names_with_patterns(optimizer)))
+                except StateNotKeptError as error:
+                    self.core.not_moved = error
+        self.adopt_description["not_kept"] = self.core.why_not_kept()
         self._done, self.core.step_commit.last_decided_step = part.steps_done, part.steps_done - 1
         self._old = base
         self.mirror.rank, self.mirror.keeper_of = transport.rank, part.mirror_keepers
@@ -227,7 +230,7 @@ class ElasticWorker:
             if optimizer is not None:
                 names = names_with_patterns(optimizer)
                 try:
-                    state = read_optimizer_state(optimizer).by_parameter(names)
+                    state = self.core.optimizer_state(index).by_parameter(names)
                 except StateNotKeptError as error:
                     state = OptimizerState.not_kept(names, error)
             for name, parameter in stage.parameters.items():

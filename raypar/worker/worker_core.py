@@ -39,7 +39,7 @@ from raypar.worker.stage.stage import Stage
 from raypar.worker.stage_builder import StageBuilder
 from raypar.worker.state.checkpoint_snapshot import CheckpointWriter, restore_from_checkpoint, take_snapshot
 from raypar.worker.step.interpreter import Interpreter, StageLinks
-from raypar.worker.step.optimizer_state import read_optimizer_state
+from raypar.worker.step.optimizer_state import OptimizerState, read_optimizer_state
 from raypar.worker.step.step_commit import InstructionSpan, StepCommit
 from raypar.worker.worker_assignments import ProgramAssignment, make_layer_graph
 
@@ -134,6 +134,8 @@ class WorkerCore:
     """Which rank of the present plan keeps which piece of state."""
     step_commit: StepCommit
     """Ends each step: reduces gradients, votes, runs the optimizers."""
+    not_moved: StateNotKeptError | None
+    """What optimizer state could not be moved here with the present plan: the stages have parameters and buffers only."""
     interpreter: Interpreter
     """Runs training steps."""
     loader: MicrobatchLoader | None
@@ -218,6 +220,7 @@ class WorkerCore:
             guard=self.guard,
             shard_timeout_s=self.step_timeout_s,
         )
+        self.not_moved = None
         self.stages, digests = builder.build_stages(values, unfilled=load is not None)
         self.step_commit = builder.build_step_commit(self.stages)
         self._build_interpreters(builder.routing, transport, cost_ms, before_compute)
@@ -365,11 +368,17 @@ class WorkerCore:
             not_kept="" if (step + 1) & step else self.why_not_kept(),
         )
 
+    def optimizer_state(self, index: int) -> OptimizerState:
+        """The state of a stage's optimizer. Raises `StateNotKeptError` for what cannot be saved or moved, or could not be moved."""
+        if self.not_moved is not None:
+            raise self.not_moved
+        return read_optimizer_state(self.step_commit.optimizers[index])
+
     def why_not_kept(self) -> str:
         """What optimizer state cannot be saved, and why; empty if all can."""
         try:
-            for optimizer in self.step_commit.optimizers.values():
-                read_optimizer_state(optimizer)
+            for index in self.step_commit.optimizers:
+                self.optimizer_state(index)
         except StateNotKeptError as error:
             return error.what
         return ""
@@ -411,6 +420,8 @@ class WorkerCore:
         `only_weights`: parameters and buffers, without state of the optimizers. Raises `StateNotKeptError` for such state that
         cannot be saved.
         """
+        if self.not_moved is not None and not only_weights:
+            raise self.not_moved
         optimizers = {} if only_weights else self.step_commit.optimizers
         state = take_snapshot(self.stages, optimizers, self.ownership.checkpoint_pieces(self.rank))
         self._writer.start(checkpoint, f"worker_{self.rank:04d}.safetensors", state)

@@ -327,6 +327,11 @@ def doubles_after_two(step: int) -> float:
     return 1.0 if step < 2 else 2.0
 
 
+def doubles_after_nine(step: int) -> float:
+    """2 from the tenth step on, between the looks after 8 and 16 steps."""
+    return 1.0 if step < 9 else 2.0
+
+
 class Keeps(Written):
     """Keeps something that no file holds: `what`, a key of `KEPT`."""
 

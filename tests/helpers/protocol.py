@@ -884,8 +884,13 @@ class Driver:
             self.ask(
                 worker,
                 lambda p, part=part: p.member.adopt(order.generation, part),
-                lambda a, w=worker: self.answered(a, order.generation, w, on.PlanAdopted(w, order.generation)),
+                lambda a, w=worker: self.answered(a, order.generation, w, on.PlanAdopted(w, order.generation, self.not_kept(w))),
             )
+
+    def not_kept(self, worker: int) -> str:
+        """What a worker says of optimizer state that it could not take over."""
+        described = getattr(self.world.processes[worker].body, "adopt_description", None)
+        return described["not_kept"] if described is not None else ""
 
     def journal(self, step: int) -> Any:
         """Compare and set: what is there already is the same, or the protocol is wrong."""
