@@ -22,6 +22,7 @@ from raypar.files.os_error_cure import NO_DESCRIPTOR_ERRNOS, cure_of_os_error
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.files.untrusted_files import READABLE, printable
 from raypar.user_code.traceback_filter import remove_raypar_frames, shows_raypar_frames
+from raypar.user_code.unhandled_interrupt import describe_interrupt
 from raypar.user_code.user_code_errors import recording_ctrl_c
 
 UNWRITABLE_DISK_ERRNOS = DISK_FULL_ERRNOS | {errno.EROFS}
@@ -118,7 +119,7 @@ def _run_and_explain_errors(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return status
     except Interrupted as stopped:  # at the user's request: this is no error
-        print(stopped.what + (f"\nnext: {stopped.cure}" if stopped.cure else ""), file=sys.stderr)
+        print(describe_interrupt(stopped), file=sys.stderr)
         return stopped.exit_code
     except RayparError as error:
         if not shows_raypar_frames():

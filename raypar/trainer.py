@@ -39,6 +39,7 @@ from raypar.trainer_arguments import (
     with_checked_argument_names,
 )
 from raypar.user_code.traceback_filter import without_raypar_frames
+from raypar.user_code.unhandled_interrupt import ends_script_if_unhandled
 from raypar.worker.init_from_setting import InitialWeightsFile
 from raypar.worker.job_spec import DataSpec, JobSpec, OptimizerSpec
 
@@ -228,9 +229,12 @@ class Trainer:
         return self.job.to_yaml()
 
     @without_raypar_frames
+    @ends_script_if_unhandled
     @stopped_before_training()
     def fit(self, *, verbose: bool | Literal["brief"] = True) -> Result:
         """Train to the end. Raises the error of a failed run, and `RayparError` if nothing could be started.
+
+        Ctrl-C or SIGTERM saves and raises `Interrupted`, which ends a script that does not catch it with exit code 130.
 
         `verbose`: True prints what happens, and at the end the checkpoint, what can be done next, and the weights' hash;
         "brief" prints a few lines, each with the run's name, for many runs side by side; False prints nothing.

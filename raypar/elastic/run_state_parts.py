@@ -92,8 +92,10 @@ class RunProgress:
 
     @property
     def ends_at(self) -> int:
-        """Steps that are seen and applied. At a flush point fewer than `emitted` only if a roll-back has lost optimizer state, so
-        that the steps after it cannot be made again."""
+        """Steps that are seen and applied. At a flush point fewer than `emitted` only if a roll-back has lost optimizer state.
+
+        Then the steps after it cannot be made again.
+        """
         return min(self.emitted, self.committed)
 
     def forget_open_steps(self) -> None:

@@ -369,7 +369,7 @@ class WorkerCore:
         )
 
     def optimizer_state(self, index: int) -> OptimizerState:
-        """The state of a stage's optimizer. Raises `StateNotKeptError` for what cannot be saved or moved, or could not be moved."""
+        """The state of a stage's optimizer. Raises `StateNotKeptError` for what cannot be, or was not, moved or saved."""
         if self.not_moved is not None:
             raise self.not_moved
         return read_optimizer_state(self.step_commit.optimizers[index])
