@@ -332,6 +332,27 @@ def doubles_after_nine(step: int) -> float:
     return 1.0 if step < 9 else 2.0
 
 
+class BeginsAbove(Written):
+    """Begins a momentum once the learning rate is above a limit, or after so many steps; steps by sign of the sum before."""
+
+    def __init__(self, params: Any, above: float = 0.0, after: int = 0, **given: Any) -> None:
+        super().__init__(params, above=above, after=after, steps=0, **given)
+
+    def begin_group(self, group: dict[str, Any]) -> None:
+        group["steps"] += 1
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        if not state and (group["lr"] <= group["above"] or group["steps"] <= group["after"]):
+            return gradient
+        state["sum"] = 0.9 * state.get("sum", torch.zeros_like(parameter)) + gradient
+        return state["sum"]
+
+
+def small_for_two(step: int) -> float:
+    """A factor on the learning rate that no trial has: almost nothing in the first two steps."""
+    return 0.01 if step < 2 else 1.0
+
+
 class Keeps(Written):
     """Keeps something that no file holds: `what`, a key of `KEPT`."""
 

@@ -884,7 +884,9 @@ class Driver:
             self.ask(
                 worker,
                 lambda p, part=part: p.member.adopt(order.generation, part),
-                lambda a, w=worker: self.answered(a, order.generation, w, on.PlanAdopted(w, order.generation, self.not_kept(w))),
+                lambda a, w=worker: self.answered(
+                    a, order.generation, w, on.PlanAdopted(w, order.generation, self.not_kept(w))
+                ),
             )
 
     def not_kept(self, worker: int) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import checkpoint_folders as checkpoint_files
 from helpers import optimizers, ugly_models
-from helpers.optimizer_layouts import LAYERS, LAYOUTS, job_of, outcomes
+from helpers.optimizer_layouts import LAYERS, LAYOUTS, job_of, outcomes, warm
 from safetensors.torch import load_file
 
 from raypar.comm.buffer_pool import BufferPool
@@ -231,17 +231,17 @@ def test_the_planner_gives_one_stage_to_an_optimizer_that_couples_parameters_als
     assert {c.stages for c in enumerate_candidates(free, 4, job.batching)} == {1, 2, 3, 4}
 
 
-def saved(spec: JobSpec, plan: ParallelPlan, folder: Path, disturb=lambda run: None, metrics=None) -> Path:
+def saved(spec: JobSpec, plan: ParallelPlan, folder: Path, disturb=lambda run: None, metrics=None, done: int = 2) -> Path:
     with OneProcessRun(spec, plan, "1f1b") as run:
-        for step in range(2):
+        for step in range(done):
             run.step(step)
         disturb(run)
-        begun = checkpoint_files.create_checkpoint(folder, 2)
+        begun = checkpoint_files.create_checkpoint(folder, done)
         for core in run.cores:
             core.save(begun)
         records = [core.save_result() for core in run.cores]
         contract = contract_of_job(spec)
-        return checkpoint_files.commit_checkpoint(begun, records, steps_done=2, contract=contract, metrics=metrics)
+        return checkpoint_files.commit_checkpoint(begun, records, steps_done=done, contract=contract, metrics=metrics)
 
 
 def test_shared_state_is_in_a_checkpoint_once_by_the_group_s_pattern_and_by_attribute(tmp_path: Path):
@@ -270,6 +270,13 @@ def forged(path: Path, change) -> Path:
     body = json.loads((path / "manifest.json").read_text())
     del body["sha256"]
     body["entries"] = [entry for entry in map(change, body["entries"]) if entry is not None]
+    (path / "manifest.json").write_text(json.dumps({**body, "sha256": manifest_checksum(body)}))
+    return path
+
+
+def as_of_format_2(path: Path) -> Path:
+    body = json.loads((path / "manifest.json").read_text())
+    body = {key: value for key, value in body.items() if key not in ("sha256", "kept")} | {"format": 2}
     (path / "manifest.json").write_text(json.dumps({**body, "sha256": manifest_checksum(body)}))
     return path
 
@@ -309,7 +316,7 @@ FORGED = {
         having(encoded(torch.ones(3)), **TOTAL),
         "has the attribute 'total' as float32 of shape [3], and it is float32 of shape [2]",
     ),
-    "no state": (torch.optim.Adam, without(kind="optimizer"), "has weights, and no state of the optimizer"),
+    "no state": (torch.optim.Adam, without(kind="optimizer"), "lacks 'exp_avg' of "),
 }
 
 
@@ -318,6 +325,80 @@ def resumes(job: JobSpec, path: Path) -> None:
     options = LaunchOptions(lambda chosen: pytest.fail("no run is made"))
     _, choose = prepare_resumed_run(open_checkpoint(str(path)), options, job, lambda checked: None, lambda event: None)
     choose(preflight(job))
+
+
+BEGIN_LATE = {
+    "after so many steps": ({"after": 3}, warm),
+    "above a learning rate": ({"above": 0.0005}, optimizers.small_for_two),
+}
+"""Optimizers that have no state of a parameter after the first step, which the trial sees of the first one only."""
+
+
+@pytest.mark.parametrize("what", BEGIN_LATE)
+def test_a_checkpoint_before_an_optimizer_begins_its_state_is_resumed(what: str, tmp_path: Path):
+    options, schedule = BEGIN_LATE[what]
+    job = job_of(spec(optimizers.BeginsAbove, (), **options), lr_schedule=Ref(schedule))
+    path = saved(job, ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path, done=1)
+    resumes(job, path)
+    with (
+        OneProcessRun(job, ParallelPlan.mesh(layers=LAYERS), "1f1b") as whole,
+        OneProcessRun(job, ParallelPlan.mesh(dp=2, layers=LAYERS), "1f1b") as resumed,
+    ):
+        for core in resumed.cores:
+            core.load(path)
+        for step in range(job.steps):
+            whole.step(step)
+            if step:
+                resumed.step(step)
+        want = whole.parameters()
+        assert whole.cores[0].step_commit.optimizers[0].state, "it has begun"
+        for name, copies in resumed.parameters().items():
+            assert all(torch.equal(copy, want[name][0]) for copy in copies), name
+
+
+@pytest.mark.parametrize(
+    "kind, done, name",
+    [(torch.optim.AdamW, 5, "first.weight"), (torch.optim.AdamW, 5, None), (optimizers.BeginsAbove, 5, None)],
+)
+def test_a_checkpoint_that_has_lost_state_which_was_there_is_refused_with_the_parameter_s_name(
+    kind: type, done: int, name: str | None, tmp_path: Path
+):
+    given = {"after": 3} if kind is optimizers.BeginsAbove else {}
+    job = job_of(spec(kind, (), **given))
+    path = saved(job, ParallelPlan.mesh(pp=2, dp=2, layers=LAYERS), tmp_path, done=done)
+    resumes(job, path)
+    forged(path, without(kind="optimizer", **({} if name is None else {"name": name})))
+    first = name or "block0.down.bias"
+    with pytest.raises(CheckpointError, match=rf"lacks '\w+' of {first}, which the optimizer had") as found:
+        resumes(job, path)
+    assert "init_from=" in found.value.cure
+
+
+def test_a_checkpoint_that_does_not_say_what_there_was_is_checked_by_the_trial(tmp_path: Path):
+    """Those of an earlier raypar, format 2, cannot tell state that was lost from state that had not begun."""
+    job = job_of(spec(torch.optim.AdamW, ()))
+    path = as_of_format_2(saved(job, ParallelPlan.mesh(layers=LAYERS), tmp_path))
+    resumes(job, path)
+    forged(path, without(kind="optimizer", name="first.weight"))
+    resumes(job, path)
+    forged(path, without(kind="optimizer"))
+    with pytest.raises(CheckpointError, match="has weights, and no state of the optimizer"):
+        resumes(job, path)
+
+
+def test_a_worker_s_file_that_is_lost_before_the_manifest_is_written_is_missed(tmp_path: Path):
+    """Each worker records what its optimizers hold, whoever writes it."""
+    job = job_of(spec(torch.optim.AdamW, ()))
+    with OneProcessRun(job, ParallelPlan.mesh(dp=2, layers=LAYERS), "1f1b") as run:
+        run.step(0)
+        begun = checkpoint_files.create_checkpoint(tmp_path, 1)
+        for core in run.cores:
+            core.save(begun)
+        first, second = (core.save_result() for core in run.cores)
+        lost = replace(second, entries=tuple(e for e in second.entries if e.kind.kind != "optimizer"))
+        path = checkpoint_files.commit_checkpoint(begun, [first, lost], steps_done=1, contract=contract_of_job(job))
+    with pytest.raises(CheckpointError, match="which the optimizer had"):
+        resumes(job, path)
 
 
 @pytest.mark.parametrize("what", FORGED)
@@ -349,7 +430,7 @@ def test_a_checkpoint_after_skipped_steps_only_is_resumed(kind, tmp_path: Path):
     resumes(job, path)
     path = saved(job, ParallelPlan.mesh(pp=2, layers=LAYERS), tmp_path / "damaged", metrics={"loss": 1.0, "norm": 1.0})
     with pytest.raises(CheckpointError, match="has weights, and no state of the optimizer"):
-        resumes(job, path)
+        resumes(job, as_of_format_2(path))  # which does not say that there was none
 
 
 def test_what_comes_back_to_the_value_that_it_was_given_may_be_missing():

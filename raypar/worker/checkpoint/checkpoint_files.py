@@ -40,6 +40,7 @@ from raypar.worker.checkpoint.manifest import (
     FORMATS,
     MANIFEST,
     EncodedTensor,
+    KeptState,
     Manifest,
     ManifestEntry,
     Scalar,
@@ -74,6 +75,7 @@ __all__ = [  # of the manifest, for those who handle checkpoints
     "PARAMETER",
     "TIE",
     "EncodedTensor",
+    "KeptState",
     "Manifest",
     "ManifestEntry",
     "Scalar",
@@ -130,6 +132,8 @@ class ShardRecord:
     """The tensors in it, and numbers, which lie in the manifest itself."""
     shared: tuple[tuple[int, SharedState], ...] = ()
     """(stage, optimizer state of the stage that many parameters share), of the worker's stages."""
+    kept: KeptState | None = None
+    """What the optimizers of the worker's stages held, written by whomever; None: not said."""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------------
@@ -159,10 +163,11 @@ def write_shard(
     slices: Mapping[StateName, TensorSlices] | None = None,
     ties: Mapping[str, Sequence[str]] | None = None,
     shared: Sequence[tuple[int, SharedState]] = (),
+    kept: KeptState | None = None,
 ) -> ShardRecord:
     """Write a worker's CPU tensors as one safetensors file, whose name is in the record: storage may add to `file_name`.
 
-    `slices`: which part of the unsharded tensor a tensor is, if not all. `shared`: see `ShardRecord.shared`.
+    `slices`: which part of the unsharded tensor a tensor is, if not all. `shared`, `kept`: see `ShardRecord`.
 
     `ties`: first name of a tied parameter, or of a buffer with several names -> its other names. Streams: no second copy in
     memory, and the checksum is taken in the same pass. Raises `CheckpointError` (disk full, ...).
@@ -188,7 +193,7 @@ def write_shard(
                 entries += [replace(entries[-1], name=other, kind=TIE) for other in (ties or {}).get(name, ())]
     with begun.store.write(begun.name, file_name) as file:
         nbytes, digest = write_tensors_as_safetensors(file, list(specs.values()), written)
-    return ShardRecord(file_name, nbytes, digest, tuple(entries), tuple(shared))
+    return ShardRecord(file_name, nbytes, digest, tuple(entries), tuple(shared), kept)
 
 
 def write_safetensors(
@@ -258,6 +263,7 @@ def commit_checkpoint(
         steps_done=steps_done,
         contract=contract,
         metrics=metrics or {},
+        kept=_merge_kept_state(records),
     )
     text = json.dumps(body, indent=1)
     try:
@@ -291,6 +297,17 @@ def merge_shared_state(records: Sequence[ShardRecord]) -> list[ManifestEntry]:
         for (pattern, kind), (_, state) in first.items()
         for name, value in state.items()
     ]
+
+
+def _merge_kept_state(records: Sequence[ShardRecord]) -> KeptState | None:
+    """What all optimizers held; None if a worker does not say."""
+    found: dict[str, set[str]] = {}
+    for record in records:
+        if record.kept is None:
+            return None
+        for name, keys in record.kept.items():
+            found.setdefault(name, set()).update(keys)
+    return {name: sorted(keys) for name, keys in found.items()}
 
 
 def _shown(state: Mapping[str, Any], name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raypar.errors import CheckpointError
-from raypar.worker.checkpoint.manifest import EncodedTensor, Manifest
+from raypar.worker.checkpoint.manifest import EncodedTensor, KeptState, Manifest
 from raypar.worker.checkpoint.state_key import GROUP, OPTIMIZER, SHARED_KINDS, StateKey
 
 NUMBER = "a number"
@@ -31,17 +31,19 @@ class ExpectedOptimizerState:
     shared: Mapping[tuple[str, StateKey], SharedEntry] = field(default_factory=dict)
     """(pattern of a group, or `ALL_PARAMETERS`; kind and name) -> what is known of it."""
     has_state_of_parameters: bool = False
-    """Whether there is any in `optimizer.state[p]`. Which depends on a parameter's size, so a small trial cannot say."""
+    """Whether there is any in `optimizer.state[p]` from the first step on: for checkpoints that do not say what there was."""
     shapes_are_fixed: bool = True
     """Whether tensors that parameters share have the same shapes for all models."""
 
     def check(self, manifest: Manifest) -> None:
         """Raises `CheckpointError` if a manifest lacks some of it, or has something else in its place."""
+        if manifest.kept is not None:
+            _check_kept(manifest, manifest.kept)
         has_state = any(entry.kind.kind == OPTIMIZER for entry in manifest.entries)
         there = {(e.name, e.kind): e.value for e in manifest.entries if e.kind.kind in SHARED_KINDS}
         if not has_state and not there and _last_step_was_skipped(manifest):
             return  # so were all before it: the optimizer has made no step
-        if self.has_state_of_parameters and manifest.steps_done and not has_state:
+        if manifest.kept is None and self.has_state_of_parameters and manifest.steps_done and not has_state:
             raise CheckpointError(
                 f"checkpoint {manifest.checkpoint} has weights, and no state of the optimizer: the run cannot go on from it",
                 cure=f"begin a new run with its weights: without resuming, and with init_from={manifest.checkpoint}",
@@ -73,6 +75,19 @@ def _last_step_was_skipped(manifest: Manifest) -> bool:
     """Whether the last step before the checkpoint changed nothing, as its loss or its norm was not finite."""
     found = [manifest.metrics.get(name) for name in ("loss", "norm")]
     return any(isinstance(value, float) and not math.isfinite(value) for value in found)
+
+
+def _check_kept(manifest: Manifest, kept: KeptState) -> None:
+    """Raises `CheckpointError` for state that was there when the checkpoint was saved, and that it lacks."""
+    saved = {(entry.name, entry.kind.name) for entry in manifest.entries if entry.kind.kind == OPTIMIZER}
+    lacking = [(name, key) for name in manifest.shapes for key in kept.get(name, ()) if (name, key) not in saved]
+    if lacking:
+        (name, key), more = lacking[0], f" (and {len(lacking) - 1} more)" if len(lacking) > 1 else ""
+        raise CheckpointError(
+            f"checkpoint {manifest.checkpoint} lacks {key!r} of {name}, which the optimizer had when it was saved{more}: "
+            "the run cannot go on from it",
+            cure=f"use another checkpoint; or begin a new run with its weights: init_from={manifest.checkpoint}",
+        )
 
 
 def form_of(dtype: str, shape: Sequence[int], is_shape_fixed: bool) -> str:

@@ -41,9 +41,9 @@ from raypar.worker.checkpoint.state_key import (
 if TYPE_CHECKING:
     from raypar.storage.checkpoint_store import CheckpointRef
 
-FORMAT = 2
-"""Format of the manifests that are written: kinds and the optimizer's names of its state are apart."""
-FORMATS = (1, FORMAT)
+FORMAT = 3
+"""Format of the manifests that are written: they say which optimizer state there was, beside what was saved of it."""
+FORMATS = (1, 2, FORMAT)
 """Formats that are read. In the first the kind of optimizer state was its name, and there was none of groups or attributes."""
 MANIFEST = "manifest.json"
 
@@ -65,6 +65,8 @@ class EncodedTensor:
     """Its bytes, little endian, in base64."""
 
 
+KeptState = Mapping[str, Sequence[str]]
+"""Parameter -> the names of all that the optimizer kept for it; of every parameter that it trains."""
 SharedState = Mapping[tuple[str, str], Mapping[str, "Scalar | EncodedTensor"]]
 """(pattern of a group of parameters, `GROUP`), or (`ALL_PARAMETERS`, `ATTRIBUTE`) -> name -> optimizer state that these
 parameters share. A group without such state has an empty mapping."""
@@ -125,6 +127,8 @@ class Manifest:
     """Metrics of the last step, as the run recorded them."""
     format: int = FORMAT
     """One of `FORMATS`."""
+    kept: KeptState | None = None
+    """What the workers said that their optimizers held when the entries were saved; None: not said."""
 
     @property
     def ties(self) -> dict[str, str]:
@@ -154,6 +158,7 @@ def manifest_to_json(
     steps_done: int,
     contract: Mapping[str, Any],
     metrics: Mapping[str, Any],
+    kept: KeptState | None = None,
 ) -> dict[str, Any]:
     """The manifest as JSON values, checksum included; `parse_manifest` reads them back."""
     body = {
@@ -163,6 +168,7 @@ def manifest_to_json(
         "metrics": dict(metrics),
         "files": {name: {"bytes": nbytes, "sha256": sha256} for name, (nbytes, sha256) in files.items()},
         "entries": [_entry_to_json(e) for e in sorted(entries, key=_place)],
+        "kept": None if kept is None else {name: list(keys) for name, keys in sorted(kept.items())},
     }
     return {**body, "sha256": manifest_checksum(body)}
 
@@ -174,8 +180,9 @@ def manifest_checksum(body: Mapping[str, Any]) -> str:
 
 def parse_manifest(body: Mapping[str, Any], checkpoint: CheckpointRef) -> Manifest:
     """The manifest of a checkpoint from JSON values. Raises `ValueError` for what no checkpoint can have."""
-    _keys(body, "the manifest", {"format", "steps_done", "contract", "metrics", "files", "entries"})
-    manifest_format = body["format"]
+    manifest_format = body.get("format")
+    since_third = {"kept"} if manifest_format == FORMAT else set()
+    _keys(body, "the manifest", {"format", "steps_done", "contract", "metrics", "files", "entries", *since_third})
     if type(manifest_format) is not int or manifest_format not in FORMATS:
         raise ValueError(f"format is {shorten(manifest_format)}, none of {', '.join(map(str, FORMATS))}")
     steps_done, contract, metrics = body["steps_done"], body["contract"], body["metrics"]
@@ -198,7 +205,7 @@ def parse_manifest(body: Mapping[str, Any], checkpoint: CheckpointRef) -> Manife
         _check_whole(f"{shorten(name)} ({shorten(str(kind))})", list(group))
     _check_kinds(entries)
     _check_ties(entries)
-    return Manifest(checkpoint, steps_done, contract, entries, files, metrics, manifest_format)
+    return Manifest(checkpoint, steps_done, contract, entries, files, metrics, manifest_format, _kept(body.get("kept")))
 
 
 def check_header_matches_manifest(manifest: Manifest, file: str, header: SafetensorsHeader) -> None:
@@ -244,6 +251,15 @@ def _keys(found: Any, what: str, wanted: set[str]) -> None:
     if found.keys() != wanted:
         missing, unknown = sorted(wanted - found.keys()), sorted(found.keys() - wanted)
         raise ValueError(f"{what} has no {missing[0]!r}" if missing else f"{what} has an unknown key {shorten(unknown[0])!r}")
+
+
+def _kept(found: Any) -> KeptState | None:
+    """What optimizers held, from its JSON value. Raises `ValueError`."""
+    if found is None:
+        return None
+    if not isinstance(found, dict) or not all(isinstance(keys, list) for keys in found.values()):
+        raise ValueError(f"kept is {shorten(found)}, not parameters and lists of names")
+    return {_text(name, "kept: name"): tuple(_text(key, "kept: state") for key in keys) for name, keys in found.items()}
 
 
 def _text(value: Any, what: str) -> str:

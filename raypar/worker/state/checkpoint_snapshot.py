@@ -14,6 +14,7 @@ from raypar.errors import CheckpointError
 from raypar.model.initial_values_protocol import InitialValues
 from raypar.worker.checkpoint.checkpoint_files import (
     CheckpointAt,
+    KeptState,
     Scalar,
     ShardRecord,
     SharedState,
@@ -48,6 +49,8 @@ class StateSnapshot:
     """First name of a tied parameter -> its other names."""
     shared: tuple[tuple[int, SharedState], ...] = ()
     """(stage, optimizer state of the stage that many parameters share): all stages should have it alike."""
+    kept: KeptState | None = None
+    """What the optimizers hold for each parameter of the stages, copied here or by another worker; None: none is copied."""
 
 
 def take_snapshot(
@@ -62,10 +65,12 @@ def take_snapshot(
     scalars: dict[StateName, Scalar] = {}
     slices: dict[StateName, TensorSlices] = {}
     shared: list[tuple[int, SharedState]] = []
+    kept: dict[str, list[str]] = {}
     with torch.no_grad():
         for index, mine in names.items():
             state = read_optimizer_state(optimizers[index]) if index in optimizers else OptimizerState()
             if index in optimizers:
+                kept |= {name: sorted(of) for name, of in state.parameters.items()}
                 of_groups = {(pattern, GROUP): _encoded(entries) for pattern, entries in state.groups.items()}
                 shared.append((index, {**of_groups, (ALL_PARAMETERS, ATTRIBUTE): _encoded(state.attributes)}))
             stage = stages[index]
@@ -90,7 +95,7 @@ def take_snapshot(
                     else:
                         scalars[name, key] = value
     ties = {others[0]: others[1:] for stage in stages.values() for others in stage.graph.shared_names}
-    return StateSnapshot(tensors, scalars, slices, ties, tuple(shared))
+    return StateSnapshot(tensors, scalars, slices, ties, tuple(shared), kept if optimizers else None)
 
 
 def _encoded(state: Mapping[str, Value]) -> Mapping[str, Any]:
@@ -165,7 +170,7 @@ class CheckpointWriter:
         def write() -> None:
             try:
                 self._record = write_shard(
-                    checkpoint, file_name, state.tensors, state.scalars, state.slices, state.ties, state.shared
+                    checkpoint, file_name, state.tensors, state.scalars, state.slices, state.ties, state.shared, state.kept
                 )
             except Exception as error:
                 self._error = error
