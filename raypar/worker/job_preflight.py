@@ -27,6 +27,7 @@ from raypar.model.capture.module_graph import (
     captured_outputs_on_meta,
     check_captured_evaluation,
     fields_without_target,
+    line_about_evaluation_mode,
     line_about_parameters_added_by_layer,
 )
 from raypar.model.graph import Graph, Layer
@@ -127,7 +128,13 @@ def preflight(spec: JobSpec) -> PreflightResult:
             "those that are to be trained"
         )
     of_data = _notes_about_data(spec, graph, names, batch, samples)
-    more = (line_about_cast_parameters(spec, graph), mixed, not_compared, line_about_parameters_added_by_layer(graph))
+    more = (
+        line_about_cast_parameters(spec, graph),
+        mixed,
+        not_compared,
+        line_about_parameters_added_by_layer(graph),
+        line_about_evaluation_mode(graph),
+    )
     notes = (*of_values, *of_data, *(line for line in more if line is not None))
     return PreflightResult(graph, samples, validation, batch, trial, notes)
 

@@ -215,6 +215,22 @@ def line_about_parameters_added_by_layer(graph: Graph) -> str | None:
     )
 
 
+def line_about_evaluation_mode(graph: Graph) -> str | None:
+    """A line for the user about a model that its function returns in evaluation mode as a whole; None for another one.
+
+    It is taken as it is. Parts in evaluation mode, as frozen norms, are the user's intention.
+    """
+    cache = traces_of(graph)
+    models = [shared_skeleton(layer) for layer in graph.layers] if cache is None else [cache.skeleton or cache.model]
+    if any(part.training for model in models for part in model.modules()):
+        return None
+    return (
+        "the model function returns the model in evaluation mode (eval() was called, by itself or in from_pretrained): it is "
+        "trained so, without dropout and with the running statistics of its norms as they are, as in a loop that does not call "
+        "train()\n  cure: call train() in the model function, before it returns the model; leave it if that is what you want"
+    )
+
+
 def parameters_added_by_layer(cache: TraceCache, ties: Iterable[Sequence[str]]) -> list[str]:
     """The parameters of several layers of which a layer sums up several gradients, so that all are added in another order than
     autograd would add them in one process (rule 6 of the numerics contract)."""
