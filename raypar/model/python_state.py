@@ -265,6 +265,8 @@ class _Code:
             return list(value[:_MOST_ELEMENTS])
         if isinstance(value, dict):
             return list(itertools.islice(dict.values(value), _MOST_ELEMENTS))
+        if isinstance(value, types.MappingProxyType):  # the functions of a `functools.singledispatch`
+            return list(itertools.islice(value.values(), _MOST_ELEMENTS))
         if isinstance(value, types.FunctionType):
             return self._parts_of_function(value)
         if isinstance(value, _CACHED_FUNCTION):
@@ -278,8 +280,8 @@ class _Code:
             if id(each) not in self._classes and _is_users(each):
                 self._classes[id(each)] = each
                 for name, value in list(vars(each).items()):
-                    if isinstance(value, _METHODS):
-                        is_called = name in self._names or _is_called_by_python(name, each)
+                    is_called = name in self._names or _is_called_by_python(name, each)
+                    if isinstance(value, _METHODS) or not (name.startswith("__") and name.endswith("__")):
                         (found if is_called else self._unnamed[name]).append(value)
         return found
 
@@ -288,7 +290,7 @@ class _Code:
         if not _is_users(function) or len(self._functions) >= _MOST_FUNCTIONS:
             return []
         self._functions[id(function)] = function
-        found = [*map(_content_of, function.__closure__ or ()), getattr(function, "__wrapped__", None)]
+        found = [*map(_content_of, function.__closure__ or ()), *vars(function).values()]
         names = set(_names_in(function.__code__))
         self._names |= names
         for name in names & self._unnamed.keys():

@@ -319,7 +319,50 @@ def by_attribute():
     return Attributes().other
 
 
-ACTS = [(by_backward, Doubles), (by_with, Entered), (by_construction, Made), (by_attribute, Attributes)]
+class Descriptor:
+    calls = 0
+
+    def __get__(self, instance, owner):
+        Descriptor.calls += 1
+
+
+class Described:
+    other = Descriptor()
+
+
+def by_descriptor():
+    return Described.other
+
+
+class Dispatched:
+    calls = 0
+
+
+@functools.singledispatch
+def dispatched(value):
+    return value
+
+
+@dispatched.register
+def _(value: int):
+    Dispatched.calls += 1
+
+
+dispatched(1)  # fills its cache
+
+
+def by_dispatch():
+    dispatched(1)
+
+
+ACTS = [
+    (by_descriptor, Descriptor),
+    (by_dispatch, Dispatched),
+    (by_backward, Doubles),
+    (by_with, Entered),
+    (by_construction, Made),
+    (by_attribute, Attributes),
+]
 
 
 @pytest.mark.parametrize("act, place", ACTS)
@@ -328,7 +371,7 @@ def test_what_python_and_pytorch_call_without_a_name_is_looked_through(act, plac
         def forward(self, x):
             Doubles.apply(x)
             with Entered():
-                return Made(), Attributes().other
+                return Made(), Attributes().other, Described.other, dispatched(x)
 
     state = PythonState({"": Acts()})
     before = state.read()
