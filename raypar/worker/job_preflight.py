@@ -43,7 +43,7 @@ from raypar.model.random_state import preserve_random_state
 from raypar.model.tensor_parallel.infer_styles_by_structure import has_inferred_structure
 from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
-from raypar.model.tensor_parallel.styles.experts import ExpertsStyle
+from raypar.model.tensor_parallel.styles.linear_styles import ExpertsStyle
 from raypar.plan import ParallelPlan
 from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c

@@ -13,7 +13,7 @@ from helpers.shard_grid import Cell, cells
 
 from raypar.comm.communicator_key import COLLECTIVES, FAST_REDUCTION_CHANNELS, SHARD_CHANNELS, CommunicatorKey
 from raypar.model.tensor_parallel.layout import compute_shard_layout
-from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
+from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle
 from raypar.plan import MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.pieces import Piece, PieceMove

@@ -14,14 +14,16 @@ from math import prod
 from torch import nn
 
 from raypar.model.tensor_parallel.layer_record import LayerRecord, RecordedCall
-from raypar.model.tensor_parallel.styles.attention import AttentionStyle, is_plain_attention
-from raypar.model.tensor_parallel.styles.column import ColumnStyle
-from raypar.model.tensor_parallel.styles.heads import HeadsStyle
-from raypar.model.tensor_parallel.styles.heads_row import HeadsRowStyle
-from raypar.model.tensor_parallel.styles.kv import KvStyle
-from raypar.model.tensor_parallel.styles.kv_heads import KvHeadsStyle
-from raypar.model.tensor_parallel.styles.qkv import QkvStyle
-from raypar.model.tensor_parallel.styles.row import RowStyle
+from raypar.model.tensor_parallel.styles.head_styles import (
+    AttentionStyle,
+    HeadsRowStyle,
+    HeadsStyle,
+    KvHeadsStyle,
+    KvStyle,
+    QkvStyle,
+    is_plain_attention,
+)
+from raypar.model.tensor_parallel.styles.linear_styles import ColumnStyle, RowStyle
 from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_linear
 from raypar.model.transposed_linear import linear_features
 

@@ -8,16 +8,17 @@ from torch import nn
 
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import shared_skeleton
-from raypar.model.tensor_parallel.styles.column import ColumnStyle
-from raypar.model.tensor_parallel.styles.heads import HeadsStyle
-from raypar.model.tensor_parallel.styles.heads_base import HeadStyle, find_head_counts
-from raypar.model.tensor_parallel.styles.heads_row import HeadsRowStyle
-from raypar.model.tensor_parallel.styles.kv_heads import KvHeadsStyle
-from raypar.model.tensor_parallel.styles.qkv import QkvStyle
-from raypar.model.tensor_parallel.styles.qkv_interleaved import QkvInterleavedStyle
-from raypar.model.tensor_parallel.styles.row import RowStyle
+from raypar.model.tensor_parallel.styles.head_styles import (
+    HeadsRowStyle,
+    HeadsStyle,
+    HeadStyle,
+    KvHeadsStyle,
+    QkvInterleavedStyle,
+    QkvStyle,
+    find_head_counts,
+)
+from raypar.model.tensor_parallel.styles.linear_styles import ColumnStyle, RowStyle, VocabularyStyle
 from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_embedding, is_plain_linear
-from raypar.model.tensor_parallel.styles.vocabulary import VocabularyStyle
 from raypar.model.transposed_linear import linear_features
 
 _COLUMNS = {"up", "up_proj", "gate", "gate_proj", "fc1", "c_fc", "w1", "w3", "lin1", "linear1", "dense_h_to_4h", "fc_in"}

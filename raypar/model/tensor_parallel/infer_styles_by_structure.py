@@ -19,10 +19,9 @@ from raypar.model.layer_skeletons import parameter_shapes, shared_skeleton
 from raypar.model.tensor_parallel.find_mlps_and_attention import Styles, find_mlps_and_attention, rows_of_samples
 from raypar.model.tensor_parallel.layer_record import LayerRecord, record_layers
 from raypar.model.tensor_parallel.prove_styles import find_why_styles_fail
-from raypar.model.tensor_parallel.styles.attention import is_plain_attention
-from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
+from raypar.model.tensor_parallel.styles.head_styles import is_plain_attention
+from raypar.model.tensor_parallel.styles.linear_styles import GatheredStyle, VocabularyStyle
 from raypar.model.tensor_parallel.styles.style import ShardingStyle, is_plain_linear
-from raypar.model.tensor_parallel.styles.vocabulary import VocabularyStyle
 from raypar.plan.stage_connections import owner_of, parameter_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, reraise_ctrl_c

@@ -19,9 +19,9 @@ from raypar.model.tensor_parallel.infer_styles_by_structure import add_styles_by
 from raypar.model.tensor_parallel.layout_of_styles import layout_of_styles, modules_with_parameters
 from raypar.model.tensor_parallel.library_plan import library_styles
 from raypar.model.tensor_parallel.prove_styles import find_values_in_parts
+from raypar.model.tensor_parallel.styles.linear_styles import WholeStyle
 from raypar.model.tensor_parallel.styles.registry import parse_style
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
-from raypar.model.tensor_parallel.styles.whole import WholeStyle
 from raypar.plan import ModelOutline
 from raypar.plan.stage_connections import LATER_USE, owner_of, parameter_of
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout

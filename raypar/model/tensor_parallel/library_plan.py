@@ -16,16 +16,17 @@ from raypar.errors import PlanError
 from raypar.model.capture.captured_layer import CapturedLayer, cache_of
 from raypar.model.graph import Graph, join_names
 from raypar.model.layer_skeletons import SkeletonCopier
-from raypar.model.tensor_parallel.styles.column import ColumnStyle
-from raypar.model.tensor_parallel.styles.experts import ExpertsStyle, are_cuttable_experts
-from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
-from raypar.model.tensor_parallel.styles.heads import HeadsStyle
-from raypar.model.tensor_parallel.styles.heads_row import HeadsRowStyle
-from raypar.model.tensor_parallel.styles.kv_heads import KvHeadsStyle
-from raypar.model.tensor_parallel.styles.row import RowStyle
+from raypar.model.tensor_parallel.styles.head_styles import HeadsRowStyle, HeadsStyle, KvHeadsStyle
+from raypar.model.tensor_parallel.styles.linear_styles import (
+    ColumnStyle,
+    ExpertsStyle,
+    GatheredStyle,
+    RowStyle,
+    VocabularyStyle,
+    WholeStyle,
+    are_cuttable_experts,
+)
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
-from raypar.model.tensor_parallel.styles.vocabulary import VocabularyStyle
-from raypar.model.tensor_parallel.styles.whole import WholeStyle
 from raypar.plan.stage_connections import LATER_USE
 
 _STYLES: dict[str, ShardingStyle] = {

@@ -1,4 +1,4 @@
-"""Sharding styles by name. To add one, write a file beside this one and add its class to the list."""
+"""Sharding styles by name. To add one, write its class in `linear_styles.py`, `head_styles.py` or a file beside them, and add it to the list."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import difflib
 import re
 
 from raypar.errors import PlanError
-from raypar.model.tensor_parallel.styles.attention import AttentionStyle
-from raypar.model.tensor_parallel.styles.column import ColumnStyle
-from raypar.model.tensor_parallel.styles.experts import ExpertsStyle
-from raypar.model.tensor_parallel.styles.gathered_output import GatheredStyle
-from raypar.model.tensor_parallel.styles.heads import HeadsStyle
-from raypar.model.tensor_parallel.styles.heads_row import HeadsRowStyle
-from raypar.model.tensor_parallel.styles.kv import KvStyle
-from raypar.model.tensor_parallel.styles.kv_heads import KvHeadsStyle
-from raypar.model.tensor_parallel.styles.qkv import QkvStyle
-from raypar.model.tensor_parallel.styles.qkv_interleaved import QkvInterleavedStyle
-from raypar.model.tensor_parallel.styles.row import RowStyle
+from raypar.model.tensor_parallel.styles.head_styles import (
+    AttentionStyle,
+    HeadsRowStyle,
+    HeadsStyle,
+    KvHeadsStyle,
+    KvStyle,
+    QkvInterleavedStyle,
+    QkvStyle,
+)
+from raypar.model.tensor_parallel.styles.linear_styles import (
+    ColumnStyle,
+    ExpertsStyle,
+    GatheredStyle,
+    RowStyle,
+    VocabularyStyle,
+    WholeStyle,
+)
 from raypar.model.tensor_parallel.styles.style import ShardingStyle
-from raypar.model.tensor_parallel.styles.vocabulary import VocabularyStyle
-from raypar.model.tensor_parallel.styles.whole import WholeStyle
 
 STYLES: dict[str, type[ShardingStyle]] = {
     style.name: style
