@@ -41,8 +41,8 @@ def same(trainee: Trainee, undisturbed: Undisturbed) -> None:
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_node_dies_with_its_workers_and_the_others_go_on(cluster, undisturbed, tmp_path):
-    trainee = Trainee(tmp_path, *LONG)
+def test_a_node_dies_with_its_workers_and_the_others_go_on(cluster, tmp_path):
+    trainee, undisturbed = Trainee(tmp_path, *LONG, "steps=60"), Undisturbed.of(tmp_path, "steps=60")
 
     def act(pids):
         node, workers = victim(trainee, cluster)

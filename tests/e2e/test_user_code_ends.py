@@ -32,34 +32,35 @@ NO_EXCEPTION = {"cancelled": "CancelledError: by a library", "own": "BaseExcepti
 """What libraries raise that is no `Exception` either."""
 
 
-class Bad(Samples):
-    """Sample 5 cannot be read."""
+WAYS = [*HOW, *NO_EXCEPTION]
 
-    def __init__(self, how: str) -> None:
+
+class Bad(Samples):
+    """The first samples cannot be read, each in one of `WAYS`."""
+
+    def __init__(self) -> None:
         super().__init__(8)
-        self.how = how
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return ends(how=self.how) if index == 5 else super().__getitem__(index)
+        return ends(how=WAYS[index]) if index < len(WAYS) else super().__getitem__(index)
 
 
-def bad(how: str) -> Bad:
-    return Bad(how)
+@pytest.fixture(scope="module", params=[0, 1], ids=["here", "in a data process"])
+def loader_of_bad_samples(request):
+    """One sample a step, read one after the other: who has failed to read one reads the next."""
+    spec = DataSpec(Ref(Bad, {}), processes=request.param)
+    order = SampleOrder(0, 8, shuffle=False)
+    loader = MicrobatchLoader(Bad(), spec, order, Microbatches(1, batch_size=1), seed=0, fields=("x",))
+    yield loader
+    loader.close()
 
 
-@pytest.mark.parametrize("how", HOW | NO_EXCEPTION)
-@pytest.mark.parametrize("processes", [0, 1], ids=["here", "in a data process"])
-def test_a_data_set_that_ends_is_an_error_that_names_the_sample(how, processes):
-    spec = DataSpec(Ref(bad, {"how": how}), processes=processes)
-    loader = MicrobatchLoader(
-        Bad(how), spec, SampleOrder(0, 8, shuffle=False), Microbatches(1, batch_size=8), seed=0, fields=("x",)
-    )
-    try:
-        said = f"(?s)sample 5 .epoch 0.: the data set raised {(HOW | NO_EXCEPTION)[how]}"
-        with recording_ctrl_c(), pytest.raises(UserCodeError, match=said):
-            loader.get(0, 0)
-    finally:
-        loader.close()
+@pytest.mark.parametrize("how", WAYS)
+def test_a_data_set_that_ends_is_an_error_that_names_the_sample(how, loader_of_bad_samples):
+    index = WAYS.index(how)
+    said = f"(?s)sample {index} .epoch 0.: the data set raised {(HOW | NO_EXCEPTION)[how]}"
+    with recording_ctrl_c(), pytest.raises(UserCodeError, match=said):
+        loader_of_bad_samples.get(index, 0)
 
 
 class Backwards(torch.autograd.Function):
