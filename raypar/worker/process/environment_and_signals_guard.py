@@ -60,7 +60,9 @@ def read_environment_state() -> EnvironmentState:
         directory: str | None = os.getcwd()
     except FileNotFoundError:
         directory = None
-    variables = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(GUARDED_VARIABLES)))
+    # Not `items()`, which encodes and decodes every value of the environment.
+    guarded = sorted(name for name in os.environ if name.startswith(GUARDED_VARIABLES))
+    variables = tuple((name, os.environ[name]) for name in guarded)
     return EnvironmentState(directory, variables, tuple(signal.getsignal(number) for number in _SIGNALS))
 
 
