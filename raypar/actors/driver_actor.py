@@ -49,10 +49,10 @@ from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.phases import Phase
-from raypar.elastic.plain_failure_text import plain_failure_text
+from raypar.elastic.placement_constraints import SUSPECT_S
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.run_machine import RunMachine
-from raypar.elastic.suspect_nodes import SUSPECT_S
+from raypar.elastic.user_messages import plain_failure_text
 from raypar.errors import ClusterError, NodeLost, OutOfMemory, RayparError, error_first_line
 from raypar.fences.fence import send_lines_to
 from raypar.plan.ownership import Ownership

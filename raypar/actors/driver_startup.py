@@ -19,12 +19,12 @@ from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.run_state_in_ray_kv import MembershipRecord
 from raypar.actors.worker_pool import remove_leftover_placement_groups
 from raypar.elastic import events as on
-from raypar.elastic.buddies import assign_buddies
-from raypar.elastic.digest_check import InitialDigestCheck
+from raypar.elastic.desired_capacity import StartLimits, least_workers_at_start
+from raypar.elastic.mirror import assign_buddies
 from raypar.elastic.placement_constraints import match_labels
 from raypar.elastic.plural_wording import count_of, format_worker_numbers
 from raypar.elastic.seating import WorkerPlaces, spread_replicas_over_nodes
-from raypar.elastic.start_size import StartLimits, least_workers_at_start
+from raypar.elastic.state_trust import InitialDigestCheck
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand

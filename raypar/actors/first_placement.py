@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from raypar.actors.cluster_info import ClusterCapacity, NodeResources, cluster_capacity, list_live_node_resources
 from raypar.actors.worker_pool import POLL_S, WorkerPool
+from raypar.elastic.desired_capacity import StartInputs, StartLimits, decide_start
 from raypar.elastic.placement_constraints import PlacementConstraints
 from raypar.elastic.plural_wording import count_of
-from raypar.elastic.start_size import StartInputs, StartLimits, decide_start
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 from raypar.ray_compat.autoscaler import read_autoscaler_answer

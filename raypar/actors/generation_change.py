@@ -12,9 +12,9 @@ from raypar.actors.driver_parts import DriverParts
 from raypar.actors.run_state_in_ray_kv import MembershipRecord
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
-from raypar.elastic.buddies import assign_buddies
-from raypar.elastic.digest_check import InitialDigestCheck
-from raypar.elastic.plain_failure_text import plain_failure_text
+from raypar.elastic.mirror import assign_buddies
+from raypar.elastic.state_trust import InitialDigestCheck
+from raypar.elastic.user_messages import plain_failure_text
 from raypar.errors import WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from typing import Any
 
 from raypar.actors.run_request import RunRequest
-from raypar.elastic import inelastic_silent_worker_rules
+from raypar.elastic import silent_worker_rules
 from raypar.elastic.phases import Phase
-from raypar.elastic.plain_failure_text import plain_failure_text
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.transition_table import RECOVERING
+from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.plan import ParallelPlan
 
@@ -90,7 +90,7 @@ class MembersFileText:
 def _phase_and_reason(machine: RunMachine) -> tuple[str, str]:
     """The run's phase in a word, and why it recovers or waits."""
     if machine.health.silent_since_s:
-        return "waiting", inelastic_silent_worker_rules.describe_silent_workers(machine.health.silent_since_s)
+        return "waiting", silent_worker_rules.describe_silent_workers(machine.health.silent_since_s)
     if machine.phase not in RECOVERING:
         return _PHASES.get(machine.phase, "running"), ""
     if machine.waits and machine.phase is not Phase.WAITING:

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from raypar.elastic.actions import AdoptPlan, ReportStraggler
-from raypar.elastic.plain_failure_text import plain_failure_text
+from raypar.elastic.user_messages import plain_failure_text
 from raypar.plan import ParallelPlan
 from raypar.record.events import WorkerLoss
 

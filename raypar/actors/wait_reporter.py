@@ -10,7 +10,7 @@ from typing import Any
 
 from raypar.actors.driver_parts import DriverParts
 from raypar.elastic.phases import Phase
-from raypar.elastic.wait_announcements import SILENCE_S, WaitAnnouncer, describe_waited_workers
+from raypar.elastic.user_messages import SILENCE_S, WaitAnnouncer, describe_waited_workers
 from raypar.worker.process.thread_activity import IDLE, STARTING, WAITING_FOR_WORKERS, describe_thread_activity
 
 POLL_S = 0.5

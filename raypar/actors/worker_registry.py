@@ -22,8 +22,8 @@ from raypar.actors.node_loss import NodeLossTracker
 from raypar.actors.run_state_in_ray_kv import Journal
 from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic import events as on
-from raypar.elastic.cpu_wait_deadline_extension import CpuWaitDeadlineExtension
-from raypar.elastic.suspect_nodes import FlappingNodes, SuspectNodes
+from raypar.elastic.deadlines import CpuWaitDeadlineExtension
+from raypar.elastic.placement_constraints import FlappingNodes, SuspectNodes
 from raypar.errors import ClusterError, NodeLost
 from raypar.ray_compat.actor_errors import keep_death_reasons, worker_lost_error
 from raypar.ray_compat.memory_monitor import memory_monitor_kill_error

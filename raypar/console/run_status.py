@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raypar.elastic.plain_failure_text import plain_failure_text
+from raypar.elastic.user_messages import plain_failure_text
 from raypar.plan.parallel_plan import describe_mesh
 from raypar.record.events import ReplayProgress, count_noun, format_duration, is_finite_number, seat_without_rank, short_node_id
 from raypar.record.fold import UNDER_WAY, RunView

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypar.console.run_status import overdue_silence_s
-from raypar.elastic.plain_failure_text import plain_failure_text
+from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.untrusted_files import shorten
 from raypar.record.events import format_duration, is_finite_number
 from raypar.record.fold import RunView

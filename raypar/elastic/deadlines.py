@@ -1,9 +1,91 @@
-"""Time limits for steps, answers and silence, and the workers that have exceeded them."""
+"""Time limits for steps, answers and silence, what they are computed from, and the workers that have exceeded them."""
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
 from raypar.elastic.events import Tick
-from raypar.elastic.run_state import RunState
+
+if TYPE_CHECKING:
+    from raypar.elastic.run_state import RunState
+
+KEPT_STEPS = 100
+"""Steps that are remembered."""
+MIN_OWN_STEPS = 3
+"""Least steps with the present number of workers whose median is used alone: a generation's first step is longer."""
+
+
+@dataclass
+class StepTimes:
+    """The seconds of the last steps, each with the number of workers that executed it.
+
+    Measured times are kept unscaled. So a run that shrinks and grows again expects the times of its beginning.
+    """
+
+    _steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    """(seconds, number of workers) of each step."""
+
+    def add(self, seconds: float, workers: int) -> None:
+        """Add a step that `workers` workers have executed."""
+        self._steps.append((seconds, workers))
+
+    @property
+    def known(self) -> bool:
+        """Whether a step has been measured."""
+        return bool(self._steps)
+
+    def longest_s(self, workers: int) -> float | None:
+        """The longest step, scaled to `workers` workers; None before the first step.
+
+        Fewer workers are taken to need more time in proportion; more workers are not taken to be faster.
+        """
+        return max((self._scaled_s(seconds, had, workers) for seconds, had in self._steps), default=None)
+
+    def usual_s(self, workers: int) -> float:
+        """The median of the steps of so many workers, or of all steps scaled to that number; 0 before the first step."""
+        own = [seconds for seconds, had in self._steps if had == workers]
+        found = own if len(own) >= MIN_OWN_STEPS else [self._scaled_s(s, had, workers) for s, had in self._steps]
+        return statistics.median(found) if found else 0.0
+
+    @staticmethod
+    def _scaled_s(seconds: float, had: int, workers: int) -> float:
+        return seconds * max(1.0, had / workers)
+
+
+REPORT_VALID_S = 1.2
+"""Age up to which a report counts. A process that was stopped since its last report did not lack a processor."""
+MIN_SHARE = 0.6
+"""Smaller shares are ignored: they are normal with a few more workers than cores, and deadlines have room for them."""
+MAX_SHARE = 0.95
+"""Larger shares count as this: some time always counts, so that every deadline ends."""
+
+
+class CpuWaitDeadlineExtension:
+    """Computes from every process's wait for a processor how much time deadlines leave out."""
+
+    def __init__(self) -> None:
+        self._last: dict[Hashable, tuple[float, float]] = {}
+        """Process -> (its total wait in seconds, when that was reported)."""
+        self._shares: dict[Hashable, tuple[float, float]] = {}
+        """Process -> (share of the time between its last two reports that it waited, when the last one came)."""
+
+    def report(self, who: Hashable, waited_s: float, now_s: float) -> None:
+        """Take a process's total wait so far. A total smaller than before is another thread's, and counts as no wait."""
+        before_s, at_s = self._last.get(who, (waited_s, now_s))
+        if now_s > at_s:
+            self._shares[who] = (min(1.0, max(0.0, waited_s - before_s) / (now_s - at_s)), now_s)
+        self._last[who] = (waited_s, now_s)
+
+    def uncounted_s(self, now_s: float, since_s: float) -> float:
+        """Seconds since `since_s` that no deadline counts: that time x the largest share, if it reaches `MIN_SHARE`."""
+        fresh = (share for share, at_s in self._shares.values() if now_s - at_s <= REPORT_VALID_S)
+        share = max(fresh, default=0.0)
+        return min(share, MAX_SHARE) * (now_s - since_s) if share >= MIN_SHARE else 0.0
+
 
 SILENT_SHARE, SILENT_MEDIANS = 0.5, 3.0
 """A worker that also answers no pings is given up after this share of the step's limit, or so many median steps."""

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from raypar.elastic import state_sources
 from raypar.elastic.actions import AdoptPlan, ChoosePlan, KillWorker, WarnUser
-from raypar.elastic.begin_recovery import begin_recovery
+from raypar.elastic.desired_capacity import desired_capacity_of_run, spares_of_complete_replicas, start_missing_workers
 from raypar.elastic.events import PlanAdopted, PlanChosen, StopRequested
-from raypar.elastic.failure_budget import mark_worker_lost
+from raypar.elastic.failures import begin_recovery, mark_worker_lost
 from raypar.elastic.phases import Phase
 from raypar.elastic.plural_wording import format_worker_numbers
 from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import assign_seats, refill_seats
 from raypar.elastic.step_flow import describe_last_checkpoint, issue_steps
-from raypar.elastic.straggler_rules import begin_straggler_watch
-from raypar.elastic.worker_hiring import desired_capacity_of_run, spares_of_complete_replicas, start_missing_workers
+from raypar.elastic.stragglers import begin_straggler_watch
 from raypar.errors import ClusterError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece, pieces_nobody_holds, plan_moves

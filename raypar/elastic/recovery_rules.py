@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from raypar.elastic import last_copy_holders
+from raypar.elastic import state_sources
 from raypar.elastic.actions import ApplyKeptGradients, FenceWorkers, KillWorker, TellUser, WarnUser, WriteJournal
-from raypar.elastic.begin_recovery import begin_recovery, is_caused_by_worker_loss
 from raypar.elastic.deadlines import answer_deadline_s
-from raypar.elastic.digest_check import compare_digests_in_recovery
-from raypar.elastic.end_failed_run import fail_run
+from raypar.elastic.desired_capacity import start_missing_workers
 from raypar.elastic.events import (
     CallFailed,
     CheckpointFailed,
@@ -31,15 +29,22 @@ from raypar.elastic.events import (
     ValidationEmitted,
     WorkerStatusReported,
 )
-from raypar.elastic.failure_budget import end_run_on_repeated_out_of_memory, mark_worker_lost, record_death
+from raypar.elastic.failures import (
+    begin_recovery,
+    choose_unreachable_workers,
+    end_run_on_repeated_out_of_memory,
+    fail_run,
+    is_caused_by_worker_loss,
+    mark_worker_lost,
+    note_unreachable_workers,
+    record_death,
+)
 from raypar.elastic.phases import Phase
 from raypar.elastic.plan_rules import end_run_between_generations, find_plan, tell_what_is_awaited
 from raypar.elastic.plural_wording import format_worker_numbers
 from raypar.elastic.run_state import RunState
-from raypar.elastic.shard_count_history import ShardCountHistory
+from raypar.elastic.state_trust import ShardCountHistory, compare_digests_in_recovery
 from raypar.elastic.step_flow import record_emitted_step
-from raypar.elastic.unreachable_workers import choose_unreachable_workers, note_unreachable_workers
-from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import ClusterError, error_first_line
 
 CLAIM_TOLD_S = 5.0
@@ -255,13 +260,13 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> None:
         tell_what_is_awaited(m)
     if m.phase is Phase.WAITING:
         start_missing_workers(m)
-        if timer.now_s - r.told_s >= last_copy_holders.TELL_EVERY_S and timer.deadline_s is not None and not timer.expired:
+        if timer.now_s - r.told_s >= state_sources.TELL_EVERY_S and timer.deadline_s is not None and not timer.expired:
             tell_what_is_awaited(m)
     silent = sorted(r.expected - set(r.statuses)) if m.phase is Phase.STANDING else sorted(r.expected)
     asked = m.phase in (Phase.STANDING, Phase.SETTLING, Phase.ADOPTING)
     if m.phase is Phase.STANDING and timer.now_s < m.health.patient_until_s:
         living = set(silent) - event.ended
-        if living and last_copy_holders.steps_are_lost_without(m, living):
+        if living and state_sources.steps_are_lost_without(m, living):
             return
     hopeless = asked and silent and set(silent) <= event.unheard and timer.elapsed_s > m.policy.hopeless_s
     if not (hopeless or timer.expired or (m.phase is Phase.STANDING and r.waited_from_s is not None)):
@@ -279,7 +284,7 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> None:
     else:
         # Workers that answer pings wait for others, or are slow: the next generation asks for their status.
         mute = set(silent) & event.unheard
-        mark_workers_hung(m, mute - set(last_copy_holders.find_only_holders(m, mute - event.ended)))
+        mark_workers_hung(m, mute - set(state_sources.find_only_holders(m, mute - event.ended)))
         begin_recovery(m, f"{format_worker_numbers(silent)} did not answer while {m.phase.value}")
 
 
@@ -291,15 +296,15 @@ def wait_for_or_drop_silent_workers(m: RunState, event: Tick, silent: list[int])
     """
     r, timer = m.recovery, m.timer
     over = r.waited_from_s is not None and timer.expired
-    holders = last_copy_holders.find_only_holders(m, set(silent) - event.ended)
+    holders = state_sources.find_only_holders(m, set(silent) - event.ended)
     if holders and not over and m.policy.last_copy_wait_s:
         if r.waited_from_s is None:
             r.waited_from_s = r.told_s = timer.now_s
             timer.deadline_s = timer.now_s + m.policy.last_copy_wait_s
-        elif holders == r.holders and timer.now_s - r.told_s < last_copy_holders.TELL_EVERY_S:
+        elif holders == r.holders and timer.now_s - r.told_s < state_sources.TELL_EVERY_S:
             return
-        r.holders, r.awaited = holders, last_copy_holders.describe_wait_for_last_copy(m, holders, event.unheard)
-        tell_what_is_awaited(m, f"(elastic.last_copy_wait_s), {last_copy_holders.describe_failed_wait(m, holders)}")
+        r.holders, r.awaited = holders, state_sources.describe_wait_for_last_copy(m, holders, event.unheard)
+        tell_what_is_awaited(m, f"(elastic.last_copy_wait_s), {state_sources.describe_failed_wait(m, holders)}")
         return
     more = ""
     if holders and r.waited_from_s is not None:

@@ -1,30 +1,332 @@
-"""The state of a run, with the three operations of rules: decide on an action, change the phase, end the run."""
+"""The state of a run: a record for each subject, and the operations of rules.
+
+The rules decide on an action, change the phase, end the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
-from raypar.elastic.actions import Action, ActionWithReason, EndKind, Teardown
-from raypar.elastic.events import RunEvent
-from raypar.elastic.mirror_schedule import MirrorSchedule
+from raypar.elastic.actions import Action, ActionWithReason, AdoptPlan, EndKind, Teardown
+from raypar.elastic.deadlines import StepTimes
+from raypar.elastic.events import CallFailed, RunEvent, StopRequested
+from raypar.elastic.generation_guard import WorkerStatus
+from raypar.elastic.mirror import MirrorSchedule
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.run_state_parts import (
-    Membership,
-    PendingStop,
-    PhaseTimeLimit,
-    PlannedChange,
-    RecoveryState,
-    RunProgress,
-    StateTrust,
-    WorkerHealth,
-    WorkerStarts,
-)
-from raypar.elastic.shard_count_history import ShardCountHistory
-from raypar.elastic.step_times import StepTimes
+from raypar.elastic.state_trust import ShardCountHistory
 from raypar.elastic.stragglers import StragglerWatch
 from raypar.plan import ParallelPlan
-from raypar.plan.pieces import Piece
+from raypar.plan.pieces import Digest, Piece
+
+Due = Literal["save", "validate", "end"]
+"""Work that can be due at a flush point, which is a moment without steps in flight."""
+
+
+@dataclass(slots=True)
+class PhaseTimeLimit:
+    """The time of the present event, and the time limit of the present phase."""
+
+    now_s: float = 0.0
+    """Time of the event that is being handled, by any monotonic clock."""
+    since_s: float = 0.0
+    """When the present phase, or the oldest step in flight, began; later if time was skipped."""
+    deadline_s: float | None = None
+    """When the phase's time limit is over; None: it has no limit."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since `since_s`."""
+        return self.now_s - self.since_s
+
+    @property
+    def expired(self) -> bool:
+        """Whether the phase has outlasted its time limit."""
+        return self.deadline_s is not None and self.now_s >= self.deadline_s
+
+    def begin_phase(self, deadline_s: float | None) -> None:
+        """Start a new phase now, with a limit of `deadline_s` seconds."""
+        self.since_s = self.now_s
+        self.deadline_s = None if deadline_s is None else self.now_s + deadline_s
+
+    def skip(self, seconds: float) -> None:
+        """Do not count `seconds`: the driver was stopped, or the workers got no processor."""
+        self.since_s = min(self.now_s, self.since_s + seconds)
+        if self.deadline_s is not None:
+            self.deadline_s += seconds
+
+
+@dataclass(slots=True)
+class RunProgress:
+    """The run's progress. All counts are of steps since the start of the job. Steps are numbered from 0."""
+
+    issued: int
+    """Steps that the workers have been called for."""
+    committed: int
+    """Steps that every worker has applied. A roll-back lowers this number, but not `emitted` and `journalled`."""
+    emitted: int
+    """Steps that people have seen: they are journalled, and their callbacks have returned."""
+    journalled: int
+    """Steps that have been given to the journal."""
+    served_flush_point: int
+    """Steps at the last flush point whose saving and validation were begun."""
+    saved: int | None = None
+    """Steps of the last complete checkpoint."""
+    saving: int | None = None
+    """Steps of the checkpoint that is being written."""
+    save_error: Exception | None = None
+    """Why the last checkpoint failed; None after one that was written."""
+    unsaved_since_s: float | None = None
+    """Since when the run is over but for its last checkpoint, which could not be written; None: it waits for no disk."""
+    retry_save_at_s: float | None = None
+    """When that checkpoint is begun again; None while it is being written."""
+    validated: int | None = None
+    """Steps of the last complete validation pass."""
+    due: deque[Due] = field(default_factory=deque)
+    """Work that is still to be done at the present flush point, in order."""
+    reports: dict[int, set[int]] = field(default_factory=dict)
+    """Step in flight -> workers that have reported it."""
+    digests: dict[int, dict[int, Digest]] = field(default_factory=dict)
+    """Step with a mirror snapshot -> worker -> digest of its state."""
+    busy_s: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Step in flight -> worker -> seconds that it computed for a microbatch."""
+    answers: set[int] = field(default_factory=set)
+    """Workers that have finished the present validation pass."""
+    last_commit_s: float | None = None
+    """When the last step was committed."""
+
+    @property
+    def ends_at(self) -> int:
+        """Steps that are seen and applied. At a flush point fewer than `emitted` only if a roll-back has lost optimizer state.
+
+        Then the steps after it cannot be made again.
+        """
+        return min(self.emitted, self.committed)
+
+    def forget_open_steps(self) -> None:
+        """Drop the reports of steps in flight and the work that is due, because a new generation begins."""
+        self.due.clear()
+        self.reports.clear()
+        self.digests.clear()
+        self.busy_s.clear()
+
+
+@dataclass(slots=True)
+class Membership:
+    """The workers of the run. A worker's number is never used again for another worker."""
+
+    plan: ParallelPlan | None
+    """The plan that trains now; None in runs that are not elastic and need none."""
+    members: tuple[int, ...]
+    """`members[rank]`: the worker in the seat `rank` of the plan."""
+    generation: int = 1
+    """The number of the present generation: plan and members change only from one to the next."""
+    spares: set[int] = field(default_factory=set)
+    """Workers that have joined and wait for a seat."""
+    leaving: set[int] = field(default_factory=set)
+    """Workers that leave as soon as others hold their state."""
+    gone: set[int] = field(default_factory=set)
+    """Workers that were lost, have left, or could not be started."""
+    hung: set[int] = field(default_factory=set)
+    """Workers of `gone` whose processes may still exist; they are killed once the next generation is claimed."""
+    had_seat: set[int] = field(default_factory=set)
+    """Workers that have had a seat in some generation."""
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """Worker -> its node, as far as the driver knows."""
+    zones: Mapping[str, str] = field(default_factory=dict)
+    """Node -> its availability zone, where nodes say theirs."""
+
+    def mark_lost(self, worker: int) -> None:
+        """Count the worker as gone for good."""
+        self.gone.add(worker)
+        self.spares.discard(worker)
+        self.leaving.discard(worker)
+
+
+@dataclass(slots=True)
+class WorkerStarts:
+    """Workers that this run asks the cluster for."""
+
+    next_number: int
+    """The number of the next worker that is started."""
+    starting: set[int] = field(default_factory=set)
+    """Workers that have been asked for and have not joined yet."""
+    placed: set[int] = field(default_factory=set)
+    """Workers of `starting` for which the cluster has found room."""
+    asked_together: dict[int, set[int]] = field(default_factory=dict)
+    """Worker -> all workers that share its placement group, where these are several."""
+    on_demand: set[int] = field(default_factory=set)
+    """Workers on on-demand nodes, or asked for there."""
+    useful: int | None = None
+    """The largest number of workers that the planner can use; None: it has declined none yet."""
+    useful_is_final: bool = False
+    """Whether `useful` holds for all plans, because the planner was asked for all workers that are wanted."""
+    failures: int = 0
+    """Number of failed starts in a row."""
+    retry_at_s: float = 0.0
+    """No worker is started before this time."""
+
+    def ask_for(self, workers: tuple[int, ...], *, on_demand: bool = False) -> None:
+        """Note that these workers have been asked for together."""
+        self.next_number = max(self.next_number, workers[-1] + 1)
+        self.starting.update(workers)
+        self.note_placement_group(workers)
+        if on_demand:
+            self.on_demand.update(workers)
+
+    def note_placement_group(self, workers: tuple[int, ...]) -> None:
+        """Note that these workers share a placement group."""
+        if len(workers) > 1:
+            self.asked_together.update({worker: set(workers) for worker in workers})
+
+    def forget(self, worker: int) -> None:
+        """Remove the worker from those that are being started: it has joined, or will not."""
+        self.starting.discard(worker)
+        self.placed.discard(worker)
+
+
+@dataclass(slots=True)
+class PlannedChange:
+    """A change of plan or members that no failure forces: it happens between two steps."""
+
+    reason: str | None = None
+    """Why a new generation begins as soon as no step is in flight; None: none is planned."""
+    plan: ParallelPlan | None = None
+    """The plan for the new generation, if it was chosen before; else None."""
+    workers: int = 0
+    """The number of workers for which that plan was chosen."""
+    asking: bool = False
+    """Whether the planner has been asked for a larger plan and has not answered."""
+    asked_workers: int = 0
+    """The number of workers that the planner was last asked about."""
+    declined_at_s: float | None = None
+    """When the planner last declined spares under the present plan; None: it has not."""
+    ask_at_s: float | None = None
+    """Latest time to ask the planner for a plan with seats for the spares; None: all spares have been considered."""
+    failed_moves: int = 0
+    """Number of moves in a row that failed although they were to give newcomers seats."""
+    not_before_s: float = 0.0
+    """No larger plan is asked for before this time, because the last move to one has failed."""
+    unreachable: dict[int, set[frozenset[int]]] = field(default_factory=dict)
+    """Generation -> its pairs of a newcomer and another worker that could not reach each other. Emptied when newcomers get
+    seats."""
+
+
+@dataclass(slots=True)
+class PendingStop:
+    """A request to end the run early."""
+
+    request: StopRequested | None = None
+    """The first request, or the Ctrl-C that came after it."""
+    stop_step: int | None = None
+    """Number of steps after which the run ends; None: not decided, or the run ends by itself."""
+    waits_for_callbacks: bool = False
+    """Whether Ctrl-C has found all steps applied and none in flight, but callbacks that have not returned."""
+    abandon_at_s: float | None = None
+    """When a recovery is broken off because of Ctrl-C."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C was pressed: steps in flight get a grace period, and the run waits for no silent worker."""
+        return self.request is not None and self.request.interrupt
+
+
+@dataclass(slots=True)
+class WorkerHealth:
+    """Silence, slowness and failures of the workers."""
+
+    stragglers: StragglerWatch
+    """Finds workers that compute too slowly."""
+    slow_nodes: set[str] = field(default_factory=set)
+    """Nodes on which a straggler has been replaced; a further straggler there is not replaced."""
+    unheard_since_s: dict[int, float] = field(default_factory=dict)
+    """Worker that has not answered the last pings -> time at which its silence was first noticed."""
+    silent_since_s: dict[int, float] = field(default_factory=dict)
+    """Silent worker that a run which is not elastic waits for -> time at which the wait began."""
+    silence_told_s: float = 0.0
+    """When people were last told about the wait in `silent_since_s`."""
+    probing: bool = False
+    """Whether overdue workers have been asked for their stacks."""
+    aborted_by_us: bool = False
+    """Whether the machine itself has aborted the steps in flight; failures that follow are expected."""
+    aborts: int = 0
+    """How often the machine has aborted steps in flight."""
+    applied_after_abort: tuple[int | None, ...] | None = None
+    """By rank, the steps that the worker had applied after the abort (None: no answer); None before the answers."""
+    failures: list[CallFailed] = field(default_factory=list)
+    """Failures since the last committed step; the cause is one of them."""
+    deaths: list[CallFailed] = field(default_factory=list)
+    """Deaths of workers since the last new step that the step itself may have caused."""
+    attempts: int = 0
+    """Recoveries since the last new step that count as attempts at the next step."""
+    unreachable: dict[int, set[frozenset[int]]] = field(default_factory=dict)
+    """Generation since the last new step -> pairs of workers that could not reach each other in it."""
+    patient_until_s: float = 0.0
+    """Until this time silent workers are not given up: the driver's own network was interrupted until recently."""
+    disturbed_at_s: float | None = None
+    """When the present disturbance began: a recovery after which no step is committed yet; None: there is none."""
+    next_step_least_limit_s: float = 0.0
+    """Least limit for the next step: twice the time of its last attempt, if the run waited for a silent worker in it."""
+    slow_sample_from_s: float | None = None
+    """When the oldest step in flight began, if it has outlasted its limit in a worker that reads samples; else None."""
+    waited_s: float = 0.0
+    """Duration of the last wait in vain for silent workers that hold an only copy."""
+    out_of_memory_at: set[tuple[ParallelPlan, int]] = field(default_factory=set)
+    """(plan, position) at which a worker was killed because memory was short."""
+
+
+@dataclass(slots=True)
+class StateTrust:
+    """Which state can be trusted: the findings of the comparison of replicas' digests."""
+
+    agreed: int
+    """Steps after which the replicas' digests were last found equal."""
+    doubt: str = ""
+    """Why nothing newer than `agreed` may be used until the next generation runs; empty: no doubt."""
+    doubts: int = 0
+    """Number of comparisons in a row in which digests differed."""
+    tainted: set[int] = field(default_factory=set)
+    """Workers whose state is not trusted and has not been replaced yet."""
+    wrong: set[int] = field(default_factory=set)
+    """Workers whose state differed from that of a majority of replicas; they leave."""
+    untrusted_snapshots: set[int] = field(default_factory=set)
+    """Steps whose mirror snapshot is not trusted."""
+    doubted_steps: range = range(0)
+    """Emitted steps whose results may be wrong, or were computed with other numbers of shards."""
+
+
+@dataclass(slots=True)
+class RecoveryState:
+    """The state of one recovery, which leads from one generation to the next."""
+
+    why: str
+    """The reason for the new generation."""
+    expected: set[int] = field(default_factory=set)
+    """Workers whose answers the phase waits for."""
+    statuses: dict[int, WorkerStatus] = field(default_factory=dict)
+    """Worker -> the status that it reported last."""
+    done: int = 0
+    """Steps of the newest state that some worker holds."""
+    order: AdoptPlan | None = None
+    """The plan that the workers have been told to adopt."""
+    former_order: AdoptPlan | None = None
+    """The last order of earlier recoveries: some workers may have adopted its plan."""
+    symptom: bool = False
+    """Whether the recovery began with a consequence of a death, before the dead worker was known."""
+    not_kept: str = ""
+    """What optimizer state could not be moved to the new plan, and why: the run ends with the weights that were moved."""
+    awaited: str = ""
+    """What the run waits for, as text for people."""
+    told_s: float = 0.0
+    """When people were last told what the run waits for."""
+    waited_from_s: float | None = None
+    """When the wait for silent workers with an only copy began; None: the run does not wait for any."""
+    holders: tuple[int, ...] = ()
+    """The workers with an only copy that the run waits for."""
+
 
 HeldPieces = Callable[[ParallelPlan], tuple[tuple[Piece, ...], ...]]
 """The pieces of state that each rank of a plan has to hold."""

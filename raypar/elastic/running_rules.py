@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 
 from raypar.elastic.actions import AbortGroups, EmitStep, EmitValidation, RequestStacks, WarnUser
-from raypar.elastic.begin_recovery import begin_recovery
 from raypar.elastic.deadlines import (
     extend_step_for_slow_sample,
     find_mute_workers,
@@ -13,8 +12,7 @@ from raypar.elastic.deadlines import (
     silent_deadline_s,
     step_deadline_s,
 )
-from raypar.elastic.digest_check import compare_replica_digests
-from raypar.elastic.end_failed_run import end_run_once_cause_is_known, fail_run
+from raypar.elastic.desired_capacity import desired_capacity_of_run, release_workers, start_workers
 from raypar.elastic.events import (
     AllWorkersCopiedState,
     CallFailed,
@@ -33,12 +31,14 @@ from raypar.elastic.events import (
     ValidationReported,
     WorkersReady,
 )
-from raypar.elastic.growth_rules import ask_for_larger_plan, give_up_larger_plan, seat_on_demand_workers
-from raypar.elastic.inelastic_silent_worker_rules import check_silent_worker_wait
+from raypar.elastic.failures import begin_recovery, end_run_once_cause_is_known, fail_run
+from raypar.elastic.membership_rules import ask_for_larger_plan, give_up_larger_plan, seat_on_demand_workers
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.recovery_rules import recover_from_failure
 from raypar.elastic.run_state import RunState
+from raypar.elastic.silent_worker_rules import check_silent_worker_wait
+from raypar.elastic.state_trust import compare_replica_digests
 from raypar.elastic.step_flow import (
     begin_checkpoint,
     begin_next_save_or_validation,
@@ -49,8 +49,7 @@ from raypar.elastic.step_flow import (
     record_emitted_step,
     retry_last_checkpoint,
 )
-from raypar.elastic.straggler_rules import begin_straggler_watch, check_stragglers
-from raypar.elastic.worker_hiring import desired_capacity_of_run, release_workers, start_workers
+from raypar.elastic.stragglers import begin_straggler_watch, check_stragglers
 from raypar.errors import CommTimeout, RayparError
 
 

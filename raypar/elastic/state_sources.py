@@ -1,15 +1,21 @@
-"""The sources of the next generation's state.
+"""The sources of the next generation's state, and the silent workers that hold the only copy of some of it.
 
-They are, in this order: the workers that hold it, the newest complete mirror snapshot, the checkpoint, the initial values.
+The sources are, in this order: the workers that hold the state, the newest complete mirror snapshot, the checkpoint, the
+initial values. `recovery_rules.py` decides how long the run waits for the holder of an only copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raypar.plan.pieces import Holdings, Piece, pieces_nobody_holds
+from raypar.elastic.generation_guard import WorkerStatus
+from raypar.elastic.mirror import assign_buddies
+from raypar.elastic.plural_wording import format_worker_numbers, verb_form
+from raypar.plan import ParallelPlan
+from raypar.plan.ownership import same_state_keys
+from raypar.plan.pieces import Holdings, Piece, count_shared_elements, pieces_nobody_holds, subtract_pieces
 
 if TYPE_CHECKING:
     from raypar.elastic.run_state import RunState
@@ -96,3 +102,108 @@ def find_lost_pieces(m: RunState) -> tuple[Piece, ...]:
     need = dict(enumerate(m.held_pieces(m.membership.plan)))
     lost = pieces_nobody_holds(find_live_holders(m, m.recovery.done), need)
     return lost if lost and find_newest_mirror_snapshot(m, need) is None else ()
+
+
+TELL_EVERY_S = 30.0
+"""How often people are told again what the run waits for."""
+
+
+def find_only_holders(m: RunState, silent: Collection[int]) -> tuple[int, ...]:
+    """The workers of `silent` without which some of the state would be lost.
+
+    Empty if all of the state is elsewhere: in the workers that answer, in a complete mirror snapshot, or in a checkpoint of
+    this very step. Empty too if the state would be incomplete even with the silent workers.
+    """
+    if m.membership.plan is None or not silent:
+        return ()
+    answering = {worker: status for worker, status in m.recovery.statuses.items() if worker not in silent}
+    done = count_steps_of_answering_workers(m, silent)
+    if _needs_no_worker(m, done) and len(answering.keys() - m.membership.leaving) >= m.policy.min_workers:
+        return ()
+    need = dict(enumerate(m.held_pieces(m.membership.plan)))
+    lost = pieces_nobody_holds(_live_pieces(m, answering, done), need)
+    if not lost or find_newest_mirror_snapshot(m, need, without=silent) is not None:
+        return ()
+    held = find_expected_pieces(m)
+    in_snapshots = [piece for status in answering.values() for pieces in status.mirror_snapshots.values() for piece in pieces]
+    in_silent = [piece for worker in silent for piece in held.get(worker, ())]
+    if subtract_pieces(lost, [*in_snapshots, *in_silent]):
+        return ()
+    return tuple(worker for worker in sorted(silent) if count_shared_elements(lost, held.get(worker, ())))
+
+
+def steps_are_lost_without(m: RunState, silent: Collection[int]) -> bool:
+    """Whether the answering workers lack some of the newest state, so that all workers would go back to older copies."""
+    if m.membership.plan is None:
+        return False
+    done = count_steps_of_answering_workers(m, silent)
+    answering = {worker: status for worker, status in m.recovery.statuses.items() if worker not in silent}
+    need = dict(enumerate(m.held_pieces(m.membership.plan)))
+    return not _needs_no_worker(m, done) and bool(pieces_nobody_holds(_live_pieces(m, answering, done), need))
+
+
+def _needs_no_worker(m: RunState, done: int) -> bool:
+    """Whether the state after `done` steps is the initial one or in a checkpoint, so that no worker's memory is needed."""
+    return done <= m.policy.steps_before_run or get_trusted_checkpoint_step(m) == done
+
+
+def _live_pieces(m: RunState, stands: Mapping[int, WorkerStatus], done: int) -> dict[int, tuple[Piece, ...]]:
+    """Worker -> its pieces of the state after `done` steps.
+
+    A worker that has not applied the last step but has kept its gradients counts too, because it can still apply the step.
+    """
+    sound = {worker: stand for worker, stand in stands.items() if stand.done is not None and worker not in m.trust.tainted}
+    return {w: s.pieces for w, s in sound.items() if s.done == done or (s.done == done - 1 and s.can_apply_late)}
+
+
+def count_steps_of_answering_workers(m: RunState, silent: Collection[int]) -> int:
+    """The number of steps after which the workers that answer would continue."""
+    stands = {w: s.done for w, s in m.recovery.statuses.items() if w not in silent and w not in m.trust.tainted}
+    return max((done for done in stands.values() if done is not None), default=m.progress.committed)
+
+
+def find_expected_pieces(m: RunState) -> dict[int, list[Piece]]:
+    """Worker -> the pieces of state that it should hold, for workers that cannot be asked.
+
+    They are the pieces of its seats, in the plan that trained last and in a plan that was being adopted since, and the
+    mirror's copies that it keeps for others.
+    """
+    found: dict[int, list[Piece]] = {}
+    seatings: list[tuple[ParallelPlan, tuple[int, ...]]] = []
+    if m.membership.plan is not None:
+        seatings.append((m.membership.plan, m.membership.members))
+    if m.recovery.former_order is not None:
+        seatings.append((m.recovery.former_order.plan, m.recovery.former_order.members))
+    for plan, members in seatings:
+        held = m.held_pieces(plan)
+        for worker, pieces in zip(members, held, strict=True):
+            found.setdefault(worker, []).extend(pieces)
+        if m.mirror.first is not None or m.mirror.complete:
+            keepers = assign_buddies([m.membership.nodes.get(worker, "") for worker in members], same_state_keys(held))
+            for rank, keeper in keepers.items():
+                found[members[keeper]].extend(held[rank])
+    return found
+
+
+def describe_wait_for_last_copy(m: RunState, holders: Collection[int], unheard: Collection[int]) -> str:
+    """The sentence about the workers that the run waits for: the state that only they hold, and whether they answer pings."""
+    held = find_expected_pieces(m)
+    pieces = sorted({piece for worker in holders for piece in held[worker]})
+    names = ", ".join(map(str, pieces[:2])) + (f" and {len(pieces) - 2} more" if len(pieces) > 2 else "")
+    steps = count_steps_of_answering_workers(m, holders)
+    what = f"{format_worker_numbers(holders)}: no other memory has the state after {steps} steps ({names})"
+    silent = sorted(set(holders) & set(unheard))
+    if not silent:
+        answers = verb_form(holders, "it answers", "they answer")
+        return f"{what}; {answers} pings, so {verb_form(holders, 'it lives', 'they live')}"
+    who = f"{format_worker_numbers(silent)} {verb_form(silent, 'answers', 'answer')} no pings"
+    return f"{what}; {who}, but nothing says that {verb_form(silent, 'its process has', 'their processes have')} ended"
+
+
+def describe_failed_wait(m: RunState, holders: Collection[int]) -> str:
+    """The clause about what happens if the wait for the holders of a last copy ends in vain."""
+    saved = get_trusted_checkpoint_step(m)
+    if saved is not None:
+        return f"then all go back to the checkpoint after {saved} steps"
+    durable = can_restore_from_disk_or_start(m, count_steps_of_answering_workers(m, holders))
+    return "then all begin again" if durable else "then the run is lost"

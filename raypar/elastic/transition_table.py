@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from raypar.elastic import (
-    drain_rules,
-    growth_rules,
-    inelastic_silent_worker_rules,
+    membership_rules,
     plan_rules,
     recovery_rules,
     running_rules,
+    silent_worker_rules,
 )
 from raypar.elastic.events import (
     AllWorkersCopiedState,
@@ -113,7 +112,7 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(DriverFailover, [P.STARTING], recovery_rules.take_over_run, [P.CLAIMING]),
     make_transition_row(CallFailed, [P.STARTING], running_rules.handle_failure, [P.CLAIMING, P.FAILING, P.OVER]),
     make_transition_row(StopRequested, [P.STARTING], running_rules.stop_before_start, [P.OVER]),
-    make_transition_row(DrainRequested, [P.STARTING], drain_rules.drain_before_start),
+    make_transition_row(DrainRequested, [P.STARTING], membership_rules.drain_before_start),
     make_transition_row(Tick, [P.STARTING], running_rules.check_silent_workers_at_start, [P.OVER]),
     # Steps.
     make_transition_row(StepReported, [P.RUNNING], running_rules.count_step_report, [P.FLUSHING, P.CLAIMING, P.OVER]),
@@ -199,22 +198,22 @@ ROWS: tuple[TransitionRow, ...] = (
         Tick, [P.STANDING, P.SETTLING, P.ADOPTING], recovery_rules.check_recovery_deadlines, [P.CLAIMING, P.OVER]
     ),
     # Workers that come, leave and fall silent.
-    make_transition_row(WorkerPlaced, EVERYWHERE, growth_rules.note_placed_worker),
-    make_transition_row(WorkerJoined, [*TRAINING, P.VALIDATING, P.SAVING], growth_rules.add_spare_while_running),
-    make_transition_row(WorkerJoined, RECOVERING[:-1], growth_rules.add_spare_while_recovering),
-    make_transition_row(WorkerJoined, [P.WAITING], growth_rules.add_spare_while_recovering, [P.CLAIMING]),
-    make_transition_row(WorkerJoined, [P.STARTING, P.ENDING], growth_rules.add_spare_only),
+    make_transition_row(WorkerPlaced, EVERYWHERE, membership_rules.note_placed_worker),
+    make_transition_row(WorkerJoined, [*TRAINING, P.VALIDATING, P.SAVING], membership_rules.add_spare_while_running),
+    make_transition_row(WorkerJoined, RECOVERING[:-1], membership_rules.add_spare_while_recovering),
+    make_transition_row(WorkerJoined, [P.WAITING], membership_rules.add_spare_while_recovering, [P.CLAIMING]),
+    make_transition_row(WorkerJoined, [P.STARTING, P.ENDING], membership_rules.add_spare_only),
     make_transition_row(
-        WorkerStartFailed, [P.STARTING, *TRAINING, P.VALIDATING, P.SAVING, *RECOVERING], growth_rules.retry_start_later
+        WorkerStartFailed, [P.STARTING, *TRAINING, P.VALIDATING, P.SAVING, *RECOVERING], membership_rules.retry_start_later
     ),
-    make_transition_row(WorkerStartFailed, [P.ENDING], growth_rules.forget_failed_start),
-    make_transition_row(PlanChosen, TRAINING, growth_rules.judge_larger_plan, [P.CLAIMING]),
-    make_transition_row(PlanChosen, [P.VALIDATING, P.SAVING], growth_rules.judge_larger_plan),
-    make_transition_row(DrainRequested, TRAINING, drain_rules.drain_worker, [P.CLAIMING]),
-    make_transition_row(DrainRequested, [P.VALIDATING, P.SAVING], drain_rules.drain_worker),
-    make_transition_row(DrainRequested, [P.ENDING, *RECOVERING], drain_rules.drain_later),
-    make_transition_row(WorkerSilent, EVERYWHERE, inelastic_silent_worker_rules.wait_for_silent_worker),
-    make_transition_row(WorkerAnswered, EVERYWHERE, inelastic_silent_worker_rules.end_wait_for_worker),
+    make_transition_row(WorkerStartFailed, [P.ENDING], membership_rules.forget_failed_start),
+    make_transition_row(PlanChosen, TRAINING, membership_rules.judge_larger_plan, [P.CLAIMING]),
+    make_transition_row(PlanChosen, [P.VALIDATING, P.SAVING], membership_rules.judge_larger_plan),
+    make_transition_row(DrainRequested, TRAINING, membership_rules.drain_worker, [P.CLAIMING]),
+    make_transition_row(DrainRequested, [P.VALIDATING, P.SAVING], membership_rules.drain_worker),
+    make_transition_row(DrainRequested, [P.ENDING, *RECOVERING], membership_rules.drain_later),
+    make_transition_row(WorkerSilent, EVERYWHERE, silent_worker_rules.wait_for_silent_worker),
+    make_transition_row(WorkerAnswered, EVERYWHERE, silent_worker_rules.end_wait_for_worker),
     # Answers to a generation that has been given up, and whatever comes after the end.
     *make_ignored_rows(all_phases_except(P.CLAIMING), GenerationClaimed),
     *make_ignored_rows(all_phases_except(P.STANDING), WorkerStatusReported),

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from raypar.elastic.wait_announcements import SILENCE_S, WaitAnnouncer
+from raypar.elastic.user_messages import SILENCE_S, WaitAnnouncer
 from raypar.launch.launch_options import EventHandler
 from raypar.record.events import ActivityNotice, Event
 

@@ -241,7 +241,7 @@ def _placement_turn(
 
 def _least_workers(chosen: ChosenPlan, options: LaunchOptions) -> int:
     """With how many workers the run may begin where the others may come later."""
-    from raypar.elastic.start_size import least_workers_at_start
+    from raypar.elastic.desired_capacity import least_workers_at_start
 
     elastic = options.elastic
     return chosen.plan.world if elastic is None else least_workers_at_start(chosen.plan, elastic.min_workers)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
-from raypar.elastic.plain_failure_text import plain_failure_text
+from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.untrusted_files import shorten
 
 # -- the types of fields, with the bounds within which a value can be used -------------------------------------------------

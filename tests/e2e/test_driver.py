@@ -19,7 +19,7 @@ from raypar.actors.kernel_oom_kills import KernelOomKills
 from raypar.actors.run_state_in_ray_kv import DriverReplaced
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.elastic.actions import Teardown
-from raypar.elastic.cpu_wait_deadline_extension import CpuWaitDeadlineExtension
+from raypar.elastic.deadlines import CpuWaitDeadlineExtension
 from raypar.elastic.events import StopRequested
 from raypar.record.events import StepRecord, WorkerLoss
 

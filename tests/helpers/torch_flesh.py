@@ -19,7 +19,7 @@ from raypar.comm.blocking_code_as_routine import as_routine
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.local_transport import LocalMesh
 from raypar.elastic import actions as do
-from raypar.elastic.buddies import assign_buddies
+from raypar.elastic.mirror import assign_buddies
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import state_shapes
 from raypar.model.tensor_parallel.layout import compute_shard_layout, make_model_outline_with_layouts

@@ -22,7 +22,7 @@ from torch import nn
 
 from raypar.cli import main
 from raypar.comm.buffer_pool import BufferPool
-from raypar.elastic.digest_check import InitialDigestCheck
+from raypar.elastic.state_trust import InitialDigestCheck
 from raypar.errors import ModelError, UserCodeError
 from raypar.model import deferred_init as deferred
 from raypar.model.graph import Graph, Layer

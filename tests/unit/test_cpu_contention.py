@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from raypar.elastic.cpu_wait_deadline_extension import MAX_SHARE, CpuWaitDeadlineExtension
+from raypar.elastic.deadlines import MAX_SHARE, CpuWaitDeadlineExtension
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
 
 

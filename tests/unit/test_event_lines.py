@@ -7,7 +7,7 @@ import pytest
 
 from raypar.console.brief_event_printer import BriefEventPrinter
 from raypar.console.event_printer import EventPrinter
-from raypar.elastic.plain_failure_text import plain_failure_text
+from raypar.elastic.user_messages import plain_failure_text
 from raypar.launch import Result
 from raypar.record.events import parse_event
 from raypar.trainer import Trainer

@@ -15,8 +15,8 @@ from raypar.actors.worker_pool import FoundGroups, WorkerPool
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic import events as on
+from raypar.elastic.desired_capacity import StartLimits
 from raypar.elastic.placement_constraints import PlacementConstraints
-from raypar.elastic.start_size import StartLimits
 from raypar.errors import ClusterError
 from raypar.plan import Microbatches, ParallelPlan
 from raypar.planner.model_profile import LayerProfile, ModelProfile

@@ -24,8 +24,8 @@ from raypar.actors.first_placement import (
 )
 from raypar.actors.ray_connection import join_cluster
 from raypar.cli import main
+from raypar.elastic.desired_capacity import StartInputs, StartLimits
 from raypar.elastic.placement_constraints import PlacementConstraints
-from raypar.elastic.start_size import StartInputs, StartLimits
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 from raypar.ray_compat.autoscaler import autoscaler_has_node_types

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from raypar.elastic.desired_capacity import StartInputs, StartLimits, decide_start, least_workers_at_start
 from raypar.elastic.placement_constraints import PlacementConstraints, is_label_selector, match_labels
 from raypar.elastic.seating import WorkerPlaces, spread_replicas_over_nodes
-from raypar.elastic.start_size import StartInputs, StartLimits, decide_start, least_workers_at_start
 from raypar.plan import ParallelPlan
 
 LIMITS = StartLimits(wanted=4, least=1, grow_after_s=5.0, wait_s=300.0)

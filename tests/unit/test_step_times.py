@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypar.elastic.step_times import StepTimes
+from raypar.elastic.deadlines import StepTimes
 
 
 def test_nothing_is_known_before_the_first_step():

@@ -9,7 +9,6 @@ from helpers.transitions import declared_transitions, record_transitions
 from test_recovery_rules import WHOLE, do, layout, lost
 from test_run_machine import World as RandomWorld
 
-from raypar.elastic.digest_check import MAX_DOUBTS
 from raypar.elastic.events import (
     AllWorkersCopiedState,
     CallFailed,
@@ -38,6 +37,7 @@ from raypar.elastic.phases import Phase as P
 from raypar.elastic.phases import UnexpectedEvent
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.state_trust import MAX_DOUBTS
 from raypar.elastic.transition_diagram import draw_diagram, insert_diagram
 from raypar.elastic.transition_table import RECOVERING, TABLE, TransitionRow, make_transition_row
 from raypar.errors import GroupAborted, OutOfMemory, RayparError, WorkerLost

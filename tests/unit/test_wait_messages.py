@@ -18,9 +18,9 @@ from raypar.actors import wait_reporter
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.wait_reporter import WaitReporter
 from raypar.console.event_printer import EventPrinter
+from raypar.elastic.deadlines import StepTimes
 from raypar.elastic.phases import Phase
-from raypar.elastic.step_times import StepTimes
-from raypar.elastic.wait_announcements import WaitAnnouncer, describe_waited_workers
+from raypar.elastic.user_messages import WaitAnnouncer, describe_waited_workers
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.record.events import ActivityNotice, Note, StepRecord
 from raypar.worker.process.thread_activity import ACTIVITIES, WAITING_FOR_WORKERS, describe_thread_activity

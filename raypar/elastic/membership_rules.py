@@ -1,24 +1,23 @@
-"""Rules for workers that join a run, and for moving to a larger plan."""
+"""Rules for workers that join a run or are asked to leave, and for moving to a larger plan."""
 
 from __future__ import annotations
 
-from raypar.elastic import desired_capacity
-from raypar.elastic.actions import ChoosePlan, StoreUsefulWorkers, TellUser, WarnUser
-from raypar.elastic.begin_recovery import begin_recovery
+from raypar.elastic.actions import ChoosePlan, KillWorker, StoreUsefulWorkers, TellUser, WarnUser
 from raypar.elastic.deadlines import usual_step_s
-from raypar.elastic.desired_capacity import DesiredCapacity
-from raypar.elastic.events import PlanChosen, WorkerJoined, WorkerPlaced, WorkerStartFailed
-from raypar.elastic.failure_budget import mark_worker_lost
+from raypar.elastic.desired_capacity import (
+    DesiredCapacity,
+    count_available_workers,
+    desired_capacity_of_run,
+    retry_pause_s,
+    spares_of_complete_replicas,
+)
+from raypar.elastic.events import DrainRequested, PlanChosen, WorkerJoined, WorkerPlaced, WorkerStartFailed
+from raypar.elastic.failures import begin_recovery, mark_worker_lost
 from raypar.elastic.phases import Phase
 from raypar.elastic.plural_wording import count_of, format_worker_numbers, verb_form
 from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import find_seats_for_on_demand_workers
 from raypar.elastic.step_flow import issue_steps
-from raypar.elastic.worker_hiring import (
-    count_available_workers,
-    desired_capacity_of_run,
-    spares_of_complete_replicas,
-)
 from raypar.errors import error_first_line
 
 
@@ -68,7 +67,7 @@ def retry_start_later(m: RunState, event: WorkerStartFailed) -> None:
     group = {event.worker} | (m.hiring.asked_together.get(event.worker, set()) & (m.hiring.starting - m.hiring.placed))
     for worker in group:  # they share the placement group
         mark_worker_lost(m, worker)
-    pause_s = desired_capacity.retry_pause_s(m.policy.capacity, m.hiring.failures)
+    pause_s = retry_pause_s(m.policy.capacity, m.hiring.failures)
     m.hiring.retry_at_s = m.timer.now_s + pause_s
     m.hiring.failures += 1
     again = f"; the next is tried in {pause_s:.0f} s" if m.policy.hires else ""
@@ -163,3 +162,30 @@ def give_up_larger_plan(m: RunState) -> None:
         return
     if m.timer.now_s - declined_s >= m.policy.capacity_s:
         m.hiring.useful = len(m.membership.members)
+
+
+def drain_worker(m: RunState, event: DrainRequested) -> None:
+    """Have a worker with a seat leave between two steps; kill a worker without a seat at once."""
+    who = m.membership
+    if event.worker in who.spares | m.hiring.starting:
+        mark_worker_lost(m, event.worker)
+        m.decide(KillWorker(event.worker, "drained"), "it had no work")
+    elif event.worker in who.members and event.worker not in who.gone:
+        who.leaving.add(event.worker)
+        m.planned.reason = f"worker {event.worker} leaves: {event.why}"
+        if m.phase in (Phase.RUNNING, Phase.FLUSHING):
+            issue_steps(m)
+
+
+def drain_before_start(m: RunState, event: DrainRequested) -> None:
+    """Mark the worker as leaving: a new generation without it begins before the first step. Kill one without a seat at once."""
+    if event.worker in m.membership.members:
+        m.membership.leaving.add(event.worker)
+    else:
+        drain_worker(m, event)
+
+
+def drain_later(m: RunState, event: DrainRequested) -> None:
+    """Mark the worker as leaving: the next plan is made without it, or a plan after the one that is being adopted."""
+    if event.worker not in m.membership.gone:
+        m.membership.leaving.add(event.worker)

@@ -1,7 +1,7 @@
 """Rules for silent workers of a run that is not elastic: it waits for them, because each holds the only copy of some state.
 
 Silence alone ends nothing before `last_copy_wait_s`; a process or machine that is gone ends the run at once. In an elastic run
-silence begins a recovery, which waits by rules of its own (`last_copy_holders.py`).
+silence begins a recovery, which waits by rules of its own (`state_sources.py`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from raypar.elastic.actions import TellUser, WarnUser
-from raypar.elastic.end_failed_run import fail_run
 from raypar.elastic.events import CallFailed, Tick, WorkerAnswered, WorkerSilent
-from raypar.elastic.last_copy_holders import TELL_EVERY_S
+from raypar.elastic.failures import fail_run
 from raypar.elastic.phases import Phase
 from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.run_state import RunState
+from raypar.elastic.state_sources import TELL_EVERY_S
 from raypar.errors import CommTimeout, WorkerLost
 
 WAITS_IN = (Phase.STARTING, Phase.RUNNING, Phase.FLUSHING, Phase.VALIDATING, Phase.SAVING, Phase.ENDING)

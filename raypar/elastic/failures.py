@@ -1,0 +1,221 @@
+"""What follows a failure: a new generation without the lost workers, or the end of the run once its cause is known.
+
+A run has `max_attempts` recoveries without a step between them. If the network is broken only between two machines, all workers
+answer the driver's pings, but no generation can connect. After `FAILED_GENERATIONS` such generations the run gives up as few
+workers as possible, so that all others can reach each other. It never gives up a worker that holds the only copy of some state.
+Newcomers, which have no seat yet, need not fail in a row: between two moves that fail the members train. They are given up with
+the other newcomers of their nodes, which have the same network.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from raypar.elastic.actions import AbortGroups, ClaimGeneration
+from raypar.elastic.desired_capacity import retry_pause_s
+from raypar.elastic.events import CallFailed, FailureKind
+from raypar.elastic.generation_guard import StaleGeneration
+from raypar.elastic.phases import Phase
+from raypar.elastic.run_state import RecoveryState, RunState
+from raypar.elastic.state_sources import find_only_holders
+from raypar.errors import CommError, OutOfMemory, WorkerLost, error_first_line
+
+
+def record_death(m: RunState, event: CallFailed) -> bool:
+    """Mark the worker lost. True if the step itself may be to blame.
+
+    The step is not to blame if the worker had been asked to leave, or its machine was taken away.
+    """
+    assert event.worker is not None
+    who = m.membership
+    innocent = event.preempted or event.worker in who.leaving
+    if event.worker in who.members and event.worker not in who.gone and not innocent:
+        m.health.deaths.append(event)
+    mark_worker_lost(m, event.worker)
+    return not innocent
+
+
+def mark_worker_lost(m: RunState, worker: int) -> None:
+    """Mark the worker lost for good: its number is never used again."""
+    m.membership.mark_lost(worker)
+    m.hiring.forget(worker)
+
+
+def end_run_on_repeated_out_of_memory(m: RunState, event: CallFailed) -> bool:
+    """End the run if memory was short for the second time at the same position of the same plan. True if it has ended."""
+    order = m.recovery.order if m.phase is Phase.ADOPTING else None
+    plan, members = (m.membership.plan, m.membership.members) if order is None else (order.plan, order.members)
+    if not isinstance(event.error, OutOfMemory) or plan is None or event.worker not in members:
+        return False
+    place = plan, plan.seats[members.index(event.worker)].position
+    if place in m.health.out_of_memory_at:
+        m.end_run("failed", error_first_line(event.error), event.error)
+        return True
+    m.health.out_of_memory_at.add(place)
+    return False
+
+
+def make_repeated_failure_error(m: RunState) -> WorkerLost:
+    """The error of a run that has used up its attempts at a step."""
+    deaths, failures = m.health.deaths, m.health.failures
+    step, most = max(m.progress.committed, m.progress.journalled) + 1, m.policy.max_attempts
+    signatures = {failure_signature(event.error) for event in deaths[-most:]}
+    if len(deaths) >= most and len(signatures) == 1:
+        who = ", ".join(str(event.worker) for event in deaths[-most:])
+        return WorkerLost(
+            f"{len(deaths)} workers have died in step {step}, one after the other and all in the same way "
+            f"(the last were {who}): {error_first_line(deaths[-1].error)}",
+            cure=f"something in step {step} (its samples, a library) ends the process: look at the workers' logs, and run it "
+            "in one process; `raypar resume` goes on from the last checkpoint",
+        )
+    last = "\n".join(str(f.error) for f in failures[-most:])
+    if pairs := describe_unreachable_workers(m):
+        return WorkerLost(
+            f"{m.health.attempts} recoveries in a row did not get beyond step {step}: {pairs} cannot reach each other, and "
+            f"none of them can be done without; the last failures:\n{last}",
+            cure="look at the network between their nodes (`raypar doctor`, routes, firewalls); `raypar resume` goes on from "
+            "the last checkpoint",
+        )
+    return WorkerLost(
+        f"{m.health.attempts} recoveries in a row did not get beyond step {step}; the last failures:\n{last}",
+        cure="what kills the workers is probably in this step: look at their logs; `raypar resume` goes on",
+    )
+
+
+def failure_signature(error: Exception) -> str:
+    """The text of a worker's death without numbers, ids and addresses, so that equal causes give equal texts."""
+    return re.sub(r"\b[0-9a-f]{6,}\b|\d+", "", error_first_line(error).rpartition(" was lost: ")[2])
+
+
+FAILED_GENERATIONS = 2
+"""Number of generations that must fail to connect, so that an interruption of a few seconds costs no worker. In a row, except
+where newcomers fail."""
+
+
+def note_unreachable_workers(m: RunState, event: CallFailed) -> None:
+    """Note the pairs of workers that could not connect, if this failed call says which."""
+    order = m.recovery.order
+    if m.phase is not Phase.ADOPTING or order is None or event.worker is None or not isinstance(event.error, CommError):
+        return
+    workers = (*order.members, *order.seatless_sources)
+    pairs = {frozenset({event.worker, workers[rank]}) for rank in event.error.unreachable_ranks if rank < len(workers)}
+    if pairs:
+        m.health.unreachable[order.generation] = pairs
+    if with_newcomers := {pair for pair in pairs if pair & m.membership.spares}:
+        m.planned.unreachable[order.generation] = with_newcomers
+
+
+def choose_unreachable_workers(m: RunState) -> tuple[int, ...]:
+    """The workers to give up. Empty if too few generations have failed to connect, or if every choice would lose state."""
+    who = m.membership
+    # Failures of newcomers that were given up already do not count against those that are still there.
+    of_newcomers = {
+        generation: pairs
+        for generation, found in m.planned.unreachable.items()
+        if (pairs := {pair for pair in found if not pair & who.gone})
+    }
+    chosen = _choose_from_pairs(m, of_newcomers, who.spares, [])
+    nodes = {who.nodes[worker] for worker in chosen if worker in who.nodes}
+    for worker in sorted(who.spares - set(chosen)):
+        if who.nodes.get(worker) in nodes and not find_only_holders(m, {*chosen, worker}):
+            chosen.append(worker)
+    return tuple(sorted(_choose_from_pairs(m, m.health.unreachable, {*who.members, *who.spares}, chosen)))
+
+
+def _choose_from_pairs(
+    m: RunState, unreachable: Mapping[int, Collection[frozenset[int]]], among: Collection[int], chosen: list[int]
+) -> list[int]:
+    """`chosen`, and the workers of `among` to give up besides, so that every pair loses one of its workers.
+
+    Only `chosen` if too few generations have failed, or if state would be lost. `unreachable`: generation -> its pairs of
+    workers that could not reach each other.
+    """
+    if len(unreachable) < FAILED_GENERATIONS:
+        return chosen
+    given_up = m.membership.gone | set(chosen)
+    pairs = {pair for found in unreachable.values() for pair in found if not pair & given_up}
+    more = list(chosen)
+    while pairs:
+        times = Counter(worker for pair in pairs for worker in pair if worker in among)
+        # Of two with as many broken connections the newer one.
+        ranked = sorted(times, key=lambda worker: (times[worker], worker), reverse=True)
+        dispensable = [worker for worker in ranked if not find_only_holders(m, {*more, worker})]
+        if not dispensable:
+            return chosen
+        more.append(dispensable[0])
+        pairs = {pair for pair in pairs if dispensable[0] not in pair}
+    return more
+
+
+def describe_unreachable_workers(m: RunState) -> str:
+    """`workers 0 and 2, 1 and 3`: the pairs that could not reach each other; empty if there are none."""
+    pairs = sorted({tuple(sorted(pair)) for found in m.health.unreachable.values() for pair in found})
+    return "workers " + ", ".join(" and ".join(map(str, pair)) for pair in pairs) if pairs else ""
+
+
+def begin_recovery(m: RunState, why: str, *, counts: bool = True) -> None:
+    """Begin a new generation. Steps in flight will be settled or dropped.
+
+    `counts`: whether the recovery counts as one of the `max_attempts` attempts at the next step. A planned change (a worker
+    leaves or joins) does not count, nor does a death that the step cannot have caused (a machine was taken away).
+    """
+    progress, health, stopping = m.progress, m.health, m.stopping
+    if m.phase is Phase.ADOPTING:
+        _note_failed_move(m)
+    if m.phase in (Phase.VALIDATING, Phase.SAVING, Phase.ENDING):
+        progress.served_flush_point = progress.emitted - 1  # saving and validation are due there again
+    progress.forget_open_steps()
+    health.probing = health.aborted_by_us = False
+    health.slow_sample_from_s = None
+    m.planned.asking = False
+    if health.disturbed_at_s is None:
+        health.disturbed_at_s = m.timer.now_s
+    health.attempts += counts
+    if stopping.interrupted and stopping.abandon_at_s is None:
+        stopping.abandon_at_s = m.timer.now_s + m.policy.interrupt_s
+    if health.attempts > m.policy.max_attempts:
+        m.end_run("failed", f"{health.attempts} attempts without a step between them: {why}", make_repeated_failure_error(m))
+        return
+    m.recovery = RecoveryState(why, former_order=m.recovery.order or m.recovery.former_order)
+    m.membership.generation += 1
+    m.enter(Phase.CLAIMING, deadline_s=m.policy.claim_s)
+    m.decide(ClaimGeneration(m.membership.generation), why)
+
+
+def _note_failed_move(m: RunState) -> None:
+    """Delay the next move to a larger plan if the one that fails now was to give newcomers seats: a failure costs seconds."""
+    order = m.recovery.order
+    if order is not None and not set(order.members) <= set(m.membership.members):
+        m.planned.not_before_s = m.timer.now_s + retry_pause_s(m.policy.capacity, m.planned.failed_moves)
+        m.planned.failed_moves += 1
+
+
+def is_caused_by_worker_loss(error: Exception) -> bool:
+    """Whether a checkpoint's error comes from a worker that died or left, not from the disk: then it can be written again."""
+    return isinstance(error, (WorkerLost, CommError, StaleGeneration))
+
+
+BLAME: dict[FailureKind, int] = {"user": 0, "error": 1, "lost": 2, "aborted": 3}
+"""Kind of failure -> its rank: the failure with the smallest rank is the cause; among equals, the first."""
+
+
+def fail_run(m: RunState, event: CallFailed) -> None:
+    """Record a failure and abort all workers, so that none waits for a failed one; the run ends once the cause is known."""
+    if event.kind == "aborted" and m.health.aborted_by_us:
+        return
+    m.health.failures.append(event)
+    m.health.silent_since_s.clear()  # no worker is waited for any more
+    m.enter(Phase.FAILING, deadline_s=m.policy.root_cause_s if m.progress.saving is None else m.policy.save_grace_s)
+    m.decide(AbortGroups(f"{type(event.error).__name__} elsewhere"), "no worker may wait for one that has failed")
+    end_run_once_cause_is_known(m)
+
+
+def end_run_once_cause_is_known(m: RunState) -> None:
+    """End the run with the failure that caused the others, once it is known and no checkpoint is being written."""
+    cause = min(m.health.failures, key=lambda failure: BLAME[failure.kind])
+    known = cause.kind != "aborted" or m.timer.deadline_s is None or m.timer.expired
+    if known and (m.progress.saving is None or m.timer.expired):
+        why = str(cause.error).splitlines()[0] if str(cause.error) else type(cause.error).__name__
+        m.end_run("failed", why, cause.error)
