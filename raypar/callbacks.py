@@ -22,6 +22,7 @@ from raypar.errors import ConfigError, InputError, RayparError, UserCodeError, e
 from raypar.files.os_error_cure import cure_of_os_error
 from raypar.files.untrusted_files import repr_text
 from raypar.keys_of_other_frameworks import advice_for_callback
+from raypar.plan.wording import count_noun
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text, reraise_ctrl_c
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ class Callbacks:
                 if isinstance(callback, Tracker) and callback.may_fail(hook, error):
                     self._cannot_write(index, callback, hook, error, began_s)
                     continue
-                at = f", after {facts['step']} step{'s' * (facts['step'] != 1)}," if "step" in facts else ""
+                at = f", after {count_noun(facts['step'], 'step')}," if "step" in facts else ""
                 text = f"callback {name}{at} raised {error_text(error)}\n{traceback.format_exc()}"
                 failed = failed or UserCodeError(
                     text, cure="mend the callback; `raypar resume` goes on from the last checkpoint"
@@ -277,7 +278,7 @@ class Callbacks:
         """End the outage of a tracker, and tell how many calls it has missed."""
         missed, name = self._outages.pop(index).missed, type(self._callbacks[index]).__name__
         if missed:  # else only its start was disturbed
-            lacks = f"{missed} step{'s' * (missed != 1)} or validations, which metrics.jsonl has"
+            lacks = f"{count_noun(missed, 'step')} or validations, which metrics.jsonl has"
             self._lines.append(("note", f"tracker {name} can write again; it lacks {lacks}"))
 
 

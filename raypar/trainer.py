@@ -242,7 +242,8 @@ class Trainer:
         from raypar.console.brief_event_printer import BriefEventPrinter
         from raypar.console.event_printer import EventPrinter
         from raypar.launch.tune_trial import check_run_dir_in_trial, current_trial_id, name_of_run_in_trial
-        from raypar.record.events import StartupStage, count_noun
+        from raypar.plan.wording import count_noun
+        from raypar.record.events import StartupStage
 
         if isinstance(verbose, str) and verbose != "brief":
             raise ConfigError(f"verbose={repr_text(verbose)}", cure='give True, False or "brief"')

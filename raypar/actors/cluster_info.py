@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import ray
 
 from raypar.elastic.placement_constraints import ZONE_LABEL
-from raypar.elastic.plural_wording import count_of
 from raypar.errors import ClusterError
+from raypar.plan.wording import count_noun
 from raypar.ray_compat.autoscaler import autoscaler_capacity, has_autoscaler
 
 
@@ -68,8 +68,8 @@ def require_capacity(workers: int, cluster: ClusterCapacity, gpus: int = 0, plan
     if workers > most:
         scaler = "no autoscaler adds any" if cluster.max_cpus is None else f"its autoscaler stops at {cluster.max_cpus}"
         raise ClusterError(
-            f"the plan needs {count_of(workers, 'worker')} of 1 CPU each{f' ({plan})' if plan else ''}, but the cluster has "
-            f"{count_of(cluster.cpus, 'CPU')} on {count_of(cluster.nodes, 'node')} and {scaler}",
+            f"the plan needs {count_noun(workers, 'worker')} of 1 CPU each{f' ({plan})' if plan else ''}, but the cluster has "
+            f"{count_noun(cluster.cpus, 'CPU')} on {count_noun(cluster.nodes, 'node')} and {scaler}",
             cure=f"set plan.stages x plan.replicas x plan.shards <= {most}, add nodes, or leave the address out to run on "
             "this machine",
         )

@@ -50,12 +50,12 @@ from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.phases import Phase
 from raypar.elastic.placement_constraints import SUSPECT_S
-from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.errors import ClusterError, NodeLost, OutOfMemory, RayparError, error_first_line
 from raypar.fences.fence import send_lines_to
 from raypar.plan.ownership import Ownership
+from raypar.plan.wording import format_worker_numbers, word_form
 from raypar.ray_compat.settings import BLOCKING_GET_VARIABLE
 from raypar.record.events import (
     EndOfRun,
@@ -440,7 +440,7 @@ class DriverActor:
         await asyncio.to_thread(parts.journal.store_worker_number, numbers[-1])
         if on_demand:
             await asyncio.to_thread(parts.journal.store_on_demand_workers, numbers)
-        starts = verb_form(numbers, "a worker is wanted: worker %s starts", "a replica is wanted: workers %s start")
+        starts = word_form(numbers, "a worker is wanted: worker %s starts", "a replica is wanted: workers %s start")
         text = f"{starts % ', '.join(map(str, numbers))} as soon as there is room"
         parts.side_effects.note(WorkerRequest(text=text, worker=numbers[0], workers=list(numbers)))
         await parts.registry.start_workers(numbers, parts.request, on_demand=on_demand)
@@ -448,7 +448,7 @@ class DriverActor:
     def _release_workers(self, numbers: tuple[int, ...], reason: str) -> None:
         """Withdraw the demand for workers, and end those that run."""
         parts = self.parts
-        text = f"{format_worker_numbers(numbers)} {verb_form(numbers, 'is', 'are')} given back: {reason}"
+        text = f"{format_worker_numbers(numbers)} {word_form(numbers, 'is', 'are')} given back: {reason}"
         parts.side_effects.note(WorkerRelease(text=text, workers=list(numbers)))
         for number in numbers:
             parts.registry.dismiss(number)

@@ -22,13 +22,13 @@ from raypar.elastic import events as on
 from raypar.elastic.desired_capacity import StartLimits, least_workers_at_start
 from raypar.elastic.mirror import assign_buddies
 from raypar.elastic.placement_constraints import match_labels
-from raypar.elastic.plural_wording import count_of, format_worker_numbers
 from raypar.elastic.seating import WorkerPlaces, spread_replicas_over_nodes
 from raypar.elastic.state_trust import InitialDigestCheck
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
 from raypar.plan.adopt_plan_command_to_worker import AdoptPlanCommand
 from raypar.plan.ownership import same_state_keys
+from raypar.plan.wording import count_noun, format_worker_numbers
 from raypar.record.events import DriverLoss, Note, RunStart, RunWarning, StagesBuilt, Wait
 from raypar.schedule.program_assignment import ProgramAssignment
 
@@ -60,7 +60,7 @@ class DriverStartup:
             await asyncio.to_thread(parts.journal.store_hello, number, hello)
         nodes = parts.registry.nodes_of_workers(hellos)
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
-        text = f"{count_of(len(hellos), 'worker')} on {count_of(len(set(nodes.values())), 'node')}: pids {pids}"
+        text = f"{count_noun(len(hellos), 'worker')} on {count_noun(len(set(nodes.values())), 'node')}: pids {pids}"
         facts = membership_event_text.training_facts(request.contract)
         first = next((hellos[n].fingerprint for n in members if n in hellos), {})
         facts["fingerprint"] = dict(first)  # of one worker: differences between workers are warnings
@@ -110,7 +110,7 @@ class DriverStartup:
             parts.side_effects.note(RunWarning(text=line))
         swept = await asyncio.to_thread(remove_leftover_placement_groups, parts.request.run)
         if swept:
-            what = count_of(swept, "placement group")
+            what = count_noun(swept, "placement group")
             parts.feed.tell(RunWarning(text=f"removed {what} that an earlier driver of this run had left"))
 
     def _assignments(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
@@ -159,7 +159,7 @@ class DriverStartup:
         )
         parts.tasks.post(told)
         if pending or spare:
-            text = f"the run begins with {count_of(plan.world, 'worker')} of {wanted} ({plan.describe()})"
+            text = f"the run begins with {count_noun(plan.world, 'worker')} of {wanted} ({plan.describe()})"
             parts.side_effects.note(Note(text=f"{text}; the others join when they are there"))
             parts.side_effects.aside(parts.recorder.write_plan_file, plan, parts.plans.schedule(plan))
         for group in (*spare, *pending):

@@ -12,9 +12,9 @@ from raypar.actors.cluster_info import ClusterCapacity, NodeResources, cluster_c
 from raypar.actors.worker_pool import POLL_S, WorkerPool
 from raypar.elastic.desired_capacity import StartInputs, StartLimits, decide_start
 from raypar.elastic.placement_constraints import PlacementConstraints
-from raypar.elastic.plural_wording import count_of
 from raypar.errors import ClusterError
 from raypar.plan import ParallelPlan
+from raypar.plan.wording import count_noun
 from raypar.ray_compat.autoscaler import read_autoscaler_answer
 
 SAY_S, SAY_AGAIN_S = 2.0, 30.0
@@ -168,14 +168,12 @@ def placement_wait_text(view: StartInputs, limits: StartLimits, may_add_nodes: b
     `waiting for 3 more workers: the cluster has a place for 1 of 4, an autoscaler is running; 280 s left`
     """
     lacking = limits.wanted - view.placed
-    text = (
-        f"waiting for {lacking} more worker{'s' * (lacking != 1)}: the cluster has a place for {view.placed} of {limits.wanted}"
-    )
+    text = f"waiting for {count_noun(lacking, 'more worker')}: the cluster has a place for {view.placed} of {limits.wanted}"
     text += ", an autoscaler is running" * may_add_nodes
     if view.infeasible:
         text += f", but it adds no node for {view.infeasible} of them"
     if limits.least < limits.wanted and view.fits is False:
-        text += f"; no plan for {count_of(view.placed, 'worker')} fits into memory"
+        text += f"; no plan for {count_noun(view.placed, 'worker')} fits into memory"
     elif limits.least < limits.wanted:
         text += f"; the run begins with {limits.least} or more when no others come for {limits.grow_after_s:g} s"
     return f"{text}; {max(0.0, limits.wait_s - view.waited_s):.0f} s left"
@@ -190,8 +188,8 @@ def impossible_placement_error(
     least = f"at least {limits.least}" if limits.least < limits.wanted else f"all {limits.wanted}"
     least += f", {placement.on_demand} of them on-demand" * bool(placement.on_demand)
     return ClusterError(
-        f"the autoscaler has no node for {number} of {count_of(limits.wanted, 'worker')}, and the run needs {least}: none has, "
-        f"or may be added with, {' or '.join(shapes)}",
+        f"the autoscaler has no node for {number} of {count_noun(limits.wanted, 'worker')}, and the run needs {least}: "
+        f"none has, or may be added with, {' or '.join(shapes)}",
         cure="compare the job's `placement` and plan.shards with the autoscaler's node types and their max_workers "
         "(`ray status`), choose a smaller plan, or lower elastic.min_workers",
     )

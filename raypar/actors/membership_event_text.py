@@ -9,6 +9,7 @@ from typing import Any
 from raypar.elastic.actions import AdoptPlan, ReportStraggler
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.plan import ParallelPlan
+from raypar.plan.wording import count_noun
 from raypar.record.events import WorkerLoss
 
 
@@ -19,7 +20,7 @@ def training_facts(contract: Mapping[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {"precision": precision["compute"]} if precision else {}
     if optimizer.get("function"):
         given = [f"{name}={value}" for name, value in (optimizer.get("args") or {}).items()]
-        given += [f"{groups} group{'s' * (groups > 1)} with other arguments"] if groups else []
+        given += [f"{count_noun(groups, 'group')} with other arguments"] if groups else []
         facts |= {"optimizer": str(optimizer["function"])[:200], "optimizer_args": ", ".join(given)[:400]}
     return facts | {key: contract[key] for key in ("batch_size", "microbatches") if key in contract}
 

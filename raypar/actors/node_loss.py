@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from raypar.elastic.plural_wording import format_worker_numbers
+from raypar.plan.wording import format_worker_numbers
 from raypar.record.events import NodeLoss
 
 TOGETHER_S = 10.0

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from raypar.actors.control_store_watch import ControlStoreLost, call_ray
-from raypar.elastic.plural_wording import count_of
 from raypar.errors import ClusterError, Interrupted
+from raypar.plan.wording import count_noun
 from raypar.ray_compat.key_value_store import kv_delete, kv_get, kv_list, kv_put
 
 PREFIX = "raypar-queue/"
@@ -96,10 +96,10 @@ def placement_obstacle(cpus: int, room: ClusterRoom, before: Ticket | None) -> s
     used += [f"others have {others:.3g}"] * (others > 0.005)
     state = f"{room.free_cpus:g} of {room.cpus} {'is' if room.free_cpus == 1 else 'are'} free" + "".join(f", {u}" for u in used)
     if before is not None:
-        return f"waiting for {count_of(cpus, 'CPU')}, behind run {before.run}, which needs {before.cpus}: {state}"
+        return f"waiting for {count_noun(cpus, 'CPU')}, behind run {before.run}, which needs {before.cpus}: {state}"
     if room.free_cpus >= cpus or room.may_add_nodes:
         return None
-    return f"waiting for {count_of(cpus, 'CPU')}: {state}"
+    return f"waiting for {count_noun(cpus, 'CPU')}: {state}"
 
 
 class PlacementQueue:
@@ -187,7 +187,7 @@ class PlacementQueue:
             if self.clock() - swept_s >= SWEEP_S:
                 swept_s = self.clock()
                 for run, groups in sweep().items():
-                    say(f"removed {count_of(groups, 'placement group')} of run {run}, which has no driver any more")
+                    say(f"removed {count_noun(groups, 'placement group')} of run {run}, which has no driver any more")
             before = self.first_before()
             text = placement_obstacle(self.cpus, look().without(self.run), before)
             if stop_signals:

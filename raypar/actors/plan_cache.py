@@ -9,6 +9,7 @@ from raypar.actors.run_request import RunRequest
 from raypar.elastic import events as on
 from raypar.errors import PlanError
 from raypar.plan import MicrobatchRouting, ParallelPlan
+from raypar.plan.wording import count_noun
 from raypar.planner.memory_sheet import out_of_memory_advice
 from raypar.planner.plan_search import possible_shard_counts, predict_step, search_plans
 from raypar.schedule import registry
@@ -93,7 +94,7 @@ class PlanCache:
         if self.schedule(plan) == self.request.schedule_name:
             return "the job's own"
         if plan in list(self._found.values()):
-            return f"predicted to be the fastest with {plan.world} worker{'s' * (plan.world > 1)}"
+            return f"predicted to be the fastest with {count_noun(plan.world, 'worker')}"
         return "the job's own does not fit this plan"
 
     def assignments(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:

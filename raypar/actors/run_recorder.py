@@ -37,6 +37,7 @@ from raypar.files.os_error_cure import cure_of_os_error
 from raypar.files.redact_secrets import secrets_of_environment, without_certain_secrets
 from raypar.plan import ParallelPlan
 from raypar.plan.global_loss_and_norm import mean_loss
+from raypar.plan.wording import word_form
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.plan_report import layers_as_dicts, processors_of_prediction
 from raypar.record.events import (
@@ -644,7 +645,7 @@ def format_step_ranges(steps: Sequence[int]) -> str:
             runs[-1][1:] = [step]
         else:
             runs.append([step])
-    return f"step{'s' * (len(steps) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
+    return word_form(steps, "step ", "steps ") + ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def _finite(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from raypar.actors.cluster_info import max_workers_per_node
 from raypar.actors.worker_actor import make_worker_actor_class
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.placement_constraints import PlacementConstraints
-from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.errors import ClusterError
+from raypar.plan.wording import format_worker_numbers, word_form
 from raypar.ray_compat.autoscaler import has_autoscaler
 from raypar.ray_compat.placement_groups import placement_group_of
 
@@ -283,7 +283,7 @@ def remove_leftover_placement_groups(run: str) -> int:
                 ray.kill(ray.get_actor(f"worker-{number}", namespace=run_namespace(run)), no_restart=True)
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"{format_worker_numbers(still)} of an earlier driver of run {run} {verb_form(still, 'does', 'do')} not end "
+                f"{format_worker_numbers(still)} of an earlier driver of run {run} {word_form(still, 'does', 'do')} not end "
                 f"within {SWEEP_S:.0f} s",
                 cure="look at their nodes, or choose another name for the run",
             )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from raypar.errors import ConfigError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
 from raypar.plan.recomputation import describe_recomputed_layers
+from raypar.plan.wording import count_noun
 
 if TYPE_CHECKING:
     from raypar.job import Job
@@ -164,7 +165,7 @@ def choose_plan_to_show(
     workers, shards = workers or job.workers, _shards_of(job)
     if workers < shards:
         raise ConfigError(
-            f"{workers} worker{'s' * (workers > 1)} for a job whose layers are cut over {shards} shards",
+            f"{count_noun(workers, 'worker')} for a job whose layers are cut over {shards} shards",
             cure=f"give --workers {shards} or more",
         )
     recompute = resolve_recomputed_layers(job.recompute, [layer.name for layer in graph.layers])
@@ -290,7 +291,7 @@ def plan_as_dict(
     orders = registry.build_schedule(name, routing) if schedule is None else schedule
     workers = [worker_part_as_dict(plan, routing, rank, sizes, held) for rank in range(plan.world)]
     found: dict[str, Any] = {
-        "plan": f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}",
+        "plan": f"{count_noun(plan.world, 'worker')} = {plan.describe()}",
         "schedule": name,
         "microbatches": cut.count,
         "virtual_replicas": cut.blocks,

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from raypar.errors import ConfigError
 from raypar.files.untrusted_files import SCHEDULE_BYTES, read_limited_text
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
+from raypar.plan.wording import count_noun
 from raypar.schedule import registry
 from raypar.schedule.instructions import Schedule
 from raypar.schedule.simulate import SimulationCosts, Timeline, simulate_schedule
@@ -67,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     plan = routing.plan
     costs, crossing = _costs(args, plan)
     timeline = simulate_schedule(schedule, routing, crossing, costs)
-    sizes = ((plan.positions, "stage"), (plan.world, "worker"), (routing.microbatches.count, "microbatch"))
-    title = f"{name}: {', '.join(_plural(number, noun) for number, noun in sizes)}"
+    microbatches = count_noun(routing.microbatches.count, "microbatch", "microbatches")
+    title = f"{name}: {count_noun(plan.positions, 'stage')}, {count_noun(plan.world, 'worker')}, {microbatches}"
     written = list(_write(args, title, schedule, timeline, crossing, costs))
     facts = _facts(name, routing, timeline)
     if args.json:
@@ -329,7 +330,3 @@ def timeline_text_for_width(timeline: Timeline, columns: int) -> str | None:
 def _values(shown: Sequence[str], most: int = 16) -> str:
     """The values as text; of many the first ones and the last."""
     return " ".join(shown if len(shown) <= most else [*shown[: most // 2], "...", shown[-1]])
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"

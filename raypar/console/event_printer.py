@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from raypar.console.json_stdout import json_text
 from raypar.files.atomic_write import DISK_FULL_ERRNOS
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment, tree_without_certain_secrets
+from raypar.plan.wording import count_noun
 from raypar.record.events import (
     ActivityNotice,
     EndOfRun,
@@ -22,7 +23,6 @@ from raypar.record.events import (
     StartupStage,
     StepRecord,
     ValidationRecord,
-    count_noun,
     format_duration,
 )
 from raypar.record.fold import RunView, speed_of

@@ -16,7 +16,8 @@ from raypar.draw.line_chart import ChartSeries, line_chart_svg
 from raypar.draw.throughput_chart import throughput_svg
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan, StagePlan
-from raypar.record.events import EndOfRun, SavedCheckpoint, count_noun, format_duration, short_node_id
+from raypar.plan.wording import count_noun
+from raypar.record.events import EndOfRun, SavedCheckpoint, format_duration, short_node_id
 from raypar.record.fold import RunView, StepStatistics, peak_sizes
 from raypar.record.story import StoryLine
 from raypar.record.totals import read_totals
@@ -270,7 +271,7 @@ def training_facts(view: RunView) -> list[Fact]:
         facts.append(Fact("learning rate", f"{last:.4g}", note))
     if started is not None and started.batch_size:
         parts = started.microbatches
-        note = f"in {parts:,} microbatch{'es' * (parts > 1)}" if parts else ""
+        note = f"in {count_noun(parts, 'microbatch', 'microbatches')}" if parts else ""
         facts.append(Fact("batch size", f"{started.batch_size:,}", note))
     return facts
 

@@ -12,9 +12,9 @@ from html import escape
 
 from raypar.console.run_report import FIRST_LINES, RunReport, StageRow, WorkerRow
 from raypar.plan.ownership import STATE_KIND_NOUNS
+from raypar.plan.wording import count_noun
 from raypar.planner.memory_sheet import KEPT_NOUNS
 from raypar.planner.plan_search import format_mib
-from raypar.record.events import count_noun
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """The page's content security policy."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.plan.parallel_plan import describe_mesh
-from raypar.record.events import ReplayProgress, count_noun, format_duration, is_finite_number, seat_without_rank, short_node_id
+from raypar.plan.wording import count_noun
+from raypar.record.events import ReplayProgress, format_duration, is_finite_number, seat_without_rank, short_node_id
 from raypar.record.fold import UNDER_WAY, RunView
 from raypar.storage.run_folder import resume_argument
 

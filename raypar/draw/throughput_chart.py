@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from raypar.draw.line_chart import LARGEST, ChartSeries, ValueAxis, downsample_min_max, draw_series, format_value
 from raypar.draw.svg_style import INK, LINE, QUIET, estimate_text_width, mix_with_white
 from raypar.draw.text_grid import round_tick_step
+from raypar.plan.wording import count_noun
 
 MARK_KINDS = {
     "lost": ("#C8372D", "worker lost"),
@@ -327,7 +328,7 @@ def _draw_legend(history: RunHistory, y: float) -> list[str]:
     if history.pauses:
         total = sum(end - start for start, end in history.pauses)
         number = len(history.pauses)
-        text = f"{number} pause{'s' * (number > 1)}, {total:.2f} of {history.end_s:.1f} s"
+        text = f"{count_noun(number, 'pause')}, {total:.2f} of {history.end_s:.1f} s"
         out.append(
             f'<rect x="{x:.0f}" y="{y - 11:g}" width="16" height="13" rx="2.5" fill="{_PAUSE_COLOUR}" stroke="{LINE}"/>'
             f'<text x="{x + 22:.0f}" y="{y:g}">{text}</text>'

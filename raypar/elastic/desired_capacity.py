@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 from raypar.elastic.actions import ReleaseWorkers, StartWorkers
 from raypar.elastic.phases import Phase
-from raypar.elastic.plural_wording import count_of, format_worker_numbers, verb_form
 from raypar.plan import ParallelPlan
+from raypar.plan.wording import count_noun, format_worker_numbers, word_form
 
 if TYPE_CHECKING:
     from raypar.elastic.run_state import RunState
@@ -80,11 +80,11 @@ def least_workers_at_start(plan: ParallelPlan, min_workers: int) -> int:
 
 def decide_start(view: StartInputs, limits: StartLimits) -> StartDecision:
     """Whether to begin with the workers that are placed, or how to go on."""
-    has = f"{view.placed} of {count_of(limits.wanted, 'worker')} {'has' if view.placed == 1 else 'have'} a place"
+    has = f"{view.placed} of {count_noun(limits.wanted, 'worker')} {'has' if view.placed == 1 else 'have'} a place"
     if view.placed >= limits.wanted:
         return StartDecision("begin", has)
     if limits.wanted - view.infeasible < limits.least or view.on_demand_infeasible:
-        return StartDecision("impossible", f"no node has room for {view.infeasible} of {count_of(limits.wanted, 'worker')}")
+        return StartDecision("impossible", f"no node has room for {view.infeasible} of {count_noun(limits.wanted, 'worker')}")
     over = view.waited_s >= limits.wait_s
     if view.on_demand_lacking:
         has += f", and {view.on_demand_lacking} of the others must be on-demand"
@@ -214,7 +214,7 @@ def compute_desired_capacity(view: CapacityInputs, limits: WorkerCountLimits, no
         are = "worker is" if view.available == 1 else "workers are"
         reason = f"{view.available} {are} left, min_workers is {limits.minimum}"
     elif grow:
-        reason = f"{format_worker_numbers(view.spares)} {verb_form(view.spares, 'waits', 'wait')} for a seat"
+        reason = f"{format_worker_numbers(view.spares)} {word_form(view.spares, 'waits', 'wait')} for a seat"
     else:
         reason = f"{len(view.present)} of {limits.wanted} workers are there or on their way"
     return DesiredCapacity(seats, start, lacking, grow, release, reason)
@@ -354,4 +354,4 @@ def release_workers(m: RunState, decision: DesiredCapacity) -> None:
         m.membership.mark_lost(worker)
         m.hiring.forget(worker)
     standbys = f", with {m.policy.standbys} in reserve" * bool(m.policy.standbys)
-    m.decide(ReleaseWorkers(released), f"{count_of(wanted, 'worker')} suffice{'s' * (wanted == 1)}{standbys}")
+    m.decide(ReleaseWorkers(released), f"{count_noun(wanted, 'worker suffices', 'workers suffice')}{standbys}")

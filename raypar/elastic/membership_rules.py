@@ -14,11 +14,11 @@ from raypar.elastic.desired_capacity import (
 from raypar.elastic.events import DrainRequested, PlanChosen, WorkerJoined, WorkerPlaced, WorkerStartFailed
 from raypar.elastic.failures import begin_recovery, mark_worker_lost
 from raypar.elastic.phases import Phase
-from raypar.elastic.plural_wording import count_of, format_worker_numbers, verb_form
 from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import find_seats_for_on_demand_workers
 from raypar.elastic.step_flow import issue_steps
 from raypar.errors import error_first_line
+from raypar.plan.wording import count_noun, format_worker_numbers, word_form
 
 
 def note_placed_worker(m: RunState, event: WorkerPlaced) -> None:
@@ -100,7 +100,7 @@ def seat_on_demand_workers(m: RunState) -> None:
         return
     leave = find_seats_for_on_demand_workers(m, spares_of_complete_replicas(m))
     if leave:
-        who = f"{format_worker_numbers(leave)} {verb_form(leave, 'gives its seat', 'give their seats')}"
+        who = f"{format_worker_numbers(leave)} {word_form(leave, 'gives its seat', 'give their seats')}"
         m.planned.reason = f"{who} to an on-demand worker: the stage has no other"
         issue_steps(m)
 
@@ -127,8 +127,8 @@ def judge_larger_plan(m: RunState, event: PlanChosen) -> None:
     if len(who.members) < m.policy.workers and left_s:
         gain_s = max(gain_s, left_s / 4)
     if event.now_s and gain_s <= m.policy.move_s:
-        stay = f"{format_worker_numbers(who.spares)} {verb_form(who.spares, 'stays', 'stay')} in reserve"
-        text = f"{stay}: {verb_form(who.spares, 'a seat', 'seats')} would save {max(gain_s, 0.0):.1f} s of {left} steps"
+        stay = f"{format_worker_numbers(who.spares)} {word_form(who.spares, 'stays', 'stay')} in reserve"
+        text = f"{stay}: {word_form(who.spares, 'a seat', 'seats')} would save {max(gain_s, 0.0):.1f} s of {left} steps"
         m.decide(TellUser(text), f"moving costs about {m.policy.move_s:.1f} s")
         note_declined_capacity(m)
         return
@@ -148,7 +148,7 @@ def note_declined_capacity(m: RunState) -> None:
     if m.planned.asked_workers >= m.policy.wanted:
         useful = len(m.membership.members)
         if (m.hiring.useful, m.hiring.useful_is_final) != (useful, True):
-            m.decide(StoreUsefulWorkers(useful), f"the planner has no use for more than {count_of(useful, 'worker')}")
+            m.decide(StoreUsefulWorkers(useful), f"the planner has no use for more than {count_noun(useful, 'worker')}")
         m.hiring.useful, m.hiring.useful_is_final = useful, True
 
 

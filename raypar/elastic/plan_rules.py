@@ -13,7 +13,6 @@ from raypar.elastic.desired_capacity import desired_capacity_of_run, spares_of_c
 from raypar.elastic.events import PlanAdopted, PlanChosen, StopRequested
 from raypar.elastic.failures import begin_recovery, mark_worker_lost
 from raypar.elastic.phases import Phase
-from raypar.elastic.plural_wording import format_worker_numbers
 from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import assign_seats, refill_seats
 from raypar.elastic.step_flow import describe_last_checkpoint, issue_steps
@@ -21,6 +20,7 @@ from raypar.elastic.stragglers import begin_straggler_watch
 from raypar.errors import ClusterError, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece, pieces_nobody_holds, plan_moves
+from raypar.plan.wording import count_noun, format_worker_numbers
 
 SLOWEST_PER_S = 2e6
 """Elements, with their optimizer state, that a worker receives in a second at least; for time limits."""
@@ -228,7 +228,7 @@ def wait_for_workers(m: RunState, why: str, workers_lacking: int | None = None) 
         m.end_run("failed", why, ClusterError(why, cure=cure))
         return
     m.enter(Phase.WAITING, deadline_s=m.policy.capacity_s)
-    more = "more workers" if workers_lacking is None else f"{workers_lacking} more worker{'s' * (workers_lacking > 1)}"
+    more = "more workers" if workers_lacking is None else count_noun(workers_lacking, "more worker")
     m.recovery.awaited = f"{more} of 1 CPU each ({why})"
     tell_what_is_awaited(m)
     start_missing_workers(m)

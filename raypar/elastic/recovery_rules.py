@@ -41,11 +41,11 @@ from raypar.elastic.failures import (
 )
 from raypar.elastic.phases import Phase
 from raypar.elastic.plan_rules import end_run_between_generations, find_plan, tell_what_is_awaited
-from raypar.elastic.plural_wording import format_worker_numbers
 from raypar.elastic.run_state import RunState
 from raypar.elastic.state_trust import ShardCountHistory, compare_digests_in_recovery
 from raypar.elastic.step_flow import record_emitted_step
 from raypar.errors import ClusterError, error_first_line
+from raypar.plan.wording import format_worker_numbers
 
 CLAIM_TOLD_S = 5.0
 """Time after which the user is told that the claim of a generation waits for Ray's control store."""

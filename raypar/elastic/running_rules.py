@@ -34,7 +34,6 @@ from raypar.elastic.events import (
 from raypar.elastic.failures import begin_recovery, end_run_once_cause_is_known, fail_run
 from raypar.elastic.membership_rules import ask_for_larger_plan, give_up_larger_plan, seat_on_demand_workers
 from raypar.elastic.phases import Phase, UnexpectedEvent
-from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.recovery_rules import recover_from_failure
 from raypar.elastic.run_state import RunState
 from raypar.elastic.silent_worker_rules import check_silent_worker_wait
@@ -51,6 +50,7 @@ from raypar.elastic.step_flow import (
 )
 from raypar.elastic.stragglers import begin_straggler_watch, check_stragglers
 from raypar.errors import CommTimeout, RayparError
+from raypar.plan.wording import format_worker_numbers, word_form
 
 
 def ignore_event(m: RunState, event: RunEvent) -> None:
@@ -143,8 +143,8 @@ def check_step_deadlines(m: RunState, event: Tick) -> None:
     if not late and event.unheard:  # late and silent: two signs together justify a shorter limit
         late = tuple(sorted(event.unheard & set(find_overdue_workers(m, silent_deadline_s(m)))))
     if late and m.policy.elastic:
-        pings = f" and {verb_form(late, 'answers', 'answer')} no pings" * (set(late) <= event.unheard)
-        who = f"{format_worker_numbers(late)} {verb_form(late, 'has', 'have')}"
+        pings = f" and {word_form(late, 'answers', 'answer')} no pings" * (set(late) <= event.unheard)
+        who = f"{format_worker_numbers(late)} {word_form(late, 'has', 'have')}"
         what = f"step {m.progress.committed + 1}: {who} not reported for {m.timer.elapsed_s:.1f} s{pings}"
         recover_from_failure(m, CallFailed("aborted", CommTimeout(what), generation=m.membership.generation))
     elif late and not m.health.probing:
@@ -175,7 +175,7 @@ def fail_run_on_hung_workers(m: RunState, event: StacksReported) -> None:
     m.health.probing = False
     late = find_overdue_workers(m, step_deadline_s(m))
     if late and not m.health.silent_since_s:
-        who = f"{format_worker_numbers(late)} {verb_form(late, 'has', 'have')}"
+        who = f"{format_worker_numbers(late)} {word_form(late, 'has', 'have')}"
         error = CommTimeout(
             f"step {m.progress.committed}: {who} not reported within {step_deadline_s(m):.0f} s\n{event.text}",
             cure="look at the stacks above for what they wait for; `raypar resume` goes on from the last checkpoint",

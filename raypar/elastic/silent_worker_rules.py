@@ -12,10 +12,10 @@ from raypar.elastic.actions import TellUser, WarnUser
 from raypar.elastic.events import CallFailed, Tick, WorkerAnswered, WorkerSilent
 from raypar.elastic.failures import fail_run
 from raypar.elastic.phases import Phase
-from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.elastic.run_state import RunState
 from raypar.elastic.state_sources import TELL_EVERY_S
 from raypar.errors import CommTimeout, WorkerLost
+from raypar.plan.wording import format_worker_numbers, word_form
 
 WAITS_IN = (Phase.STARTING, Phase.RUNNING, Phase.FLUSHING, Phase.VALIDATING, Phase.SAVING, Phase.ENDING)
 RESUME = "look at its node; `raypar resume` goes on from the last checkpoint"
@@ -55,7 +55,7 @@ def check_silent_worker_wait(m: RunState, event: Tick) -> bool:
     gone = sorted(event.ended & set(silent))
     late = [worker for worker, since_s in silent.items() if m.timer.now_s - since_s >= m.policy.last_copy_wait_s]
     if gone:
-        what = f"{format_worker_numbers(gone)} {verb_form(gone, 'was', 'were')} lost: the process or its machine is gone"
+        what = f"{format_worker_numbers(gone)} {word_form(gone, 'was', 'were')} lost: the process or its machine is gone"
         fail_run(m, CallFailed("lost", WorkerLost(what, cure=RESUME), gone[0]))
     elif late or not _may_wait(m):
         worker = min(silent, key=lambda w: silent[w])
@@ -84,9 +84,9 @@ def tell_of_silent_worker_wait(m: RunState, workers: Collection[int]) -> None:
 
 def describe_silent_workers(workers: Collection[int]) -> str:
     """The text `worker 1: it answers no pings, but ...`: which workers the run waits for, and why."""
-    they = verb_form(workers, "it answers", "they answer")
-    ended = verb_form(workers, "its process has", "their processes have")
-    only = f"the run is not elastic, so nobody else has {verb_form(workers, 'its', 'their')} state"
+    they = word_form(workers, "it answers", "they answer")
+    ended = word_form(workers, "its process has", "their processes have")
+    only = f"the run is not elastic, so nobody else has {word_form(workers, 'its', 'their')} state"
     return f"{format_worker_numbers(workers)}: {they} no pings, but nothing says that {ended} ended; {only}"
 
 

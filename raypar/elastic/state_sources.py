@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.mirror import assign_buddies
-from raypar.elastic.plural_wording import format_worker_numbers, verb_form
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import same_state_keys
 from raypar.plan.pieces import Holdings, Piece, count_shared_elements, pieces_nobody_holds, subtract_pieces
+from raypar.plan.wording import format_worker_numbers, word_form
 
 if TYPE_CHECKING:
     from raypar.elastic.run_state import RunState
@@ -194,10 +194,10 @@ def describe_wait_for_last_copy(m: RunState, holders: Collection[int], unheard: 
     what = f"{format_worker_numbers(holders)}: no other memory has the state after {steps} steps ({names})"
     silent = sorted(set(holders) & set(unheard))
     if not silent:
-        answers = verb_form(holders, "it answers", "they answer")
-        return f"{what}; {answers} pings, so {verb_form(holders, 'it lives', 'they live')}"
-    who = f"{format_worker_numbers(silent)} {verb_form(silent, 'answers', 'answer')} no pings"
-    return f"{what}; {who}, but nothing says that {verb_form(silent, 'its process has', 'their processes have')} ended"
+        answers = word_form(holders, "it answers", "they answer")
+        return f"{what}; {answers} pings, so {word_form(holders, 'it lives', 'they live')}"
+    who = f"{format_worker_numbers(silent)} {word_form(silent, 'answers', 'answer')} no pings"
+    return f"{what}; {who}, but nothing says that {word_form(silent, 'its process has', 'their processes have')} ended"
 
 
 def describe_failed_wait(m: RunState, holders: Collection[int]) -> str:

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from raypar.elastic.actions import WarnUser
-from raypar.elastic.plural_wording import format_worker_numbers
 from raypar.errors import ModelError, WorkerLost
 from raypar.plan.pieces import Digest
+from raypar.plan.wording import format_worker_numbers
 
 if TYPE_CHECKING:
     from raypar.elastic.run_state import RunState

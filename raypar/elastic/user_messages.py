@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from raypar.elastic.plural_wording import format_worker_numbers, verb_form
+from raypar.plan.wording import format_worker_numbers, word_form
 
 PLAIN_WORDS = (
     (r"its node has died", "its node died"),
@@ -98,6 +98,6 @@ def describe_waited_workers(activities: Mapping[int, str], workers: int, idle: s
     for number, doing in sorted(busy.items()):
         together.setdefault(doing, []).append(number)
     each = [
-        f"{format_worker_numbers(numbers)} {verb_form(numbers, 'is', 'are')} {doing}" for doing, numbers in together.items()
+        f"{format_worker_numbers(numbers)} {word_form(numbers, 'is', 'are')} {doing}" for doing, numbers in together.items()
     ]
     return f"waiting for {len(busy)} of {max(workers, len(busy))} workers ({'; '.join(each)})"

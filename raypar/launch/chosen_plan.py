@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.recomputation import RecomputePolicy, apply_recompute_policy
+from raypar.plan.wording import count_noun
 from raypar.worker.job_spec import JobSpec
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def describe_chosen_plan(chosen: ChosenPlan) -> str:
     plan = chosen.plan
     bubble = 100 * chosen.predicted.bubble_of_total
     text = (
-        f"{plan.world} worker{'s' * (plan.world > 1)} = {plan.describe()}, schedule {chosen.schedule_name}"
+        f"{count_noun(plan.world, 'worker')} = {plan.describe()}, schedule {chosen.schedule_name}"
         f"{describe_recomputation(plan, chosen.schedule_instructions)}; "
         f"predicted step {chosen.predicted.makespan_ms:.0f} ms, bubble {bubble:.0f} %"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raypar.plan import ParallelPlan
 from raypar.plan.parallel_plan import describe_mesh
+from raypar.plan.wording import count_noun
 from raypar.planner.model_profile import ModelProfile
 from raypar.planner.plan_search import EvaluatedCandidate, PlanChoice, format_mib
 from raypar.planner.stage_balance import MIN_GAIN_MS, MIN_GAIN_SHARE, StageBalance
@@ -77,7 +78,7 @@ def processors_of_prediction(processors: int | None, workers: int) -> str:
     """
     if processors is None or processors >= workers:
         return "a processor for each worker"
-    return f"{workers} workers on {processors} processor{'s' * (processors != 1)}"
+    return f"{workers} workers on {count_noun(processors, 'processor')}"
 
 
 def _busy_text(step: Timeline) -> str:

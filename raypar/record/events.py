@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.untrusted_files import shorten
+from raypar.plan.wording import count_noun
 
 # -- the types of fields, with the bounds within which a value can be used -------------------------------------------------
 
@@ -779,11 +780,6 @@ def seat_without_rank(coordinate: str) -> str:
 def short_node_id(node: Any) -> str:
     """The first 8 characters of a node's id: enough for `raypar drain`."""
     return str(node)[:8]
-
-
-def count_noun(number: int, noun: str) -> str:
-    """A number with its noun: `1 worker`, `3 workers`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def format_duration(seconds: float) -> str:

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from raypar.files.untrusted_files import shorten
+from raypar.plan.wording import count_noun
 from raypar.record.events import (
     EndOfRun,
     Event,
@@ -29,7 +30,6 @@ from raypar.record.events import (
     ValidationRecord,
     WorkerDrain,
     WorkerLoss,
-    count_noun,
     is_finite_number,
     short_node_id,
 )

@@ -12,6 +12,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from raypar.draw.throughput_chart import MARK_KINDS, ChartMark, RunHistory
+from raypar.plan.wording import word_form
 from raypar.record.events import (
     Event,
     GenerationStart,
@@ -264,6 +265,6 @@ def mark_label(kind: str, events: Sequence[Event], idle_s: float, *, brief: bool
     if kind == "draining":
         named = [short_node_id(one.node) for one in events if isinstance(one, WorkerDrain) and one.node]
         nodes = list(dict.fromkeys(node[:4] if brief else node for node in named))
-        return ", ".join(nodes) if brief else f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)} will leave"
+        return ", ".join(nodes) if brief else f"{word_form(nodes, 'node', 'nodes')} {', '.join(nodes)} will leave"
     numbers = ", ".join(str(one.worker) for one in events if isinstance(one, (WorkerLoss, WorkerJoin)))
-    return numbers if brief else f"worker{'s' * (len(events) > 1)} {numbers} {kind}"
+    return numbers if brief else f"{word_form(events, 'worker', 'workers')} {numbers} {kind}"

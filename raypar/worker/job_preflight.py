@@ -45,6 +45,7 @@ from raypar.model.tensor_parallel.layout import compute_shard_layout
 from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.model.tensor_parallel.styles.linear_styles import ExpertsStyle
 from raypar.plan import ParallelPlan
+from raypar.plan.wording import count_noun
 from raypar.torch_compat.without_dynamo import meta_operations_without_dynamo
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, cure_for_known_error, error_text, reraise_ctrl_c
 from raypar.worker.check_capture_with_numbers import check_capture_with_numbers
@@ -160,7 +161,7 @@ def _notes_about_data(
     lines, target = [], loss_target_name(spec)
     if spec.batch_size > samples:
         lines.append(
-            f"batch_size is {spec.batch_size}, and the data set has {samples} sample{'s' * (samples != 1)}: each step takes "
+            f"batch_size is {spec.batch_size}, and the data set has {count_noun(samples, 'sample')}: each step takes "
             f"some of them more than once, as if it were repeated\n  cure: set batch_size <= {samples}, or give more data"
         )
     unread = [name for name in names if name not in {*graph.batch_fields, target}]

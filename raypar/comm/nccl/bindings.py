@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from raypar.errors import ClusterError, CommError
+from raypar.plan.wording import count_noun
 
 log = logging.getLogger("raypar")
 
@@ -209,7 +210,7 @@ def check_same_cuda_version(torch_cuda: int | None, cupy_cuda: int, cupy: str) -
 
 def check_gpu_count(wanted: int, there: int) -> None:
     """Raise `ClusterError` when there are fewer GPUs than a plan has workers."""
-    workers = f"{wanted} GPU worker{'s' * (wanted > 1)}"
+    workers = count_noun(wanted, "GPU worker")
     if there == 0:
         raise ClusterError(
             f"the plan has {workers}, and there is no GPU",
@@ -217,7 +218,7 @@ def check_gpu_count(wanted: int, there: int) -> None:
         )
     if there < wanted:
         raise ClusterError(
-            f"the plan has {workers}, and there {'is' if there == 1 else 'are'} {there} GPU{'s' * (there > 1)}",
+            f"the plan has {workers}, and there {'is' if there == 1 else 'are'} {count_noun(there, 'GPU')}",
             cure=f"set plan.stages, plan.replicas and plan.shards so that they multiply to at most {there}, or add nodes",
         )
 
