@@ -67,8 +67,8 @@ def test_a_killed_worker_changes_nothing_but_the_plan(layout, act, undisturbed, 
 
 
 def test_a_worker_that_hangs_is_given_up(undisturbed, tmp_path):
-    trainee = Trainee(tmp_path, "elastic={min_workers: 1, step_deadline_s: 1.0}", "plan.stages=2", "plan.replicas=2")
-    result = trainee.run(kill(2, number=signal.SIGSTOP))
+    trainee = Trainee(tmp_path, "elastic={min_workers: 1, step_deadline_s: 1.0}", "plan.stages=1", "plan.replicas=2")
+    result = trainee.run(kill(1, number=signal.SIGSTOP))
     assert result.weights_sha256 == undisturbed.weights_sha256
     assert trainee.losses == undisturbed.losses
     assert any(event["kind"] == "lost" and "did not answer" in event["text"] for event in trainee.events)
@@ -149,6 +149,7 @@ def test_trainer_goes_on_when_a_worker_is_killed(tmp_path):
 
 
 LONG = ("steps=200", "elastic.min_workers=1")
+FOUR = ("plan.stages=2", "plan.replicas=2")
 
 
 @pytest.fixture(scope="module")
@@ -156,33 +157,45 @@ def long_undisturbed(tmp_path_factory) -> Undisturbed:
     return Undisturbed.of(tmp_path_factory.mktemp("undisturbed"), *LONG)
 
 
-def test_a_killed_worker_is_replaced_and_the_plan_is_whole_again(long_undisturbed, tmp_path):
-    trainee = Trainee(tmp_path, *LONG, "plan.stages=2", "plan.replicas=2")
-    result = trainee.run(kill(1))
-    assert result.end == "done", result.why
-    assert result.weights_sha256 == long_undisturbed.weights_sha256
-    assert trainee.losses == long_undisturbed.losses
-    assert [len(event["workers"]) for event in trainee.told("generation")] == [3, 4]
-    assert trainee.told("joined")[0]["worker"] == 4
+@pytest.fixture(scope="module")
+def disturbed(own_ray, tmp_path_factory) -> Trainee:
+    """A run of 300 steps on four workers whose driver is killed after some steps, and later a worker too."""
+    trainee = Trainee(tmp_path_factory.mktemp("disturbed"), *LONG, "steps=300", *FOUR, "checkpoint.every=20")
+    trainee.members_by_driver = []
 
-
-def test_the_driver_may_be_killed(long_undisturbed, tmp_path):
-    trainee = Trainee(tmp_path, *LONG, "plan.stages=2", "plan.replicas=2", "checkpoint.every=20")
-    pids = []
-
-    def act(workers: list[int]) -> None:
-        pids.extend(member["pid"] for member in trainee.members["members"])
+    def kill_driver() -> None:
+        trainee.members_by_driver.append(trainee.members)
         os.kill(trainee.members["driver_pid"], signal.SIGKILL)
 
-    result = trainee.run(act)
-    assert result.end == "done", result.why
-    assert result.weights_sha256 == long_undisturbed.weights_sha256
-    assert trainee.losses == long_undisturbed.losses, "every step was seen once"
-    assert [event["step"] for event in trainee.told("step")] == list(range(1, 201)), "the client saw every step once"
-    assert trainee.told("driver")
-    assert [event["workers"] for event in trainee.told("generation")] == [[0, 1, 2, 3]], "the same workers, none started again"
-    assert [member["pid"] for member in trainee.members["members"]] == pids
-    assert trainee.told("picture") and not trainee.told("warning"), "the new driver knows where its workers are"
+    def kill_worker() -> None:
+        trainee.members_by_driver.append(trainee.members)
+        trainee.told_before = list(trainee.events)
+        kill(1)(trainee.pids)
+
+    trainee.result = trainee.run(then={8: kill_driver, 45: kill_worker})
+    return trainee
+
+
+def test_a_run_whose_driver_and_then_a_worker_are_killed_gives_the_bits_of_one_that_nothing_befalls(disturbed, tmp_path):
+    undisturbed = Undisturbed.of(tmp_path, "steps=300")
+    assert disturbed.result.end == "done", disturbed.result.why
+    assert disturbed.result.weights_sha256 == undisturbed.weights_sha256
+    assert disturbed.losses == undisturbed.losses, "every step was seen once"
+    assert [event["step"] for event in disturbed.told("step")] == list(range(1, 301)), "the client saw every step once"
+
+
+def test_the_driver_may_be_killed(disturbed):
+    before, after = disturbed.members_by_driver
+    assert disturbed.told("driver") and before["driver_pid"] != after["driver_pid"]
+    assert disturbed.told("generation")[0]["workers"] == [0, 1, 2, 3], "the same workers, none started again"
+    assert [member["pid"] for member in before["members"]] == [member["pid"] for member in after["members"]]
+    assert not [event for event in disturbed.told_before if event["kind"] == "warning"], "it knows where its workers are"
+    assert disturbed.told("picture")
+
+
+def test_a_killed_worker_is_replaced_and_the_plan_is_whole_again(disturbed):
+    assert [sorted(event["workers"]) for event in disturbed.told("generation")[1:]] == [[0, 2, 3], [0, 2, 3, 4]]
+    assert disturbed.told("joined")[0]["worker"] == 4
 
 
 def no_room(trainee: Trainee) -> None:
