@@ -246,6 +246,8 @@ class WorkerHealth:
     """Worker that has not answered the last pings -> time at which its silence was first noticed."""
     silent_since_s: dict[int, float] = field(default_factory=dict)
     """Silent worker that a run which is not elastic waits for -> time at which the wait began."""
+    ended_since_s: float | None = None
+    """Since when the process of one of these is known to be gone; None: of none."""
     silence_told_s: float = 0.0
     """When people were last told about the wait in `silent_since_s`."""
     probing: bool = False

@@ -1,7 +1,7 @@
 """Rules for silent workers of a run that is not elastic: it waits for them, because each holds the only copy of some state.
 
-Silence alone ends nothing before `last_copy_wait_s`; a process or machine that is gone ends the run at once. In an elastic run
-silence begins a recovery, which waits by rules of its own (`state_sources.py`).
+Silence alone ends nothing before `last_copy_wait_s`; a process or machine that is gone ends the run within seconds. In an
+elastic run silence begins a recovery, which waits by rules of its own (`state_sources.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from raypar.errors import CommTimeout, WorkerLost
 from raypar.plan.wording import format_worker_numbers, word_form
 
 WAITS_IN = (Phase.STARTING, Phase.RUNNING, Phase.FLUSHING, Phase.VALIDATING, Phase.SAVING, Phase.ENDING)
+ENDED_GRACE_S = 5.0
+"""How long a worker's call has to fail with an error of its own, which says more, once its connection was found closed."""
 RESUME = "look at its node; `raypar resume` goes on from the last checkpoint"
 
 
@@ -54,6 +56,12 @@ def check_silent_worker_wait(m: RunState, event: Tick) -> bool:
         return False
     gone = sorted(event.ended & set(silent))
     late = [worker for worker, since_s in silent.items() if m.timer.now_s - since_s >= m.policy.last_copy_wait_s]
+    if not gone:
+        m.health.ended_since_s = None
+    elif m.health.ended_since_s is None:
+        m.health.ended_since_s = m.timer.now_s
+    if m.health.ended_since_s is not None and m.timer.now_s - m.health.ended_since_s < ENDED_GRACE_S:
+        return True
     if gone:
         what = f"{format_worker_numbers(gone)} {word_form(gone, 'was', 'were')} lost: the process or its machine is gone"
         fail_run(m, CallFailed("lost", WorkerLost(what, cure=RESUME), gone[0]))

@@ -26,6 +26,7 @@ from raypar.elastic.events import (
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.silent_worker_rules import ENDED_GRACE_S
 from raypar.errors import CommTimeout, GroupAborted, UserCodeError, WorkerLost
 from raypar.plan import ParallelPlan
 
@@ -121,9 +122,20 @@ def test_a_death_during_the_wait_ends_the_run_at_once(how):
     if how == "Ray says it":
         actions = do(machine, CallFailed("lost", WorkerLost("worker 1 was lost: The actor died"), 1), 12.0)
     else:
-        actions = do(machine, Tick(unheard=frozenset({1}), ended=frozenset({1})), 12.0)
+        gone = Tick(unheard=frozenset({1}), ended=frozenset({1}))
+        assert do(machine, gone, 12.0) == do(machine, gone, 12.0 + ENDED_GRACE_S - 0.1) == [], "its call's own error says more"
+        actions = do(machine, gone, 12.0 + ENDED_GRACE_S)
     assert actions[0] == AbortGroups("WorkerLost elsewhere") and isinstance(actions[-1], Teardown)
     assert "worker 1 was lost" in str(actions[-1].error)
+
+
+def test_the_error_of_its_call_is_the_run_s_also_if_its_connection_was_found_closed_before():
+    """Which of the two came first was chance; only the call's says which stage and replica it was."""
+    machine = running()
+    silent(machine)
+    assert do(machine, Tick(unheard=frozenset({1}), ended=frozenset({1})), 12.0) == []
+    actions = do(machine, CallFailed("lost", WorkerLost("worker 1 (stage 1, replica 0) was lost"), 1), 13.0)
+    assert isinstance(actions[-1], Teardown) and "(stage 1, replica 0)" in str(actions[-1].error)
 
 
 def test_no_wait_is_asked_for_and_what_is_said_then_is_that_of_before():
@@ -206,6 +218,7 @@ def test_nobody_is_waited_for_once_the_run_has_failed(end):
     status = MembersFileText(SimpleNamespace(plan=ParallelPlan.mesh(dp=2, layers=2), policy=machine.policy))
     silent(machine)
     do(machine, end, 12.0)
+    do(machine, end, 12.0 + ENDED_GRACE_S)
     assert machine.phase is Phase.OVER and not machine.waits
     assert json.loads(status.text_if_changed(machine, lambda n: {}, lambda plan: "1f1b"))["phase"] == "ended"
 

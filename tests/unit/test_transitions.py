@@ -37,6 +37,7 @@ from raypar.elastic.phases import Phase as P
 from raypar.elastic.phases import UnexpectedEvent
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.silent_worker_rules import ENDED_GRACE_S
 from raypar.elastic.state_trust import MAX_DOUBTS
 from raypar.elastic.transition_diagram import draw_diagram, insert_diagram
 from raypar.elastic.transition_table import RECOVERING, TABLE, TransitionRow, make_transition_row
@@ -179,7 +180,7 @@ SCENES = {
     "a worker dies at the start": (lambda: arrive(P.STARTING), [lost(1)], P.CLAIMING),
     "user code fails at the start": (lambda: arrive(P.STARTING), [MISTAKE], P.OVER),
     "Ctrl-C at the start": (lambda: arrive(P.STARTING), [CTRL_C], P.OVER),
-    "a silent worker is gone at the start": (lambda: sent(not_elastic(P.STARTING), SILENT), [ENDED], P.OVER),
+    "a silent worker is gone at the start": (lambda: sent(not_elastic(P.STARTING), SILENT, ENDED), [ENDED], P.OVER),
     # steps
     "the replicas differ again and again": (lambda: doubted(P.RUNNING), "digests", P.OVER),
     "a validation's callback stops the run late": (lambda: run(), [ValidationEmitted(1, "enough")], P.FLUSHING),
@@ -230,13 +231,13 @@ SCENES = {
         [StacksReported("stacks")],
         P.FAILING,
     ),
-    "a silent worker is gone": (lambda: sent(not_elastic(P.FLUSHING), SILENT), [ENDED], P.OVER),
+    "a silent worker is gone": (lambda: sent(not_elastic(P.FLUSHING), SILENT, ENDED), [ENDED], P.OVER),
     "a silent worker is gone while a checkpoint is written": (
-        lambda: writing(sent(not_elastic(P.FLUSHING), SILENT)),
+        lambda: writing(sent(not_elastic(P.FLUSHING), SILENT, ENDED)),
         [ENDED],
         P.FAILING,
     ),
-    "the same steps ahead": (lambda: writing(sent(not_elastic(P.RUNNING), SILENT)), [ENDED], P.FAILING),
+    "the same steps ahead": (lambda: writing(sent(not_elastic(P.RUNNING), SILENT, ENDED)), [ENDED], P.FAILING),
     # between two steps
     "Ctrl-C's grace ends in a validation": (lambda: sent(arrive(P.VALIDATING), CTRL_C), [Tick()], P.ABORTING),
     "a validation hangs while a checkpoint is written": (lambda: writing(not_elastic(P.VALIDATING)), [Tick()], P.FAILING),
@@ -403,7 +404,7 @@ SCENES = {
     ),
     # more of steps, passes and ends
     "no report for long": (lambda: run(), [Tick()], P.CLAIMING),
-    "a silent worker is gone, steps ahead": (lambda: sent(not_elastic(P.RUNNING), SILENT), [ENDED], P.OVER),
+    "a silent worker is gone, steps ahead": (lambda: sent(not_elastic(P.RUNNING), SILENT, ENDED), [ENDED], P.OVER),
     "a connection breaks": (lambda: not_elastic(P.RUNNING), [broke(1)], P.FAILING),
     "a connection breaks in the last steps": (lambda: not_elastic(P.FLUSHING), [broke(1)], P.FAILING),
     "a worker is drained while no step is in flight": (lambda: idle(run()), [DrainRequested(1, "")], P.CLAIMING),
@@ -507,7 +508,8 @@ def play(scene):
         events = reports(machine, 0, ((1, 2), (1, 3)))
     elif isinstance(events, str):
         events = reports(machine, int(events.removeprefix("reports of step ")))
-    now_s = LATE_S if isinstance(events[0], (Tick, StacksReported)) and events[0] is not ENDED else 0.0
+    now_s = LATE_S if isinstance(events[0], (Tick, StacksReported)) else 0.0
+    now_s = ENDED_GRACE_S if events[0] is ENDED else now_s
     do(machine, *events, now_s=now_s)
     return machine
 
