@@ -33,6 +33,7 @@ from raypar.errors import ClusterError, ConfigError, OutlivedError, RayparError
 from raypar.job import load_job
 from raypar.launch import resume_job
 from raypar.storage.run_folder import RunFolder
+from raypar.worker.checkpoint.checkpoint_files import checkpoint_weights_hash
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,6 +73,23 @@ def test_a_worker_that_hangs_is_given_up(undisturbed, tmp_path):
     assert result.weights_sha256 == undisturbed.weights_sha256
     assert trainee.losses == undisturbed.losses
     assert any(event["kind"] == "lost" and "did not answer" in event["text"] for event in trainee.events)
+
+
+def test_a_killed_worker_brings_to_light_state_that_cannot_be_moved_and_the_weights_are_saved(tmp_path):
+    """Without Ray: tests/parity/test_state_not_kept_elastic.py."""
+    keeps_list = (
+        *("optimizer.function=helpers.optimizers:KeepsListLater", "optimizer.args={above: 0.01}"),
+        "lr_schedule=helpers.optimizers:doubles_after_nine",
+    )
+    trainee = Trainee(tmp_path, "elastic={min_workers: 1, mirror: off}", "plan.stages=2", "plan.replicas=2", *keeps_list)
+    result = trainee.run(kill(3), at=11)
+    assert result.end == "failed"
+    assert re.search(r"'factors' of layer.* is a list.* Parameters and buffers are in ", str(result.error)), result.error
+    (weights,) = (tmp_path / "runs/tiny/checkpoints").iterdir()
+    steps = int(weights.name.removeprefix("weights_"))
+    assert 11 <= steps < 16, "it was not the look after 16 steps"
+    there = checkpoint_weights_hash(weights)
+    assert there == Undisturbed.of(tmp_path, *keeps_list, f"steps={steps}").weights_sha256
 
 
 @pytest.mark.chaos
