@@ -43,18 +43,16 @@ def mark_worker_lost(m: RunState, worker: int) -> None:
     m.hiring.forget(worker)
 
 
-def end_run_on_repeated_out_of_memory(m: RunState, event: CallFailed) -> bool:
-    """End the run if memory was short for the second time at the same position of the same plan. True if it has ended."""
+def note_out_of_memory(m: RunState, event: CallFailed) -> bool:
+    """Note where memory was short, if it was. True if it was short there before: at the same position of the same plan."""
     order = m.recovery.order if m.phase is Phase.ADOPTING else None
     plan, members = (m.membership.plan, m.membership.members) if order is None else (order.plan, order.members)
     if not isinstance(event.error, OutOfMemory) or plan is None or event.worker not in members:
         return False
     place = plan, plan.seats[members.index(event.worker)].position
-    if place in m.health.out_of_memory_at:
-        m.end_run("failed", error_first_line(event.error), event.error)
-        return True
+    again = place in m.health.out_of_memory_at
     m.health.out_of_memory_at.add(place)
-    return False
+    return again
 
 
 def make_repeated_failure_error(m: RunState) -> WorkerLost:
@@ -155,11 +153,12 @@ def describe_unreachable_workers(m: RunState) -> str:
     return "workers " + ", ".join(" and ".join(map(str, pair)) for pair in pairs) if pairs else ""
 
 
-def begin_recovery(m: RunState, why: str, *, counts: bool = True) -> None:
-    """Begin a new generation. Steps in flight will be settled or dropped.
+def begin_recovery(m: RunState, why: str, *, counts: bool = True, symptom: bool = False) -> Phase:
+    """Give up the present work for a new generation: steps in flight will be settled or dropped. Returns `CLAIMING`.
 
-    `counts`: whether the recovery counts as one of the `max_attempts` attempts at the next step. A planned change (a worker
-    leaves or joins) does not count, nor does a death that the step cannot have caused (a machine was taken away).
+    Returns `OVER` after too many attempts. `counts`: whether the recovery counts as one of the `max_attempts` attempts at the
+    next step. A planned change (a worker leaves or joins) does not count, nor does a death that the step cannot have caused (a
+    machine was taken away). `symptom`: see `RecoveryState`.
     """
     progress, health, stopping = m.progress, m.health, m.stopping
     if m.phase is Phase.ADOPTING:
@@ -176,12 +175,38 @@ def begin_recovery(m: RunState, why: str, *, counts: bool = True) -> None:
     if stopping.interrupted and stopping.abandon_at_s is None:
         stopping.abandon_at_s = m.timer.now_s + m.policy.interrupt_s
     if health.attempts > m.policy.max_attempts:
-        m.end_run("failed", f"{health.attempts} attempts without a step between them: {why}", make_repeated_failure_error(m))
-        return
-    m.recovery = RecoveryState(why, former_order=m.recovery.order or m.recovery.former_order)
+        what = f"{health.attempts} attempts without a step between them: {why}"
+        return m.end_run("failed", what, make_repeated_failure_error(m))
+    m.recovery = RecoveryState(why, former_order=m.recovery.order or m.recovery.former_order, symptom=symptom)
+    return Phase.CLAIMING
+
+
+def claim_generation(m: RunState) -> None:
+    """Ask the journal whether this driver may go on with the next generation."""
+    m.timer.limit(m.policy.claim_s)
     m.membership.generation += 1
-    m.enter(Phase.CLAIMING, deadline_s=m.policy.claim_s)
-    m.decide(ClaimGeneration(m.membership.generation), why)
+    m.decide(ClaimGeneration(m.membership.generation), m.recovery.why)
+
+
+def recover_from_failure(m: RunState, event: CallFailed) -> Phase | None:
+    """Begin a recovery from a lost worker or a broken connection, unless an earlier recovery has dealt with it."""
+    counts, symptom = True, event.kind == "aborted"
+    if event.kind == "lost" and event.worker is not None:
+        seated = event.worker in m.membership.members and event.worker not in m.membership.gone
+        counts = record_death(m, event)
+        if not seated:
+            return None
+    elif event.generation is not None and event.generation < m.membership.generation:
+        return None  # the consequence of a failure that has been dealt with
+    if note_out_of_memory(m, event):
+        return m.end_run("failed", error_first_line(event.error), event.error)
+    m.health.failures.append(event)
+    return begin_recovery(m, error_first_line(event.error), counts=counts, symptom=symptom)
+
+
+def can_recover(m: RunState, event: CallFailed) -> bool:
+    """Whether a recovery can help: a worker is lost, or a connection broke without an abort by the machine itself."""
+    return m.policy.elastic and (event.kind == "lost" or (event.kind == "aborted" and not m.health.aborted_by_us))
 
 
 def _note_failed_move(m: RunState) -> None:
@@ -201,21 +226,34 @@ BLAME: dict[FailureKind, int] = {"user": 0, "error": 1, "lost": 2, "aborted": 3}
 """Kind of failure -> its rank: the failure with the smallest rank is the cause; among equals, the first."""
 
 
-def fail_run(m: RunState, event: CallFailed) -> None:
+def fail_run(m: RunState, event: CallFailed) -> Phase | None:
     """Record a failure and abort all workers, so that none waits for a failed one; the run ends once the cause is known."""
     if event.kind == "aborted" and m.health.aborted_by_us:
-        return
+        return None
     m.health.failures.append(event)
     m.health.silent_since_s.clear()  # no worker is waited for any more
-    m.enter(Phase.FAILING, deadline_s=m.policy.root_cause_s if m.progress.saving is None else m.policy.save_grace_s)
     m.decide(AbortGroups(f"{type(event.error).__name__} elsewhere"), "no worker may wait for one that has failed")
-    end_run_once_cause_is_known(m)
+    return Phase.FAILING
 
 
-def end_run_once_cause_is_known(m: RunState) -> None:
+def look_for_cause(m: RunState) -> Phase | None:
+    """Wait for the failure that caused the others, and for a checkpoint that is being written."""
+    m.timer.limit(m.policy.root_cause_s if m.progress.saving is None else m.policy.save_grace_s)
+    return end_run_once_cause_is_known(m)
+
+
+def end_run_once_cause_is_known(m: RunState) -> Phase | None:
     """End the run with the failure that caused the others, once it is known and no checkpoint is being written."""
     cause = min(m.health.failures, key=lambda failure: BLAME[failure.kind])
     known = cause.kind != "aborted" or m.timer.deadline_s is None or m.timer.expired
-    if known and (m.progress.saving is None or m.timer.expired):
-        why = str(cause.error).splitlines()[0] if str(cause.error) else type(cause.error).__name__
-        m.end_run("failed", why, cause.error)
+    if not known or (m.progress.saving is not None and not m.timer.expired):
+        return None
+    why = str(cause.error).splitlines()[0] if str(cause.error) else type(cause.error).__name__
+    return m.end_run("failed", why, cause.error)
+
+
+def tear_down(m: RunState) -> None:
+    """Decide on the last action of the run."""
+    m.health.silent_since_s.clear()
+    assert m.ending is not None, "a rule led to OVER without `end_run`"
+    m.decide(m.ending, m.ending.why)

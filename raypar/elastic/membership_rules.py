@@ -27,10 +27,11 @@ def note_placed_worker(m: RunState, event: WorkerPlaced) -> None:
         m.hiring.placed.add(event.worker)
 
 
-def add_spare_while_recovering(m: RunState, event: WorkerJoined) -> None:
+def add_spare_while_recovering(m: RunState, event: WorkerJoined) -> Phase | None:
     """Let a new worker wait for a seat; if the run waits for workers, begin a new recovery with it."""
     if add_spare(m, event) and m.phase is Phase.WAITING:
-        begin_recovery(m, f"worker {event.worker} has joined", counts=False)
+        return begin_recovery(m, f"worker {event.worker} has joined", counts=False)
+    return None
 
 
 def add_spare_while_running(m: RunState, event: WorkerJoined) -> None:
@@ -90,22 +91,23 @@ def ask_for_larger_plan(m: RunState, decision: DesiredCapacity) -> None:
         m.decide(ChoosePlan(m.membership.generation, decision.seats), decision.reason)
 
 
-def seat_on_demand_workers(m: RunState) -> None:
+def seat_on_demand_workers(m: RunState) -> Phase | None:
     """Plan a new generation in which on-demand workers in reserve get seats in stages that have no on-demand worker.
 
     A stage loses its last on-demand worker when a worker in reserve on a spot node takes the seat of a lost on-demand worker.
     """
     unchanged = m.planned.reason is None and not m.planned.asking and m.health.disturbed_at_s is None
     if not unchanged or m.stopping.request is not None or m.phase not in (Phase.RUNNING, Phase.FLUSHING):
-        return
+        return None
     leave = find_seats_for_on_demand_workers(m, spares_of_complete_replicas(m))
-    if leave:
-        who = f"{format_worker_numbers(leave)} {word_form(leave, 'gives its seat', 'give their seats')}"
-        m.planned.reason = f"{who} to an on-demand worker: the stage has no other"
-        issue_steps(m)
+    if not leave:
+        return None
+    who = f"{format_worker_numbers(leave)} {word_form(leave, 'gives its seat', 'give their seats')}"
+    m.planned.reason = f"{who} to an on-demand worker: the stage has no other"
+    return issue_steps(m)
 
 
-def judge_larger_plan(m: RunState, event: PlanChosen) -> None:
+def judge_larger_plan(m: RunState, event: PlanChosen) -> Phase | None:
     """Plan the move to the planner's larger plan if it saves more time than it costs.
 
     Below the number of workers that the job asks for, a move counts as saving a quarter of the remaining time at least:
@@ -113,13 +115,13 @@ def judge_larger_plan(m: RunState, event: PlanChosen) -> None:
     """
     who, planned = m.membership, m.planned
     if event.generation != who.generation or not planned.asking:
-        return
+        return None
     planned.asking = False
     if planned.reason is not None:
-        return
+        return None
     if event.plan is None or event.plan.world <= len(who.members):
         note_declined_capacity(m)
-        return
+        return None
     left = m.policy.end - m.progress.committed
     # Predictions give the ratio of the two plans' step times; the present step time is measured.
     left_s = left * usual_step_s(m)
@@ -131,11 +133,10 @@ def judge_larger_plan(m: RunState, event: PlanChosen) -> None:
         text = f"{stay}: {word_form(who.spares, 'a seat', 'seats')} would save {max(gain_s, 0.0):.1f} s of {left} steps"
         m.decide(TellUser(text), f"moving costs about {m.policy.move_s:.1f} s")
         note_declined_capacity(m)
-        return
+        return None
     planned.reason, planned.plan = f"making room for {format_worker_numbers(who.spares)}", event.plan
     planned.workers = count_available_workers(m)
-    if m.phase in (Phase.RUNNING, Phase.FLUSHING):
-        issue_steps(m)
+    return issue_steps(m) if m.phase in (Phase.RUNNING, Phase.FLUSHING) else None
 
 
 def note_declined_capacity(m: RunState) -> None:
@@ -164,25 +165,31 @@ def give_up_larger_plan(m: RunState) -> None:
         m.hiring.useful = len(m.membership.members)
 
 
-def drain_worker(m: RunState, event: DrainRequested) -> None:
+def drain_worker(m: RunState, event: DrainRequested) -> Phase | None:
     """Have a worker with a seat leave between two steps; kill a worker without a seat at once."""
     who = m.membership
     if event.worker in who.spares | m.hiring.starting:
-        mark_worker_lost(m, event.worker)
-        m.decide(KillWorker(event.worker, "drained"), "it had no work")
+        dismiss_drained_worker(m, event.worker)
     elif event.worker in who.members and event.worker not in who.gone:
         who.leaving.add(event.worker)
         m.planned.reason = f"worker {event.worker} leaves: {event.why}"
         if m.phase in (Phase.RUNNING, Phase.FLUSHING):
-            issue_steps(m)
+            return issue_steps(m)
+    return None
 
 
 def drain_before_start(m: RunState, event: DrainRequested) -> None:
     """Mark the worker as leaving: a new generation without it begins before the first step. Kill one without a seat at once."""
     if event.worker in m.membership.members:
         m.membership.leaving.add(event.worker)
-    else:
-        drain_worker(m, event)
+    elif event.worker in m.membership.spares | m.hiring.starting:
+        dismiss_drained_worker(m, event.worker)
+
+
+def dismiss_drained_worker(m: RunState, worker: int) -> None:
+    """Kill a worker that has to leave and has no seat."""
+    mark_worker_lost(m, worker)
+    m.decide(KillWorker(worker, "drained"), "it had no work")
 
 
 def drain_later(m: RunState, event: DrainRequested) -> None:

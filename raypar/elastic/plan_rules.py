@@ -15,7 +15,7 @@ from raypar.elastic.failures import begin_recovery, mark_worker_lost
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import assign_seats, refill_seats
-from raypar.elastic.step_flow import describe_last_checkpoint, issue_steps
+from raypar.elastic.step_flow import describe_last_checkpoint
 from raypar.elastic.stragglers import begin_straggler_watch
 from raypar.errors import ClusterError, WorkerLost
 from raypar.plan import ParallelPlan
@@ -26,29 +26,20 @@ SLOWEST_PER_S = 2e6
 """Elements, with their optimizer state, that a worker receives in a second at least; for time limits."""
 
 
-def find_plan(m: RunState) -> None:
+def find_plan(m: RunState) -> Phase:
     """Adopt the cheapest plan that the workers allow, ask the planner, or wait for workers."""
     usable = _usable_workers(m)
     wanted = desired_capacity_of_run(m, len(usable))
     if wanted.workers_lacking:
         lost = state_sources.find_lost_pieces(m)
-        if lost:
-            end_unrecoverable(m, lost)
-        else:
-            wait_for_workers(m, wanted.reason, wanted.workers_lacking)
-        return
+        return end_unrecoverable(m, lost) if lost else await_workers(m, wanted.reason, wanted.workers_lacking)
     grown, m.planned.plan = m.planned.plan, None
     if grown is not None and m.planned.workers < wanted.seats:
-        request_plan(m, usable)  # more workers have joined since the plan was chosen
-        return
+        return Phase.PLANNING  # more workers have joined since the plan was chosen
     if grown is not None and grown.world <= len(usable):
-        adopt_plan(m, grown, assign_seats(m, grown, usable))
-        return
+        return find_state_for_plan(m, grown, assign_seats(m, grown, usable))
     plan = refill_seats(m, usable) if m.membership.plan is not None else None
-    if plan is not None:
-        adopt_plan(m, *plan)
-        return
-    request_plan(m, usable)
+    return Phase.PLANNING if plan is None else find_state_for_plan(m, *plan)
 
 
 def _usable_workers(m: RunState) -> list[int]:
@@ -62,62 +53,62 @@ def _usable_workers(m: RunState) -> list[int]:
     return sorted(complete if len(complete) >= len(m.membership.members) else answered)
 
 
-def request_plan(m: RunState, usable: list[int]) -> None:
+def request_plan(m: RunState) -> None:
     """Ask the planner for a plan for the workers that are left."""
-    m.enter(Phase.PLANNING, deadline_s=m.policy.pass_deadline_s)
-    m.decide(ChoosePlan(m.membership.generation, desired_capacity_of_run(m, len(usable)).seats), f"{len(usable)} workers")
+    usable = len(_usable_workers(m))
+    m.timer.limit(m.policy.pass_deadline_s)
+    m.decide(ChoosePlan(m.membership.generation, desired_capacity_of_run(m, usable).seats), f"{usable} workers")
 
 
-def use_chosen_plan(m: RunState, event: PlanChosen) -> None:
+def use_chosen_plan(m: RunState, event: PlanChosen) -> Phase | None:
     """Adopt the planner's plan, or wait for workers if the planner has found none."""
     if event.generation != m.membership.generation:
-        return
+        return None
     if event.plan is None:
-        wait_for_workers(m, event.why)
-        return
+        return await_workers(m, event.why)
     usable = _usable_workers(m)
     if event.plan.world > len(usable):  # a worker was asked to leave meanwhile
-        find_plan(m)
-        return
-    adopt_plan(m, event.plan, assign_seats(m, event.plan, usable))
+        return find_plan(m)
+    return find_state_for_plan(m, event.plan, assign_seats(m, event.plan, usable))
 
 
-def adopt_plan(m: RunState, plan: ParallelPlan, members: tuple[int, ...]) -> None:
-    """Find the source of the state, and tell the workers to adopt their parts of the plan."""
+def find_state_for_plan(m: RunState, plan: ParallelPlan, members: tuple[int, ...]) -> Phase:
+    """Find the source of the state that the workers need under the plan. Without one the run is over."""
     r = m.recovery
     need = dict(zip(members, m.held_pieces(plan), strict=True))
     source = state_sources.find_state_source(m, need)
     if source is None:
-        end_unrecoverable(m, pieces_nobody_holds(state_sources.find_live_holders(m, r.done), need))
-        return
+        return end_unrecoverable(m, pieces_nobody_holds(state_sources.find_live_holders(m, r.done), need))
     ways = plan_moves(source.holdings, need)
     seatless = tuple(sorted({way.source for way in ways} - set(members)))
     r.expected = {*members, *seatless}
     r.order = AdoptPlan(
         m.membership.generation, plan, members, seatless, source.done, ways, source.from_mirror, source.from_checkpoint
     )
-    most = max((sum(p.size for p in pieces) for pieces in need.values()), default=0)
-    usual_s = (m.policy.load_s if source.from_checkpoint else m.policy.adopt_s) + most / SLOWEST_PER_S
+    r.largest_part = max((sum(p.size for p in pieces) for pieces in need.values()), default=0)
+    return Phase.ADOPTING
+
+
+def adopt_plan(m: RunState) -> None:
+    """Tell the workers to adopt their parts of the plan."""
+    order = m.recovery.order
+    assert order is not None
+    usual_s = (m.policy.load_s if order.from_checkpoint else m.policy.adopt_s) + m.recovery.largest_part / SLOWEST_PER_S
     # Longer with each attempt: perhaps no worker hangs, and all are slow.
-    m.enter(Phase.ADOPTING, deadline_s=usual_s * max(1, m.health.attempts))
-    where = (
-        "the disk, or made anew,"
-        if source.from_checkpoint
-        else "the mirror"
-        if source.from_mirror
-        else "the workers that hold it"
-    )
-    m.decide(r.order, f"{len(ways)} pieces of state from {where}, after {source.done} steps")
+    m.timer.limit(usual_s * max(1, m.health.attempts))
+    memory = "the mirror" if order.from_mirror else "the workers that hold it"
+    where = "the disk, or made anew," if order.from_checkpoint else memory
+    m.decide(order, f"{len(order.moves)} pieces of state from {where}, after {order.done} steps")
 
 
-def end_unrecoverable(m: RunState, lost: tuple[Piece, ...]) -> None:
+def end_unrecoverable(m: RunState, lost: tuple[Piece, ...]) -> Phase:
     """End the run with an error, because no memory and no checkpoint has the `lost` pieces of state."""
     names = ", ".join(map(str, lost[:4])) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
     gone = m.membership.gone & set(m.membership.members)
     held_by = "the workers' copies differ" if m.trust.doubt else f"{format_worker_numbers(gone)} held it"
     if m.health.waited_s:
         held_by += f" and did not answer, in a wait of {m.health.waited_s:.0f} s (elastic.last_copy_wait_s)"
-    m.end_run(
+    return m.end_run(
         "failed",
         f"the only copies of {len(lost)} pieces of state are lost",
         WorkerLost(
@@ -141,19 +132,20 @@ def suggest_settings_to_keep_state(m: RunState) -> list[str]:
     return helps
 
 
-def count_adoption(m: RunState, event: PlanAdopted) -> None:
+def count_adoption(m: RunState, event: PlanAdopted) -> Phase | None:
     """Count a worker that has adopted its part of the plan; with the last worker the new generation starts."""
     r = m.recovery
     if event.generation != m.membership.generation or event.worker not in r.expected:
-        return
+        return None
     r.expected.discard(event.worker)
     r.not_kept = r.not_kept or event.not_kept
-    if not r.expected:
-        assert r.order is not None
-        start_generation(m, r.order)
+    if r.expected:
+        return None
+    assert r.order is not None
+    return start_generation(m, r.order)
 
 
-def start_generation(m: RunState, order: AdoptPlan) -> None:
+def start_generation(m: RunState, order: AdoptPlan) -> Phase:
     """Go on with training under the new plan; workers that leave are dismissed now."""
     who, p, stopping = m.membership, m.progress, m.stopping
     trained = who.members
@@ -179,12 +171,10 @@ def start_generation(m: RunState, order: AdoptPlan) -> None:
         stopping.request = stopping.request or StopRequested(m.recovery.not_kept)
         stopping.stop_step, stopping.abandon_at_s = p.committed, None
     if stopping.abandon_at_s is not None and p.committed < p.emitted:
-        end_run_between_generations(m)  # emitted steps would have to be replayed before the state can be saved
-        return
+        return end_run_between_generations(m)  # emitted steps would have to be replayed before the state can be saved
     stopping.abandon_at_s = None
     begin_straggler_watch(m)
-    m.enter(Phase.RUNNING)
-    issue_steps(m)
+    return Phase.RUNNING
 
 
 def _dismiss_leaving_workers(m: RunState, trained: tuple[int, ...]) -> None:
@@ -212,7 +202,7 @@ def warn_of_changed_shard_counts(m: RunState, order: AdoptPlan) -> None:
         m.decide(WarnUser(text), "a sum's order depends on the number of shards")
 
 
-def wait_for_workers(m: RunState, why: str, workers_lacking: int | None = None) -> None:
+def await_workers(m: RunState, why: str, workers_lacking: int | None = None) -> Phase:
     """Wait until a worker joins or the time limit is over; end the run if it does not wait for workers.
 
     If a worker has joined since the statuses were asked for, begin a new recovery at once. `workers_lacking`: the number of
@@ -221,15 +211,18 @@ def wait_for_workers(m: RunState, why: str, workers_lacking: int | None = None) 
     who = m.membership
     unasked = who.spares - set(m.recovery.statuses) - who.gone - who.leaving
     if unasked:
-        begin_recovery(m, f"worker {min(unasked)} has joined", counts=False)
-        return
+        return begin_recovery(m, f"worker {min(unasked)} has joined", counts=False)
     if not m.policy.capacity_s:
         cure = "`raypar resume` goes on from the last checkpoint, also under a smaller plan; or lower elastic.min_workers"
-        m.end_run("failed", why, ClusterError(why, cure=cure))
-        return
-    m.enter(Phase.WAITING, deadline_s=m.policy.capacity_s)
+        return m.end_run("failed", why, ClusterError(why, cure=cure))
     more = "more workers" if workers_lacking is None else count_noun(workers_lacking, "more worker")
     m.recovery.awaited = f"{more} of 1 CPU each ({why})"
+    return Phase.WAITING
+
+
+def wait_for_workers(m: RunState) -> None:
+    """Say what the run waits for, and start the workers that are missing."""
+    m.timer.limit(m.policy.capacity_s)
     tell_what_is_awaited(m)
     start_missing_workers(m)
 
@@ -242,6 +235,6 @@ def tell_what_is_awaited(m: RunState, more: str = "") -> None:
     m.decide(WarnUser(f"{text} {more}".rstrip()), "nothing can be done without them")
 
 
-def end_run_between_generations(m: RunState) -> None:
+def end_run_between_generations(m: RunState) -> Phase:
     """End the run between two generations: the state is incomplete on the workers, so only the last checkpoint is left."""
-    m.end_run("interrupted", f"interrupted while {m.phase.value}; {describe_last_checkpoint(m)}")
+    return m.end_run("interrupted", f"interrupted while {m.phase.value}; {describe_last_checkpoint(m)}")

@@ -32,17 +32,17 @@ from raypar.elastic.events import (
 from raypar.elastic.failures import (
     begin_recovery,
     choose_unreachable_workers,
-    end_run_on_repeated_out_of_memory,
     fail_run,
     is_caused_by_worker_loss,
     mark_worker_lost,
+    note_out_of_memory,
     note_unreachable_workers,
     record_death,
 )
 from raypar.elastic.phases import Phase
 from raypar.elastic.plan_rules import end_run_between_generations, find_plan, tell_what_is_awaited
 from raypar.elastic.run_state import RunState
-from raypar.elastic.state_trust import ShardCountHistory, compare_digests_in_recovery
+from raypar.elastic.state_trust import ShardCountHistory, compare_digests_in_recovery, end_run_after_too_many_doubts
 from raypar.elastic.step_flow import record_emitted_step
 from raypar.errors import ClusterError, error_first_line
 from raypar.plan.wording import format_worker_numbers
@@ -56,7 +56,7 @@ as much time again, but at most `MOST_PATIENCE_S`, and only if steps would be lo
 # -- the way in ----------------------------------------------------------------------------------------------------------
 
 
-def take_over_run(m: RunState, event: DriverFailover) -> None:
+def take_over_run(m: RunState, event: DriverFailover) -> Phase:
     """Go on in place of a driver that is gone: the workers keep the state, the journal has the emitted steps."""
     p, who, hiring = m.progress, m.membership, m.hiring
     known = (plan.shards_by_layer for plan in (who.plan, event.plan) if plan is not None)
@@ -77,59 +77,48 @@ def take_over_run(m: RunState, event: DriverFailover) -> None:
     who.had_seat = set(event.workers)  # not known; any of them may keep a mirror snapshot
     m.mirror.complete = True  # not known; better an error than a restart from the beginning
     who.gone = set(event.members) - set(event.workers)
-    begin_recovery(m, "a new driver takes over")
-
-
-def recover_from_failure(m: RunState, event: CallFailed) -> None:
-    """Begin a recovery from a lost worker or a broken connection, unless an earlier recovery has dealt with it."""
-    counts, symptom = True, event.kind == "aborted"
-    if event.kind == "lost" and event.worker is not None:
-        seated = event.worker in m.membership.members and event.worker not in m.membership.gone
-        counts = record_death(m, event)
-        if not seated:
-            return
-    elif event.generation is not None and event.generation < m.membership.generation:
-        return  # the consequence of a failure that has been dealt with
-    if end_run_on_repeated_out_of_memory(m, event):
-        return
-    m.health.failures.append(event)
-    begin_recovery(m, error_first_line(event.error), counts=counts)
-    m.recovery.symptom = symptom
+    return begin_recovery(m, "a new driver takes over")
 
 
 # -- the phases ----------------------------------------------------------------------------------------------------------
 
 
-def fence_workers(m: RunState, event: GenerationClaimed) -> None:
-    """Once the generation is claimed, make all workers abort their work and report their status."""
-    who, r = m.membership, m.recovery
-    if event.generation != who.generation:
-        return
+def handle_claim(m: RunState, event: GenerationClaimed) -> Phase | None:
+    """Go on once the generation is claimed; end this driver if another one was first."""
+    if event.generation != m.membership.generation:
+        return None
     if not event.ok:
-        m.end_run("deposed", f"generation {event.generation} was claimed by another driver, which goes on with the run")
-        return
+        what = f"generation {event.generation} was claimed by another driver, which goes on with the run"
+        return m.end_run("deposed", what)
     if m.timer.elapsed_s > CUT_OFF_S:
         give_silent_workers_time(m, m.timer.elapsed_s)
+    return Phase.STANDING
+
+
+def fence_workers(m: RunState) -> Phase | None:
+    """Make all workers abort their work and report their status; kill those that hang."""
+    who, r = m.membership, m.recovery
     # Not earlier: if this driver was stopped, another one may have gone on with these workers; its claim comes first.
     for worker in sorted(who.hung):
         m.decide(KillWorker(worker, "did not answer"), "recovery never waits for a worker that hangs")
     who.hung.clear()
     r.expected = (set(who.members) | who.spares) - who.gone
-    m.enter(Phase.STANDING, deadline_s=answer_deadline_s(m))
+    m.timer.limit(answer_deadline_s(m))
     if r.expected:
         m.decide(FenceWorkers(who.generation, tuple(sorted(r.expected))), r.why)
-    settle_open_step_if_all_answered(m)
+    return settle_open_step_if_all_answered(m)
 
 
-def count_worker_status(m: RunState, event: WorkerStatusReported) -> None:
+def count_worker_status(m: RunState, event: WorkerStatusReported) -> Phase | None:
     """Record the status of a worker that has entered the new generation."""
     r = m.recovery
     worker = event.status.worker
-    if event.generation == m.membership.generation and worker in r.expected:
-        r.statuses[worker] = event.status
-        if worker in r.holders:
-            announce_returned_worker(m, worker)
-        settle_open_step_if_all_answered(m)
+    if event.generation != m.membership.generation or worker not in r.expected:
+        return None
+    r.statuses[worker] = event.status
+    if worker in r.holders:
+        announce_returned_worker(m, worker)
+    return settle_open_step_if_all_answered(m)
 
 
 def announce_returned_worker(m: RunState, worker: int) -> None:
@@ -158,44 +147,56 @@ def give_silent_workers_time(m: RunState, interruption_s: float) -> None:
     m.health.patient_until_s = max(m.health.patient_until_s, until_s)
 
 
-def settle_open_step_if_all_answered(m: RunState) -> None:
+def settle_open_step_if_all_answered(m: RunState) -> Phase | None:
     """Commit or drop the open step, once all workers have answered.
 
     The step is committed if any worker has applied it, because that worker has received all votes.
     """
     r = m.recovery
-    if r.expected - set(r.statuses) or not compare_digests_in_recovery(m):
-        return
-    holders = {w: s.done for w, s in r.statuses.items() if s.done is not None and w not in m.trust.tainted}
+    if r.expected - set(r.statuses):
+        return None
+    compare_digests_in_recovery(m)
+    if (over := end_run_after_too_many_doubts(m)) is not None:
+        return over
+    holders = steps_of_trusted_workers(m)
     r.done = max(holders.values(), default=m.progress.committed)
     late = {w for w, done in holders.items() if done == r.done - 1 and r.statuses[w].can_apply_late}
+    if not late:
+        return commit_found_steps(m)
+    r.expected = late
+    return Phase.SETTLING
+
+
+def steps_of_trusted_workers(m: RunState) -> dict[int, int]:
+    """Worker -> the steps that its state has had, of workers whose state is trusted."""
+    return {w: s.done for w, s in m.recovery.statuses.items() if s.done is not None and w not in m.trust.tainted}
+
+
+def apply_kept_gradients(m: RunState) -> None:
+    """Have workers apply the open step late."""
+    r = m.recovery
     vote_results: dict[int, object] = {}
     for status in r.statuses.values():
         vote_results.update(status.vote_results)
-    if not late:
-        commit_found_steps(m)
-        return
-    r.expected = late
-    m.enter(Phase.SETTLING, deadline_s=answer_deadline_s(m))
+    m.timer.limit(answer_deadline_s(m))
     m.decide(
-        ApplyKeptGradients(m.membership.generation, tuple(sorted(late)), r.done - 1, vote_results[r.done - 1]),
-        f"step {r.done - 1} was applied by {sorted(set(holders) - late)}: the whole vote was held",
+        ApplyKeptGradients(m.membership.generation, tuple(sorted(r.expected)), r.done - 1, vote_results[r.done - 1]),
+        f"step {r.done - 1} was applied by {sorted(set(steps_of_trusted_workers(m)) - r.expected)}: the whole vote was held",
     )
 
 
-def count_applied_kept_gradients(m: RunState, event: KeptGradientsApplied) -> None:
+def count_applied_kept_gradients(m: RunState, event: KeptGradientsApplied) -> Phase | None:
     """Count a worker that has applied the open step late; with the last worker the step is committed."""
     r = m.recovery
     worker = event.status.worker
     if event.generation != m.membership.generation or worker not in r.expected:
-        return
+        return None
     r.expected.discard(worker)
     r.statuses[worker] = event.status
-    if not r.expected:
-        commit_found_steps(m)
+    return commit_found_steps(m) if not r.expected else None
 
 
-def commit_found_steps(m: RunState) -> None:
+def commit_found_steps(m: RunState) -> Phase:
     """Commit the steps that workers have applied without a report to the driver, then find a plan.
 
     All workers have applied the same steps now.
@@ -205,13 +206,13 @@ def commit_found_steps(m: RunState) -> None:
         p.journalled = step + 1
         m.decide(WriteJournal(step), f"step {step} was found applied")
     p.committed = p.issued = max(p.committed, done)
-    find_plan(m)
+    return find_plan(m)
 
 
 # -- what may come in any phase ------------------------------------------------------------------------------------------
 
 
-def handle_failure_while_recovering(m: RunState, event: CallFailed) -> None:
+def handle_failure_while_recovering(m: RunState, event: CallFailed) -> Phase | None:
     """Begin the next generation after a death or a new failure; consequences of older failures are ignored."""
     r = m.recovery
     if event.kind == "lost" and event.worker is not None:
@@ -219,42 +220,45 @@ def handle_failure_while_recovering(m: RunState, event: CallFailed) -> None:
         counts = record_death(m, event)
         if not (counts or known) and r.symptom:
             m.health.attempts, r.symptom = m.health.attempts - 1, False
-        if known or m.phase is Phase.WAITING or end_run_on_repeated_out_of_memory(m, event):
-            return
+        if known or m.phase is Phase.WAITING:
+            return None
+        if note_out_of_memory(m, event):
+            return m.end_run("failed", error_first_line(event.error), event.error)
         m.health.failures.append(event)
         if m.phase is Phase.STANDING:
             r.expected.discard(event.worker)
             r.statuses.pop(event.worker, None)
-            settle_open_step_if_all_answered(m)
-        elif m.phase is not Phase.CLAIMING:
-            begin_recovery(m, error_first_line(event.error), counts=counts)
+            return settle_open_step_if_all_answered(m)
+        if m.phase is not Phase.CLAIMING:
+            return begin_recovery(m, error_first_line(event.error), counts=counts)
     elif event.kind in ("user", "error"):
-        fail_run(m, event)
+        return fail_run(m, event)
     elif event.generation == m.membership.generation and m.phase is not Phase.CLAIMING:
         m.health.failures.append(event)
         note_unreachable_workers(m, event)
         mark_workers_hung(m, choose_unreachable_workers(m))
-        begin_recovery(m, error_first_line(event.error))
+        return begin_recovery(m, error_first_line(event.error))
+    return None
 
 
-def stop_after_recovery(m: RunState, event: StopRequested) -> None:
+def stop_after_recovery(m: RunState, event: StopRequested) -> Phase | None:
     """Remember the request: the new generation saves its state and ends.
 
     After Ctrl-C the recovery may take `interrupt_s` at most, and the run does not wait for workers.
     """
     m.stopping.request = event
     if event.interrupt and m.phase is Phase.WAITING:
-        end_run_between_generations(m)
-    elif event.interrupt:
+        return end_run_between_generations(m)
+    if event.interrupt:
         m.stopping.abandon_at_s = m.timer.now_s + m.policy.interrupt_s
+    return None
 
 
-def check_recovery_deadlines(m: RunState, event: Tick) -> None:
+def check_recovery_deadlines(m: RunState, event: Tick) -> Phase | None:
     """Give up workers that do not answer in time; tell people from time to time what the run waits for."""
     r, timer = m.recovery, m.timer
     if m.stopping.abandon_at_s is not None and timer.now_s >= m.stopping.abandon_at_s:
-        end_run_between_generations(m)
-        return
+        return end_run_between_generations(m)
     if m.phase is Phase.CLAIMING and timer.elapsed_s > CLAIM_TOLD_S and not r.awaited:
         r.awaited = "Ray's control store, which does not answer (the workers keep their state meanwhile)"
         tell_what_is_awaited(m)
@@ -267,28 +271,27 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> None:
     if m.phase is Phase.STANDING and timer.now_s < m.health.patient_until_s:
         living = set(silent) - event.ended
         if living and state_sources.steps_are_lost_without(m, living):
-            return
+            return None
     hopeless = asked and silent and set(silent) <= event.unheard and timer.elapsed_s > m.policy.hopeless_s
     if not (hopeless or timer.expired or (m.phase is Phase.STANDING and r.waited_from_s is not None)):
-        return
+        return None
     if m.phase is Phase.WAITING:
         cure = "add workers and use `raypar resume`, or lower elastic.min_workers"
         what = f"no workers came within {m.policy.capacity_s:g} s; awaited were {r.awaited}"
-        m.end_run("failed", "no workers came", ClusterError(what, cure=cure))
-    elif m.phase in (Phase.CLAIMING, Phase.PLANNING):
+        return m.end_run("failed", "no workers came", ClusterError(what, cure=cure))
+    if m.phase in (Phase.CLAIMING, Phase.PLANNING):
         what = f"{m.phase.value} took more than {timer.elapsed_s:.0f} s"
         cure = "look at the head node, whose control store does not answer; `raypar resume` goes on from the last checkpoint"
-        m.end_run("failed", what, ClusterError(what, cure=cure))
-    elif m.phase is Phase.STANDING:
-        wait_for_or_drop_silent_workers(m, event, silent)
-    else:
-        # Workers that answer pings wait for others, or are slow: the next generation asks for their status.
-        mute = set(silent) & event.unheard
-        mark_workers_hung(m, mute - set(state_sources.find_only_holders(m, mute - event.ended)))
-        begin_recovery(m, f"{format_worker_numbers(silent)} did not answer while {m.phase.value}")
+        return m.end_run("failed", what, ClusterError(what, cure=cure))
+    if m.phase is Phase.STANDING:
+        return wait_for_or_drop_silent_workers(m, event, silent)
+    # Workers that answer pings wait for others, or are slow: the next generation asks for their status.
+    mute = set(silent) & event.unheard
+    mark_workers_hung(m, mute - set(state_sources.find_only_holders(m, mute - event.ended)))
+    return begin_recovery(m, f"{format_worker_numbers(silent)} did not answer while {m.phase.value}")
 
 
-def wait_for_or_drop_silent_workers(m: RunState, event: Tick, silent: list[int]) -> None:
+def wait_for_or_drop_silent_workers(m: RunState, event: Tick, silent: list[int]) -> Phase | None:
     """Wait for workers that have not reported their status in time, or give them up.
 
     The run waits up to `last_copy_wait_s` while some of them hold the only copy of some state and their processes are not known
@@ -302,16 +305,16 @@ def wait_for_or_drop_silent_workers(m: RunState, event: Tick, silent: list[int])
             r.waited_from_s = r.told_s = timer.now_s
             timer.deadline_s = timer.now_s + m.policy.last_copy_wait_s
         elif holders == r.holders and timer.now_s - r.told_s < state_sources.TELL_EVERY_S:
-            return
+            return None
         r.holders, r.awaited = holders, state_sources.describe_wait_for_last_copy(m, holders, event.unheard)
         tell_what_is_awaited(m, f"(elastic.last_copy_wait_s), {state_sources.describe_failed_wait(m, holders)}")
-        return
+        return None
     more = ""
     if holders and r.waited_from_s is not None:
         m.health.waited_s = timer.now_s - r.waited_from_s
         more = f", in a wait of {m.health.waited_s:.0f} s"
     mark_workers_hung(m, silent)
-    begin_recovery(m, f"{format_worker_numbers(silent)} did not answer while {m.phase.value}{more}")
+    return begin_recovery(m, f"{format_worker_numbers(silent)} did not answer while {m.phase.value}{more}")
 
 
 def mark_workers_hung(m: RunState, silent: Iterable[int]) -> None:

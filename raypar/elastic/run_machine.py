@@ -12,7 +12,7 @@ from raypar.elastic.events import RunEvent, Tick
 from raypar.elastic.phases import UnexpectedEvent
 from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.run_state import HeldPieces, RunState
-from raypar.elastic.transition_table import TABLE
+from raypar.elastic.transition_table import ON_ENTER, TABLE
 from raypar.plan import ParallelPlan
 
 KEPT_EVENTS = 40
@@ -47,11 +47,15 @@ class RunMachine(RunState):
         return self.decisions
 
     def _apply(self, event: RunEvent) -> None:
-        """Apply the table's rule, and check the phase that it has led to."""
+        """Apply the table's rule, enter the phases that follow, and check where that has led to."""
         before, row = self.phase, TABLE.get((self.phase, type(event)))
         if row is None:
             raise UnexpectedEvent(f"{event} while {before.value}; {self._story_text()}")
-        row.apply(self, event)
+        following = row.apply(self, event)
+        while following is not None:
+            self.phase = following
+            self.timer.begin_phase()
+            following = ON_ENTER[following](self)
         if self.phase is not before and self.phase not in row.to:
             raise UnexpectedEvent(f"{event} led from {before.value} to {self.phase.value}; {self._story_text()}")
 

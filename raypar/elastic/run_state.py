@@ -1,7 +1,4 @@
-"""The state of a run: a record for each subject, and the operations of rules.
-
-The rules decide on an action, change the phase, end the run.
-"""
+"""The state of a run: a record for each subject, and the two operations of rules: decide on an action, end the run."""
 
 from __future__ import annotations
 
@@ -47,10 +44,14 @@ class PhaseTimeLimit:
         """Whether the phase has outlasted its time limit."""
         return self.deadline_s is not None and self.now_s >= self.deadline_s
 
-    def begin_phase(self, deadline_s: float | None) -> None:
-        """Start a new phase now, with a limit of `deadline_s` seconds."""
+    def begin_phase(self) -> None:
+        """Start a new phase now, without a limit."""
         self.since_s = self.now_s
-        self.deadline_s = None if deadline_s is None else self.now_s + deadline_s
+        self.deadline_s = None
+
+    def limit(self, seconds: float | None) -> None:
+        """End the phase in so many seconds from now; None: it has no limit."""
+        self.deadline_s = None if seconds is None else self.now_s + seconds
 
     def skip(self, seconds: float) -> None:
         """Do not count `seconds`: the driver was stopped, or the workers got no processor."""
@@ -314,6 +315,8 @@ class RecoveryState:
     """Steps of the newest state that some worker holds."""
     order: AdoptPlan | None = None
     """The plan that the workers have been told to adopt."""
+    largest_part: int = 0
+    """Elements of state that a member has to hold under that plan, of the member with the most."""
     former_order: AdoptPlan | None = None
     """The last order of earlier recoveries: some workers may have adopted its plan."""
     symptom: bool = False
@@ -372,6 +375,8 @@ class RunState:
         """How long steps take."""
         self.decisions: list[ActionWithReason] = []
         """The actions that the present event has led to so far."""
+        self.ending: Teardown | None = None
+        """The last action of the run, once a rule has ended it."""
         self.next_event: RunEvent | None = None
         """An event that a rule derives from the present one; it is handled next."""
 
@@ -379,16 +384,10 @@ class RunState:
         """Add an action for the driver to carry out."""
         self.decisions.append(ActionWithReason(action, reason))
 
-    def enter(self, phase: Phase, *, deadline_s: float | None = None) -> None:
-        """Change the phase. `deadline_s`: its time limit in seconds; None: it has no limit."""
-        self.phase = phase
-        self.timer.begin_phase(deadline_s)
-
-    def end_run(self, end: EndKind, why: str, error: Exception | None = None) -> None:
-        """Enter the phase `OVER` and decide on `Teardown`, the last action of the run."""
-        self.health.silent_since_s.clear()
-        self.enter(Phase.OVER)
-        self.decide(Teardown(end, why, self.progress.emitted, error), why)
+    def end_run(self, end: EndKind, why: str, error: Exception | None = None) -> Phase:
+        """Say how the run ends; returns the phase `OVER`, for the rule to return."""
+        self.ending = Teardown(end, why, self.progress.emitted, error)
+        return Phase.OVER
 
     @property
     def waits(self) -> bool:

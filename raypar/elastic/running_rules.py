@@ -31,16 +31,21 @@ from raypar.elastic.events import (
     ValidationReported,
     WorkersReady,
 )
-from raypar.elastic.failures import begin_recovery, end_run_once_cause_is_known, fail_run
+from raypar.elastic.failures import (
+    begin_recovery,
+    can_recover,
+    end_run_once_cause_is_known,
+    fail_run,
+    recover_from_failure,
+)
 from raypar.elastic.membership_rules import ask_for_larger_plan, give_up_larger_plan, seat_on_demand_workers
 from raypar.elastic.phases import Phase, UnexpectedEvent
-from raypar.elastic.recovery_rules import recover_from_failure
 from raypar.elastic.run_state import RunState
-from raypar.elastic.silent_worker_rules import check_silent_worker_wait
-from raypar.elastic.state_trust import compare_replica_digests
+from raypar.elastic.silent_worker_rules import check_silent_worker_wait, waits_for_silent_workers
+from raypar.elastic.state_trust import compare_replica_digests, end_run_after_too_many_doubts
 from raypar.elastic.step_flow import (
     begin_checkpoint,
-    begin_next_save_or_validation,
+    choose_due_work,
     commit_step,
     describe_last_checkpoint,
     end_if_saved,
@@ -71,20 +76,19 @@ def note_first_workers(m: RunState, event: FirstWorkersPlaced) -> None:
     hiring.on_demand.update(event.on_demand)
 
 
-def start_training(m: RunState, event: WorkersReady) -> None:
+def start_training(m: RunState, event: WorkersReady) -> Phase:
     """Issue the first steps, or end at once when nothing is left to do."""
     for worker in sorted(m.membership.leaving):
         m.planned.reason = f"worker {worker} leaves"
     begin_straggler_watch(m)
-    m.enter(Phase.RUNNING)
-    issue_steps(m)
+    return Phase.RUNNING
 
 
-def count_step_report(m: RunState, event: StepReported) -> None:
+def count_step_report(m: RunState, event: StepReported) -> Phase | None:
     """Count a worker's report of a step; the last report commits the step."""
     p, members = m.progress, m.membership.members
     if event.generation < m.membership.generation:
-        return
+        return None
     if not p.committed <= event.step < p.issued:
         raise UnexpectedEvent(f"{event}: committed {p.committed}, issued {p.issued}")
     p.reports.setdefault(event.step, set()).add(event.worker)
@@ -95,9 +99,7 @@ def count_step_report(m: RunState, event: StepReported) -> None:
         p.busy_s.setdefault(event.step, {})[event.worker] = event.busy_s
     while len(p.reports.get(p.committed, ())) == len(members):
         if p.committed == m.mirror.last and not compare_replica_digests(m, p.committed + 1, p.digests.pop(p.committed, {})):
-            if m.phase is not Phase.OVER:
-                begin_recovery(m, m.trust.doubt)
-            return
+            return end_run_after_too_many_doubts(m) or begin_recovery(m, m.trust.doubt)
         del p.reports[p.committed]
         if m.health.slow_sample_from_s is None:  # else its time says nothing about other steps
             m.step_times.add(event.seconds, len(members))
@@ -105,8 +107,7 @@ def count_step_report(m: RunState, event: StepReported) -> None:
         busy_s = p.busy_s.pop(p.committed, {})
         commit_step(m, p.committed)
         check_stragglers(m, busy_s)
-    if p.committed <= p.emitted or m.planned.reason is not None:
-        issue_steps(m)
+    return issue_steps(m) if p.committed <= p.emitted or m.planned.reason is not None else None
 
 
 def emit_step(m: RunState, event: StepJournalled) -> None:
@@ -114,24 +115,23 @@ def emit_step(m: RunState, event: StepJournalled) -> None:
     m.decide(EmitStep(event.step), f"step {event.step} is in the journal")
 
 
-def count_emitted_step(m: RunState, event: StepEmitted) -> None:
+def count_emitted_step(m: RunState, event: StepEmitted) -> Phase | None:
     """Count a step as emitted, and issue further steps unless a callback has asked to stop."""
     record_emitted_step(m, event)
-    issue_steps(m)
+    return issue_steps(m)
 
 
-def check_step_deadlines(m: RunState, event: Tick) -> None:
+def check_step_deadlines(m: RunState, event: Tick) -> Phase | None:
     """Act on overdue steps and on the end of the grace period after Ctrl-C; start missing workers."""
     if m.timer.expired:
-        end_grace_after_interrupt(m)
-        return
-    if check_silent_worker_wait(m, event):
-        return
+        return end_grace_after_interrupt(m)
+    if waits_for_silent_workers(m):
+        return check_silent_worker_wait(m, event)
     if m.policy.elastic and m.health.disturbed_at_s is None:
         give_up_larger_plan(m)
-        seat_on_demand_workers(m)
-        if m.phase is Phase.CLAIMING:
-            return
+        following = seat_on_demand_workers(m)
+        if following is not None:
+            return following
         wanted = desired_capacity_of_run(m)
         start_workers(m, wanted)
         release_workers(m, wanted)
@@ -146,41 +146,42 @@ def check_step_deadlines(m: RunState, event: Tick) -> None:
         pings = f" and {word_form(late, 'answers', 'answer')} no pings" * (set(late) <= event.unheard)
         who = f"{format_worker_numbers(late)} {word_form(late, 'has', 'have')}"
         what = f"step {m.progress.committed + 1}: {who} not reported for {m.timer.elapsed_s:.1f} s{pings}"
-        recover_from_failure(m, CallFailed("aborted", CommTimeout(what), generation=m.membership.generation))
-    elif late and not m.health.probing:
+        return recover_from_failure(m, CallFailed("aborted", CommTimeout(what), generation=m.membership.generation))
+    if late and not m.health.probing:
         m.health.probing = True
         m.decide(RequestStacks(late), f"step {m.progress.committed} is over its deadline of {step_deadline_s(m):.0f} s")
+    return None
 
 
-def end_grace_after_interrupt(m: RunState) -> None:
+def end_grace_after_interrupt(m: RunState) -> Phase | None:
     """Abort the steps in flight, which then never happened; if all workers have applied them, wait for callbacks."""
     if m.progress.committed < m.progress.issued:
-        abort_open_work(m, "the steps in flight did not end within the grace; aborted, they never happened")
-    else:
-        wait_for_callbacks_after_interrupt(m, f"step {m.progress.emitted + 1}")
+        return Phase.ABORTING
+    return wait_for_callbacks_after_interrupt(m, f"step {m.progress.emitted + 1}")
 
 
-def wait_for_callbacks_after_interrupt(m: RunState, what: str) -> None:
+def wait_for_callbacks_after_interrupt(m: RunState, what: str) -> Phase | None:
     """Wait up to `callbacks_s` for the callbacks of `what`, after which the state is saved; else end the run without that."""
     if not m.stopping.waits_for_callbacks:
         m.stopping.waits_for_callbacks = True
-        m.timer.deadline_s = m.timer.now_s + m.policy.callbacks_s
-    else:
-        late = f"callbacks of {what} have not returned within {m.policy.callbacks_s:.0f} s"
-        m.end_run("interrupted", f"interrupted; {late}: {describe_last_checkpoint(m)}")
+        m.timer.limit(m.policy.callbacks_s)
+        return None
+    late = f"callbacks of {what} have not returned within {m.policy.callbacks_s:.0f} s"
+    return m.end_run("interrupted", f"interrupted; {late}: {describe_last_checkpoint(m)}")
 
 
-def fail_run_on_hung_workers(m: RunState, event: StacksReported) -> None:
+def fail_run_on_hung_workers(m: RunState, event: StacksReported) -> Phase | None:
     """End the run if workers are still overdue; the error shows their stacks."""
     m.health.probing = False
     late = find_overdue_workers(m, step_deadline_s(m))
-    if late and not m.health.silent_since_s:
-        who = f"{format_worker_numbers(late)} {word_form(late, 'has', 'have')}"
-        error = CommTimeout(
-            f"step {m.progress.committed}: {who} not reported within {step_deadline_s(m):.0f} s\n{event.text}",
-            cure="look at the stacks above for what they wait for; `raypar resume` goes on from the last checkpoint",
-        )
-        fail_run(m, CallFailed("error", error, late[0]))
+    if not late or m.health.silent_since_s:
+        return None
+    who = f"{format_worker_numbers(late)} {word_form(late, 'has', 'have')}"
+    error = CommTimeout(
+        f"step {m.progress.committed}: {who} not reported within {step_deadline_s(m):.0f} s\n{event.text}",
+        cure="look at the stacks above for what they wait for; `raypar resume` goes on from the last checkpoint",
+    )
+    return fail_run(m, CallFailed("error", error, late[0]))
 
 
 # -- what is due between two steps -------------------------------------------------------------------------------------------
@@ -199,32 +200,31 @@ def count_validation(m: RunState, event: ValidationReported) -> None:
         m.decide(EmitValidation(event.done), "all workers have validated")
 
 
-def finish_validation(m: RunState, event: ValidationEmitted) -> None:
+def finish_validation(m: RunState, event: ValidationEmitted) -> Phase:
     """Begin the next work that is due; a callback of the validation may have asked to stop."""
     if event.stop is not None and m.stopping.request is None:
         m.stopping.request = StopRequested(event.stop)
-    begin_next_save_or_validation(m)
+    return choose_due_work(m)
 
 
-def apply_late_validation_stop(m: RunState, event: ValidationEmitted) -> None:
+def apply_late_validation_stop(m: RunState, event: ValidationEmitted) -> Phase | None:
     """Stop if a validation's callback asked for it although its callbacks outlasted a recovery and training goes on already."""
-    if event.stop is not None:
-        stop_after_open_steps(m, StopRequested(event.stop))
+    return issue_no_more_steps(m, StopRequested(event.stop)) if event.stop is not None else None
 
 
-def continue_after_snapshot(m: RunState, event: AllWorkersCopiedState) -> None:
+def continue_after_snapshot(m: RunState, event: AllWorkersCopiedState) -> Phase:
     """Begin the next work that is due, while the checkpoint's files are written."""
-    begin_next_save_or_validation(m)
+    return choose_due_work(m)
 
 
-def record_checkpoint(m: RunState, event: CheckpointSaved) -> None:
+def record_checkpoint(m: RunState, event: CheckpointSaved) -> Phase | None:
     """Remember a complete checkpoint."""
     m.progress.saving, m.progress.saved, m.progress.save_error = None, event.done, None
     m.progress.unsaved_since_s = m.progress.retry_save_at_s = None
-    continue_after_save(m)
+    return continue_after_save(m)
 
 
-def report_failed_checkpoint(m: RunState, event: CheckpointFailed) -> None:
+def report_failed_checkpoint(m: RunState, event: CheckpointFailed) -> Phase | None:
     """Warn that a checkpoint failed. Training goes on, and the last good checkpoint stays."""
     p = m.progress
     waited_for = m.phase is Phase.SAVING and event.done == p.emitted
@@ -234,77 +234,81 @@ def report_failed_checkpoint(m: RunState, event: CheckpointFailed) -> None:
         what, cure = (e.what, e.cure) if isinstance(e := event.error, RayparError) else (str(e), "")
         text = f"the checkpoint after {event.done} steps could not be written ({what}); {kept}"
         m.decide(WarnUser(f"{text}\n  cure: {cure}" if cure else text), "training goes on")
-    if waited_for:
-        begin_next_save_or_validation(m)
-    else:
-        continue_after_save(m)
+    return choose_due_work(m) if waited_for else continue_after_save(m)
 
 
-def continue_after_save(m: RunState) -> None:
+def continue_after_save(m: RunState) -> Phase | None:
     """Go on with a phase that waits for the checkpoint writer."""
+    if m.phase is Phase.ENDING:
+        return end_if_saved(m)
+    if m.phase is Phase.FAILING:
+        return end_run_once_cause_is_known(m)
     if m.phase is Phase.SAVING:
         begin_checkpoint(m)
-    elif m.phase is Phase.ENDING:
-        end_if_saved(m)
-    elif m.phase is Phase.FAILING:
-        end_run_once_cause_is_known(m)
+    return None
 
 
-def check_save_or_validation_deadline(m: RunState, event: Tick) -> None:
+def check_save_or_validation_deadline(m: RunState, event: Tick) -> Phase | None:
     """Act on a validation, a copy of the state or a last checkpoint that takes too long, and on workers that hang in it."""
-    if check_silent_worker_wait(m, event):
-        return
+    if waits_for_silent_workers(m):
+        return check_silent_worker_wait(m, event)
     generation = m.membership.generation
     mute = find_mute_workers(m) if m.policy.elastic else ()
     if mute:
         what = f"no pings are answered by {format_worker_numbers(mute)} while {m.phase.value}"
-        recover_from_failure(m, CallFailed("aborted", CommTimeout(what), generation=generation))
-        return
-    if (m.phase is Phase.ENDING and retry_last_checkpoint(m)) or not m.timer.expired:
-        return
+        return recover_from_failure(m, CallFailed("aborted", CommTimeout(what), generation=generation))
+    if m.phase is Phase.ENDING and m.progress.retry_save_at_s is not None:
+        return retry_last_checkpoint(m)
+    if not m.timer.expired:
+        return None
     saved = m.progress.saved
     if m.stopping.interrupted:
         if m.phase is Phase.VALIDATING and m.progress.answers >= set(m.membership.members):
-            wait_for_callbacks_after_interrupt(m, "the validation")
-        elif m.phase is Phase.VALIDATING:
-            abort_open_work(m, "the validation pass did not end within the grace")
-        else:
-            left = f"interrupted; the last checkpoint is of step {saved}" if saved else "interrupted, nothing saved"
-            m.end_run("interrupted", left)
-        return
+            return wait_for_callbacks_after_interrupt(m, "the validation")
+        if m.phase is Phase.VALIDATING:
+            return Phase.ABORTING
+        return m.end_run(
+            "interrupted", f"interrupted; the last checkpoint is of step {saved}" if saved else "interrupted, nothing saved"
+        )
     missing = set(m.membership.members) - m.progress.answers
     error = CommTimeout(
         f"{m.phase.value} did not end within {m.timer.elapsed_s:.0f} s; no answer from {format_worker_numbers(missing)}",
         cure="look at the workers' logs; `raypar resume` goes on from the last checkpoint",
     )
     if m.policy.elastic and m.phase is not Phase.ENDING:
-        recover_from_failure(m, CallFailed("aborted", error, generation=generation))
-    else:
-        fail_run(m, CallFailed("error", error))
+        return recover_from_failure(m, CallFailed("aborted", error, generation=generation))
+    return fail_run(m, CallFailed("error", error))
 
 
-def check_silent_workers_at_start(m: RunState, event: Tick) -> None:
+def check_silent_workers_at_start(m: RunState, event: Tick) -> Phase | None:
     """Act on silent workers during the start, whose time limits are the driver's."""
-    check_silent_worker_wait(m, event)
+    return check_silent_worker_wait(m, event) if waits_for_silent_workers(m) else None
 
 
 # -- requests to stop --------------------------------------------------------------------------------------------------------
 
 
-def stop_before_start(m: RunState, event: StopRequested) -> None:
+def stop_before_start(m: RunState, event: StopRequested) -> Phase:
     """End the run at once: no step has been issued yet."""
-    m.end_run("interrupted" if event.interrupt else "stopped", event.reason)
+    return m.end_run("interrupted" if event.interrupt else "stopped", event.reason)
 
 
-def stop_after_open_steps(m: RunState, event: StopRequested) -> None:
-    """Issue no more steps; the run ends after those in flight."""
+def stop_after_open_steps(m: RunState, event: StopRequested) -> Phase | None:
+    """End the run after the steps in flight."""
+    return issue_no_more_steps(m, event)
+
+
+def issue_no_more_steps(m: RunState, request: StopRequested) -> Phase | None:
+    """Issue no more steps: the run ends after those in flight, which after Ctrl-C have the grace period from now on.
+
+    Only the first request counts, or the Ctrl-C that comes after it.
+    """
     p, stopping = m.progress, m.stopping
-    if stopping.request is None or (event.interrupt and not stopping.interrupted):
-        stopping.request = event
-        stopping.stop_step = max(p.issued, p.emitted)
-        if m.phase is Phase.FLUSHING:
-            m.enter(Phase.FLUSHING, deadline_s=event.grace_s if event.interrupt else None)
-        issue_steps(m)
+    if stopping.request is not None and (stopping.interrupted or not request.interrupt):
+        return None
+    stopping.request = request
+    stopping.stop_step = max(p.issued, p.emitted)
+    return Phase.FLUSHING if m.phase is Phase.FLUSHING else issue_steps(m)
 
 
 def stop_after_save_or_validation(m: RunState, event: StopRequested) -> None:
@@ -313,100 +317,94 @@ def stop_after_save_or_validation(m: RunState, event: StopRequested) -> None:
     if stopping.request is None or (event.interrupt and not stopping.interrupted):
         stopping.request = event
         if event.interrupt and m.phase is Phase.VALIDATING:
-            m.timer.deadline_s = m.timer.now_s + event.grace_s
+            m.timer.limit(event.grace_s)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------------
 
 
-def handle_failure(m: RunState, event: CallFailed) -> None:
+def handle_failure(m: RunState, event: CallFailed) -> Phase | None:
     """Recover without the worker in an elastic run, if only to save after Ctrl-C; errors of user code or raypar end it."""
-    if can_recover(m, event):
-        recover_from_failure(m, event)
-    else:
-        fail_run(m, event)
+    return recover_from_failure(m, event) if can_recover(m, event) else fail_run(m, event)
 
 
-def can_recover(m: RunState, event: CallFailed) -> bool:
-    """Whether a recovery can help: a worker is lost, or a connection broke without an abort by the machine itself."""
-    return m.policy.elastic and (event.kind == "lost" or (event.kind == "aborted" and not m.health.aborted_by_us))
-
-
-def fail_run_while_aborting(m: RunState, event: CallFailed) -> None:
+def fail_run_while_aborting(m: RunState, event: CallFailed) -> Phase | None:
     """Fail the run, which is being interrupted: there is no time for a recovery."""
-    fail_run(m, event)
+    return fail_run(m, event)
 
 
-def handle_failure_at_end(m: RunState, event: CallFailed) -> None:
+def handle_failure_at_end(m: RunState, event: CallFailed) -> Phase | None:
     """Recover from a failure after the last step, or fail the run once a checkpoint that is being written is complete.
 
     A worker that dies then loses only its share of the checkpoint; if others hold that state, they write it again.
     """
     if can_recover(m, event):
-        recover_from_failure(m, event)
-    elif m.progress.saving is None or event.kind == "user":
-        fail_run(m, event)
-    else:
-        m.health.failures.append(event)
-        m.enter(Phase.FAILING, deadline_s=m.policy.save_grace_s)
-        end_run_once_cause_is_known(m)
+        return recover_from_failure(m, event)
+    if m.progress.saving is None or event.kind == "user":
+        return fail_run(m, event)
+    m.health.failures.append(event)
+    return Phase.FAILING
 
 
-def note_further_failure(m: RunState, event: CallFailed) -> None:
+def note_further_failure(m: RunState, event: CallFailed) -> Phase | None:
     """Record a further failure: a consequence of the first one, or its cause."""
     m.health.failures.append(event)
-    end_run_once_cause_is_known(m)
+    return end_run_once_cause_is_known(m)
 
 
-def check_failure_deadline(m: RunState, event: Tick) -> None:
+def check_failure_deadline(m: RunState, event: Tick) -> Phase | None:
     """End the run with the failures so far if no other cause has shown up in time."""
-    end_run_once_cause_is_known(m)
+    return end_run_once_cause_is_known(m)
 
 
 # -- aborted steps -----------------------------------------------------------------------------------------------------------
 
 
-def abort_open_work(m: RunState, reason: str) -> None:
-    """Abort the steps or the validation pass in flight on all workers."""
+def abort_open_work(m: RunState) -> None:
+    """Abort the steps or the validation pass in flight on all workers: they did not end within the grace."""
     m.health.aborted_by_us, m.health.applied_after_abort = True, None
     m.health.aborts += 1
-    m.enter(Phase.ABORTING, deadline_s=m.policy.abort_s)
+    m.timer.limit(m.policy.abort_s)
+    if m.progress.committed < m.progress.issued:
+        reason = "the steps in flight did not end within the grace; aborted, they never happened"
+    else:
+        reason = "the validation pass did not end within the grace"
     m.decide(AbortGroups("interrupted"), reason)
 
 
-def note_aborted(m: RunState, event: GroupsAborted) -> None:
+def note_applied_steps(m: RunState, event: GroupsAborted) -> Phase | None:
     """Record the steps that workers have applied. A step that all of them had just applied is still committed and emitted."""
     m.health.applied_after_abort = event.done
-    save_if_all_at_same_step(m)
+    return save_if_all_at_same_step(m)
 
 
-def count_emitted_step_while_aborting(m: RunState, event: StepEmitted) -> None:
+def count_emitted_step_while_aborting(m: RunState, event: StepEmitted) -> Phase | None:
     """Count the last committed step as emitted."""
     m.progress.emitted = event.step + 1
-    save_if_all_at_same_step(m)
+    return save_if_all_at_same_step(m)
 
 
-def save_if_all_at_same_step(m: RunState) -> None:
+def save_if_all_at_same_step(m: RunState) -> Phase | None:
     """Save if every worker has applied exactly the emitted steps; else wait, up to the abort's time limit."""
     p, applied = m.progress, m.health.applied_after_abort
-    if applied is not None and set(applied) == {p.emitted}:
-        p.issued = p.committed = p.served_flush_point = m.stopping.stop_step = p.emitted
-        p.reports.clear()
-        p.due = deque(["end"] if p.emitted in (p.saved, p.saving) else ["save", "end"])
-        begin_next_save_or_validation(m)
+    if applied is None or set(applied) != {p.emitted}:
+        return None
+    p.issued = p.committed = p.served_flush_point = m.stopping.stop_step = p.emitted
+    p.reports.clear()
+    p.due = deque(["end"] if p.emitted in (p.saved, p.saving) else ["save", "end"])
+    return choose_due_work(m)
 
 
-def check_abort_deadline(m: RunState, event: Tick) -> None:
+def check_abort_deadline(m: RunState, event: Tick) -> Phase | None:
     """End the wait after an abort if it takes too long: a worker hangs, computes for long, or has applied one step more.
 
     An elastic run begins one recovery, which finds out which workers are well, and saves; else there is no new checkpoint.
     """
     if not m.timer.expired:
-        return
+        return None
     applied = m.health.applied_after_abort
     found = "not all workers answered" if applied is None else f"the workers stand at steps {applied}"
     what = f"{found} {m.policy.abort_s} s after the abort"
     if m.policy.elastic and m.health.aborts == 1:
-        begin_recovery(m, what, counts=False)
-        return
-    m.end_run("interrupted", f"interrupted; {what}: {describe_last_checkpoint(m)}")
+        return begin_recovery(m, what, counts=False)
+    return m.end_run("interrupted", f"interrupted; {what}: {describe_last_checkpoint(m)}")

@@ -46,14 +46,18 @@ def end_wait_for_worker(m: RunState, event: WorkerAnswered) -> None:
             m.timer.deadline_s += waited_s
 
 
-def check_silent_worker_wait(m: RunState, event: Tick) -> bool:
-    """End the wait for silent workers if it is over. True if there was a wait: the phase's time limits do not count then.
+def waits_for_silent_workers(m: RunState) -> bool:
+    """Whether the run waits for silent workers: the phase's time limits do not count then.
 
     After Ctrl-C no worker is waited for: in a phase with a grace period, the end of that period decides.
     """
+    graced = m.stopping.interrupted and m.phase in (Phase.FLUSHING, Phase.VALIDATING)
+    return bool(m.health.silent_since_s) and not graced
+
+
+def check_silent_worker_wait(m: RunState, event: Tick) -> Phase | None:
+    """End the wait for silent workers if it is over."""
     silent = m.health.silent_since_s
-    if not silent or (m.stopping.interrupted and m.phase in (Phase.FLUSHING, Phase.VALIDATING)):
-        return False
     gone = sorted(event.ended & set(silent))
     late = [worker for worker, since_s in silent.items() if m.timer.now_s - since_s >= m.policy.last_copy_wait_s]
     if not gone:
@@ -61,16 +65,16 @@ def check_silent_worker_wait(m: RunState, event: Tick) -> bool:
     elif m.health.ended_since_s is None:
         m.health.ended_since_s = m.timer.now_s
     if m.health.ended_since_s is not None and m.timer.now_s - m.health.ended_since_s < ENDED_GRACE_S:
-        return True
+        return None
     if gone:
         what = f"{format_worker_numbers(gone)} {word_form(gone, 'was', 'were')} lost: the process or its machine is gone"
-        fail_run(m, CallFailed("lost", WorkerLost(what, cure=RESUME), gone[0]))
-    elif late or not _may_wait(m):
+        return fail_run(m, CallFailed("lost", WorkerLost(what, cure=RESUME), gone[0]))
+    if late or not _may_wait(m):
         worker = min(silent, key=lambda w: silent[w])
         fail_silent_worker(m, worker, m.timer.now_s - silent[worker])
     elif m.timer.now_s - m.health.silence_told_s >= TELL_EVERY_S:
         tell_of_silent_worker_wait(m, silent)
-    return True
+    return None
 
 
 def _may_wait(m: RunState) -> bool:

@@ -18,6 +18,7 @@ from raypar.plan.pieces import Digest
 from raypar.plan.wording import format_worker_numbers
 
 if TYPE_CHECKING:
+    from raypar.elastic.phases import Phase
     from raypar.elastic.run_state import RunState
 
 MAX_DOUBTS = 3
@@ -93,24 +94,29 @@ def compare_replica_digests(m: RunState, done: int, digests: Mapping[int, Digest
     # They leave once the others have sound state. Earlier, a new driver would find that the remaining ones agree, and go on.
     m.trust.wrong |= wrong
     m.membership.leaving |= wrong
-    if m.trust.doubts > MAX_DOUBTS:
-        cure = "one of these machines computes wrongly, or the job is not reproducible; `raypar resume` without them goes on"
-        m.end_run("failed", what, WorkerLost(f"{what}, for the {m.trust.doubts}th time in a row", cure=cure))
-    else:
+    if m.trust.doubts <= MAX_DOUBTS:
         m.decide(
             WarnUser(f"{what}; all go back to the last state that agreed, that after {m.trust.agreed} steps or before"), what
         )
     return False
 
 
-def compare_digests_in_recovery(m: RunState) -> bool:
-    """Compare digests that this driver has not seen: recovering workers report them. False if the run has ended."""
+def end_run_after_too_many_doubts(m: RunState) -> Phase | None:
+    """End the run if digests have differed too often in a row."""
+    if m.trust.doubts <= MAX_DOUBTS:
+        return None
+    what = m.trust.doubt
+    cure = "one of these machines computes wrongly, or the job is not reproducible; `raypar resume` without them goes on"
+    return m.end_run("failed", what, WorkerLost(f"{what}, for the {m.trust.doubts}th time in a row", cure=cure))
+
+
+def compare_digests_in_recovery(m: RunState) -> None:
+    """Compare digests that this driver has not seen: recovering workers report them."""
     statuses = m.recovery.statuses
     done = {step for status in statuses.values() for step in status.digests}
     for step in sorted(done - m.trust.untrusted_snapshots):
         if step > m.trust.agreed and not m.trust.doubt:
             compare_replica_digests(m, step, {w: s.digests[step] for w, s in statuses.items() if step in s.digests})
-    return m.trust.doubts <= MAX_DOUBTS
 
 
 Shards = tuple[int, ...]

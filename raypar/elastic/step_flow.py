@@ -27,20 +27,23 @@ from raypar.errors import CheckpointError, StateNotKeptError
 
 MAX_OPEN_STEPS = 2
 """The most steps that a worker has been called for and has not finished: one runs, one waits."""
+DUE_WORK: dict[Due, Phase] = {"save": Phase.SAVING, "validate": Phase.VALIDATING, "end": Phase.ENDING}
+"""Work that is due -> the phase in which it is done."""
 
 
-def issue_steps(m: RunState) -> None:
-    """Issue the steps that may be issued, or begin the work that is due if a flush point has been reached."""
+def issue_steps(m: RunState) -> Phase | None:
+    """Issue the steps that may be issued. Returns the phase of the work that is due if a flush point has been reached.
+
+    A planned change of members comes first: it begins once no step is in flight.
+    """
     p = m.progress
     if m.planned.reason is not None:
-        if p.committed == p.issued:
-            begin_recovery(m, m.planned.reason, counts=False)
-        return
+        return begin_recovery(m, m.planned.reason, counts=False) if p.committed == p.issued else None
     barrier = max(find_next_save_or_validation(m), p.committed)
     while p.issued < min(barrier, min(p.emitted, p.committed) + MAX_OPEN_STEPS):
         saved_next = p.issued + 1 in next_saved_steps(m)
         if saved_next and m.mirror.awaits_report:
-            return  # only one mirror snapshot at a time is compared
+            return None  # only one mirror snapshot at a time is compared
         if p.issued == p.committed:
             m.timer.since_s = m.timer.now_s  # the time of callbacks does not count against workers
         alone = len(m.membership.members) == 1  # nobody would keep a copy
@@ -51,10 +54,15 @@ def issue_steps(m: RunState) -> None:
     if seen and p.committed == p.issued == barrier:
         p.due = list_due_saves_and_validations(m, barrier)
         p.served_flush_point = barrier
-        begin_next_save_or_validation(m)
-    elif p.issued == barrier and m.phase is Phase.RUNNING:
-        request = m.stopping.request
-        m.enter(Phase.FLUSHING, deadline_s=request.grace_s if request is not None and request.interrupt else None)
+        return choose_due_work(m)
+    return Phase.FLUSHING if p.issued == barrier and m.phase is Phase.RUNNING else None
+
+
+def let_open_steps_end(m: RunState) -> Phase | None:
+    """Wait for the steps in flight; after Ctrl-C they have the grace period to end. Perhaps none is left."""
+    request = m.stopping.request
+    m.timer.limit(request.grace_s if request is not None and request.interrupt else None)
+    return issue_steps(m)
 
 
 def get_final_step_count(m: RunState) -> int:
@@ -99,29 +107,36 @@ def list_due_saves_and_validations(m: RunState, done: int) -> deque[Due]:
     return due
 
 
-def begin_next_save_or_validation(m: RunState) -> None:
-    """Begin the next work that is due at this flush point, or go on with training if there is none. No step is in flight."""
+def choose_due_work(m: RunState) -> Phase:
+    """The phase of the next work that is due at this flush point, or of training if there is none. No step is in flight."""
     p = m.progress
     done = p.ends_at
     if not p.due and m.stopping.request is not None and m.stopping.stop_step is None:
         m.stopping.stop_step = done
         p.due = deque(["end"] if done in (p.saved, p.saving) else ["save", "end"])
     if not p.due:
-        m.enter(Phase.RUNNING)
-        issue_steps(m)
-        return
-    what = p.due.popleft()
+        return Phase.RUNNING
     p.answers = set()
-    if what == "validate":
-        m.enter(Phase.VALIDATING, deadline_s=m.policy.pass_deadline_s)
-        m.decide(Validate(done), f"{done} steps are done")
-    elif what == "save":
-        m.enter(Phase.SAVING, deadline_s=m.policy.pass_deadline_s)
-        if p.saving is None:
-            begin_checkpoint(m)
-    else:
-        m.enter(Phase.ENDING, deadline_s=m.policy.pass_deadline_s)
-        end_if_saved(m)
+    return DUE_WORK[p.due.popleft()]
+
+
+def begin_validation(m: RunState) -> None:
+    """Have the workers run a validation pass."""
+    m.timer.limit(m.policy.pass_deadline_s)
+    m.decide(Validate(m.progress.ends_at), f"{m.progress.ends_at} steps are done")
+
+
+def begin_due_checkpoint(m: RunState) -> None:
+    """Have the workers copy their state, once the checkpoint before has been written."""
+    m.timer.limit(m.policy.pass_deadline_s)
+    if m.progress.saving is None:
+        begin_checkpoint(m)
+
+
+def wait_for_last_checkpoint(m: RunState) -> Phase | None:
+    """Wait for the last checkpoint, if one is being written."""
+    m.timer.limit(m.policy.pass_deadline_s)
+    return end_if_saved(m)
 
 
 def begin_checkpoint(m: RunState) -> None:
@@ -130,27 +145,25 @@ def begin_checkpoint(m: RunState) -> None:
     m.decide(StartCheckpoint(done), f"a checkpoint is due after {done} steps")
 
 
-def end_if_saved(m: RunState) -> None:
+def end_if_saved(m: RunState) -> Phase | None:
     """End the run, unless a checkpoint is still being written."""
     p, request = m.progress, m.stopping.request
     if p.saving is not None:
-        return
+        return None
     done = p.ends_at
     if p.save_error is not None and p.saved != done:
         if m.policy.elastic and is_caused_by_worker_loss(p.save_error):
             p.save_error = None
-            begin_recovery(m, "a worker was lost with its share of the last checkpoint; the others hold the state")
-            return
+            return begin_recovery(m, "a worker was lost with its share of the last checkpoint; the others hold the state")
         if wait_for_disk(m):
-            return
+            return None
         kept = f"the checkpoint after {p.saved} steps is good" if p.saved else "there is no earlier checkpoint"
-        m.end_run("failed", f"the last checkpoint could not be written; {kept}", explain_unsaved_state(m, p.save_error))
-    elif request is not None:
-        m.end_run("interrupted" if request.interrupt else "stopped", request.reason)
-    elif done < m.policy.job_steps:
-        m.end_run("stopped", f"asked to stop after {done} steps")
-    else:
-        m.end_run("done", f"all {done} steps are done")
+        return m.end_run("failed", f"the last checkpoint could not be written; {kept}", explain_unsaved_state(m, p.save_error))
+    if request is not None:
+        return m.end_run("interrupted" if request.interrupt else "stopped", request.reason)
+    if done < m.policy.job_steps:
+        return m.end_run("stopped", f"asked to stop after {done} steps")
+    return m.end_run("done", f"all {done} steps are done")
 
 
 def explain_unsaved_state(m: RunState, error: Exception) -> Exception:
@@ -192,22 +205,21 @@ def wait_for_disk(m: RunState) -> bool:
     return True
 
 
-def retry_last_checkpoint(m: RunState) -> bool:
-    """Begin the last checkpoint again if it waits for a disk and is due, or end the run after Ctrl-C. False if none waits.
+def retry_last_checkpoint(m: RunState) -> Phase | None:
+    """Begin the last checkpoint again, which waits for a disk, if it is due, or end the run after Ctrl-C.
 
     If it fails again `end_if_saved` decides anew.
     """
     p = m.progress
-    if p.retry_save_at_s is None:
-        return False
+    assert p.retry_save_at_s is not None
     if m.stopping.interrupted:
         p.retry_save_at_s = None
-        end_if_saved(m)
-    elif m.timer.now_s >= p.retry_save_at_s:
-        p.retry_save_at_s = p.save_error = None
-        p.due = deque(["save", "end"])
-        begin_next_save_or_validation(m)
-    return True
+        return end_if_saved(m)
+    if m.timer.now_s < p.retry_save_at_s:
+        return None
+    p.retry_save_at_s = p.save_error = None
+    p.due = deque(["save", "end"])
+    return choose_due_work(m)
 
 
 def describe_last_checkpoint(m: RunState) -> str:

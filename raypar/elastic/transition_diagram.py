@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from raypar.elastic.phases import Phase
-from raypar.elastic.transition_table import RECOVERING, ROWS, TRAINING, TransitionRow
+from raypar.elastic.transition_table import ON_ENTER, RECOVERING, ROWS, TRAINING, TransitionRow
 
 BEGIN, END = "<!-- run machine: generated -->", "<!-- run machine: end -->"
 """The lines in the page that enclose the diagram."""
@@ -34,6 +34,15 @@ def draw_diagram(rows: Iterable[TransitionRow] = ROWS) -> str:
         lines += [f'  subgraph {name} ["{title}"]', *("  " + _node(phase) for phase in phases), "  end"]
     lines += [f'  {a} -- "{"<br/>".join(sorted(events))}" --> {b}' for (a, b), events in edges.items()]
     return "\n".join(["```mermaid", *lines, "```"])
+
+
+def list_phase_work() -> str:
+    """A Markdown table of what starts the work of each phase."""
+    lines = ["| phase | when it is entered |", "|---|---|"]
+    for phase, start in ON_ENTER.items():
+        about = (start.__doc__ or "").partition("\n\n")[0]
+        lines.append(f"| {phase.value} | `{start.__module__.rpartition('.')[2]}.{start.__name__}`: {about} |")
+    return "\n".join(lines)
 
 
 def _node(phase: Phase) -> str:
@@ -66,10 +75,10 @@ def _merge_edges(edges: Edges) -> Edges:
 
 
 def insert_diagram(text: str) -> str:
-    """`text` with the present diagram between its two marks."""
+    """`text` with the present diagram, and the list of the phases' work, between its two marks."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{draw_diagram()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{draw_diagram()}\n\n{list_phase_work()}\n{END}{after}"
 
 
 if __name__ == "__main__":

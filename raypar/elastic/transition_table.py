@@ -1,20 +1,23 @@
 """The transition table of the run machine: (phase, kind of event) -> the rule, and the phases that it may lead to.
 
-An event without a row for the present phase is a bug in raypar.
+A rule returns the next phase, or None to stay; `ON_ENTER` names what starts the work of a phase, which may lead on at once. An
+event without a row for the present phase is a bug in raypar.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from raypar.elastic import (
+    failures,
     membership_rules,
     plan_rules,
     recovery_rules,
     running_rules,
     silent_worker_rules,
+    step_flow,
 )
 from raypar.elastic.events import (
     AllWorkersCopiedState,
@@ -63,8 +66,8 @@ class TransitionRow:
     """The kind of event."""
     rule: str
     """The rule's name."""
-    apply: Callable[[RunState, RunEvent], None]
-    """The rule itself."""
+    apply: Callable[[RunState, RunEvent], Phase | None]
+    """The rule itself: it returns the next phase, or None to stay in the present one."""
     to: frozenset[Phase]
     """The phases that the rule may lead to. It may always stay in the same phase."""
 
@@ -72,14 +75,14 @@ class TransitionRow:
 def make_transition_row(
     event: type[EventKind],
     phases: Iterable[Phase],
-    rule: Callable[[RunState, EventKind], None],
+    rule: Callable[[RunState, EventKind], Phase | None],
     to: Iterable[Phase] = (),
 ) -> TransitionRow:
     """A row of the table; its rule gets events of the given kind only."""
 
-    def apply(state: RunState, happened: RunEvent) -> None:
+    def apply(state: RunState, happened: RunEvent) -> Phase | None:
         assert isinstance(happened, event)
-        rule(state, happened)
+        return rule(state, happened)
 
     return TransitionRow(tuple(phases), event, rule.__name__, apply, frozenset(to))
 
@@ -167,7 +170,7 @@ ROWS: tuple[TransitionRow, ...] = (
         Tick, [P.ENDING], running_rules.check_save_or_validation_deadline, [P.SAVING, P.CLAIMING, P.FAILING, P.OVER]
     ),
     # Aborted steps, and failure.
-    make_transition_row(GroupsAborted, [P.ABORTING], running_rules.note_aborted, [P.SAVING, P.ENDING, P.OVER]),
+    make_transition_row(GroupsAborted, [P.ABORTING], running_rules.note_applied_steps, [P.SAVING, P.ENDING, P.OVER]),
     make_transition_row(
         StepEmitted, [P.ABORTING], running_rules.count_emitted_step_while_aborting, [P.SAVING, P.ENDING, P.OVER]
     ),
@@ -176,7 +179,7 @@ ROWS: tuple[TransitionRow, ...] = (
     make_transition_row(CallFailed, [P.FAILING], running_rules.note_further_failure, [P.OVER]),
     make_transition_row(Tick, [P.FAILING], running_rules.check_failure_deadline, [P.OVER]),
     # From one generation to the next.
-    make_transition_row(GenerationClaimed, [P.CLAIMING], recovery_rules.fence_workers, [P.STANDING, P.WAITING, P.OVER]),
+    make_transition_row(GenerationClaimed, [P.CLAIMING], recovery_rules.handle_claim, [P.STANDING, P.WAITING, P.OVER]),
     make_transition_row(WorkerStatusReported, [P.STANDING], recovery_rules.count_worker_status, [P.SETTLING, *PLANNED]),
     make_transition_row(KeptGradientsApplied, [P.SETTLING], recovery_rules.count_applied_kept_gradients, PLANNED),
     make_transition_row(PlanChosen, [P.PLANNING], plan_rules.use_chosen_plan, PLANNED),
@@ -249,3 +252,23 @@ def index_transition_rows(rows: Iterable[TransitionRow]) -> dict[tuple[Phase, ty
 
 
 TABLE = index_transition_rows(ROWS)
+
+ON_ENTER: Mapping[Phase, Callable[[RunState], Phase | None]] = {
+    P.RUNNING: step_flow.issue_steps,
+    P.FLUSHING: step_flow.let_open_steps_end,
+    P.VALIDATING: step_flow.begin_validation,
+    P.SAVING: step_flow.begin_due_checkpoint,
+    P.ENDING: step_flow.wait_for_last_checkpoint,
+    P.ABORTING: running_rules.abort_open_work,
+    P.FAILING: failures.look_for_cause,
+    P.OVER: failures.tear_down,
+    P.CLAIMING: failures.claim_generation,
+    P.STANDING: recovery_rules.fence_workers,
+    P.SETTLING: recovery_rules.apply_kept_gradients,
+    P.PLANNING: plan_rules.request_plan,
+    P.ADOPTING: plan_rules.adopt_plan,
+    P.WAITING: plan_rules.wait_for_workers,
+}
+"""Phase -> what starts its work when it is entered, and sets its time limit.
+
+It returns the phase that follows at once, or None. No row for `STARTING`: the run begins in it."""

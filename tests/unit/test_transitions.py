@@ -1,5 +1,7 @@
 """Every change of phase that the table declares happens somewhere, and no other does (the machine raises)."""
 
+import ast
+import inspect
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from helpers.transitions import declared_transitions, record_transitions
 from test_recovery_rules import WHOLE, do, layout, lost
 from test_run_machine import World as RandomWorld
 
+from raypar.elastic import membership_rules, plan_rules, recovery_rules, running_rules, silent_worker_rules
 from raypar.elastic.events import (
     AllWorkersCopiedState,
     CallFailed,
@@ -40,7 +43,7 @@ from raypar.elastic.run_policy import RunPolicy
 from raypar.elastic.silent_worker_rules import ENDED_GRACE_S
 from raypar.elastic.state_trust import MAX_DOUBTS
 from raypar.elastic.transition_diagram import draw_diagram, insert_diagram
-from raypar.elastic.transition_table import RECOVERING, TABLE, TransitionRow, make_transition_row
+from raypar.elastic.transition_table import ON_ENTER, RECOVERING, ROWS, TABLE, TransitionRow, make_transition_row
 from raypar.errors import GroupAborted, OutOfMemory, RayparError, WorkerLost
 from raypar.plan import ParallelPlan
 
@@ -548,6 +551,27 @@ def test_every_declared_transition_happens():
     assert never == [], "a transition that nobody can show does not belong into the table"
 
 
+def test_every_phase_that_is_entered_has_its_work():
+    assert set(ON_ENTER) == set(P) - {P.STARTING}
+    assert {to for row in ROWS for to in row.to} == set(ON_ENTER)
+
+
+def calls(function):
+    """The names that a function calls."""
+    tree = ast.parse(inspect.getsource(function))
+    return {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+
+
+def test_no_rule_calls_another_rule_and_none_starts_the_work_of_a_phase():
+    """A rule returns the next phase; what that phase begins with is the table's. Steps are issued within a phase too."""
+    modules = (membership_rules, plan_rules, recovery_rules, running_rules, silent_worker_rules)
+    rules = {row.rule: next(vars(module)[row.rule] for module in modules if row.rule in vars(module)) for row in ROWS}
+    works = {work.__name__: work for work in ON_ENTER.values()}
+    tails = (rules.keys() | works.keys()) - {"issue_steps"}
+    found = {f"{name} calls {called}" for name, rule in (rules | works).items() for called in calls(rule) & tails}
+    assert found == set()
+
+
 def test_the_page_has_the_tables_diagram():
     text = PAGE.read_text()
     assert insert_diagram(text) == text, "python -m raypar.elastic.transition_diagram raypar/elastic/RUN_MACHINE.md"
@@ -563,7 +587,7 @@ def test_the_diagram_draws_an_edge_of_all_phases_of_a_group_once():
 def test_a_phase_that_the_row_does_not_name_raises_with_the_story(monkeypatch):
     machine = run()
     row = TABLE[P.RUNNING, Tick]
-    wrong = TransitionRow(row.phases, Tick, "wrong", lambda m, event: m.enter(P.SETTLING), row.to)
+    wrong = TransitionRow(row.phases, Tick, "wrong", lambda m, event: P.VALIDATING, row.to)
     monkeypatch.setitem(TABLE, (P.RUNNING, Tick), wrong)
-    with pytest.raises(UnexpectedEvent, match=r"Tick.*led from running to settling(.|\n)*WorkersReady.*RunStep"):
+    with pytest.raises(UnexpectedEvent, match=r"Tick.*led from running to validating(.|\n)*WorkersReady.*RunStep"):
         do(machine, Tick())
