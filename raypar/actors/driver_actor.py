@@ -53,7 +53,7 @@ from raypar.elastic.placement_constraints import SUSPECT_S
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.errors import ClusterError, NodeLost, OutOfMemory, RayparError, error_first_line
-from raypar.fences.fence import send_lines_to
+from raypar.fences.fence import send_warnings_to
 from raypar.plan.ownership import Ownership
 from raypar.plan.wording import format_worker_numbers, word_form
 from raypar.ray_compat.settings import BLOCKING_GET_VARIABLE
@@ -174,7 +174,7 @@ class DriverActor:
         def warn(line: str) -> None:  # in whichever thread misses an API
             loop.call_soon_threadsafe(lambda: side_effects.note(RunWarning(text=line)))
 
-        send_lines_to(warn)
+        send_warnings_to(warn)
         self.memory_kills = KernelOomKills()
         self.members_text = MembersFileText(request)
         self.startup = DriverStartup(parts)

@@ -33,7 +33,7 @@ from raypar.actors.temp_reserve import describe_full_temp, give_reserve_to_ray
 from raypar.actors.worker_pool import remove_leftover_placement_groups, run_namespace
 from raypar.elastic.actions import EndKind
 from raypar.errors import ActiveError, ClusterError, OutlivedError, OutOfMemory, RayparError, WorkerLost, error_first_line
-from raypar.fences.fence import lines_sent_to
+from raypar.fences.fence import warnings_sent_to
 from raypar.ray_compat.memory_monitor import KILL_CURE, memory_monitor_kill_error, memory_shortage_here
 from raypar.record.events import Event, RunWarning, StopRequest, read_event
 from raypar.storage.run_folder import resume_argument
@@ -245,7 +245,7 @@ class RunFollower:
         is silent, raises `ControlStoreLost` instead: the silence is then the cause of the other error.
         """
         try:
-            with lines_sent_to(self._warn):
+            with warnings_sent_to(self._warn):
                 return self._poll_until_end()
         except OutOfMemory as error:
             return RunEnd("failed", error_first_line(error), self.last_step["step"], error)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raypar.errors import RayparError
-from raypar.fences.fence import look_at_room
+from raypar.fences.fence import find_missing_apis
 
 
 def probe_torch() -> dict[str, Any]:
@@ -46,9 +46,9 @@ def probe_ray() -> dict[str, Any]:
     return {"version": str(ray.__version__), "lacks": list_missing_apis("ray_compat")}
 
 
-def list_missing_apis(room: str) -> list[tuple[str, str]]:
-    """(what is off with the installed release, cure)."""
-    return [(error.what, error.cure) for error in look_at_room(room)]
+def list_missing_apis(package: str) -> list[tuple[str, str]]:
+    """(message, cure) for each private API that the installed release lacks. `package`: ray_compat or torch_compat."""
+    return [(error.what, error.cure) for error in find_missing_apis(package)]
 
 
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {

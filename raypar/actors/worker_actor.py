@@ -28,7 +28,7 @@ from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
 from raypar.comm.tcp.handshake import RunCredential
 from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
-from raypar.fences.fence import send_lines_to
+from raypar.fences.fence import send_warnings_to
 from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.user_code.user_code_errors import error_text
 from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity, reads_samples
@@ -98,7 +98,7 @@ class WorkerActor:
         """When the driver last called."""
         self.orphan_timeout_s = orphan_timeout_s
         """How long this worker lives without a call of its driver."""
-        send_lines_to(lambda line: None)  # the reports of steps have them
+        send_warnings_to(lambda line: None)  # step reports carry them (`WorkerCore`)
         self.doing = STARTING
         """What the worker does, in words."""
         self.calls: dict[int, str] = {}

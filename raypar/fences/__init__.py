@@ -1,1 +1,1 @@
-"""Fences around APIs of libraries that other releases may lack: a probe, and what is said where it fails."""
+"""Fences around APIs of libraries that other releases may lack: a probe, and a warning if it fails."""

@@ -1,6 +1,6 @@
-"""A fence around an API of a library that is private or differs between releases: asked for once, missed with a line.
+"""A fence around a library's API that is private or differs between releases: probed once, and one warning if it is missing.
 
-Only `ray_compat/` and `torch_compat/` use such APIs. The rest of raypar calls what these two rooms offer.
+Only `ray_compat/` and `torch_compat/` use such APIs. The rest of raypar calls the functions of these two packages.
 """
 
 from __future__ import annotations
@@ -22,164 +22,162 @@ Result = TypeVar("Result")
 
 log = logging.getLogger("raypar")
 
-CHANGED = (ImportError, AttributeError, TypeError, ValueError, LookupError, AssertionError)
-"""What calling an API raises, or reading its answer, if it is not what it was. Ray's own errors (`RayError`) say other things:
-that a node does not answer, say."""
+API_CHANGED = (ImportError, AttributeError, TypeError, ValueError, LookupError, AssertionError)
+"""Errors of calling a private API, or of reading its result, once a release has changed it. Ray's own errors (`RayError`) are
+not among them: they have other causes, such as a node that does not answer."""
 
 FENCES: list[Fence[Any]] = []
 """All fences of the modules that this process has imported."""
 
 _lock = threading.RLock()
 """Held while a probe runs."""
-_said: list[str] = []
-"""All lines about missing APIs of this process."""
+_warnings: list[str] = []
+"""All warnings of this process about missing APIs."""
 
 
-def _log_line(line: str) -> None:
+def _log_warning(line: str) -> None:
     log.warning("warning: %s", line)
 
 
-_listener: Callable[[str], None] = _log_line
-"""Gets the next line about a missing API."""
+_listener: Callable[[str], None] = _log_warning
+"""Receives the next warning about a missing API."""
 
 
 @dataclass
-class _Found(Generic[API]):
-    """What a probe has found."""
+class _ProbeResult(Generic[API]):
+    """The result of a fence's probe."""
 
     api: API | None = None
-    """The API, if `asked` and not `missing`."""
-    asked: bool = False
+    """The API, if `usable`."""
+    probed: bool = False
     """Whether the probe has run."""
     missing: str = ""
-    """Why the API is not used; empty if it is."""
+    """Why the API cannot be used; empty if it can."""
     usable: bool = False
-    """Whether `asked` and not `missing`."""
-    said: bool = False
-    """Whether the user has been told so."""
+    """Whether `probed` and not `missing`."""
+    warned: bool = False
+    """Whether the warning was given."""
 
 
 @dataclass(frozen=True, eq=False)
 class Fence(Generic[API]):
-    """A private or version-dependent API of a library: why it is used, where it was seen to work, and what is lost without."""
+    """A private or version-dependent API of a library: why it is used, its tested releases, and what is lost without it."""
 
     api: str
-    """Its full name, which begins with the library's: `ray._private.services.ConsolePopen`."""
+    """Full name, which begins with the library's: `ray._private.services.ConsolePopen`."""
     reason: str
-    """Why nothing public is used instead."""
+    """Why no public API is used instead."""
     versions: str
-    """The releases of the library with which it was seen to work."""
+    """The releases of the library with which the fence is tested."""
     feature: str
-    """What is off without it, in words for users."""
+    """The feature that needs the API, as it stands in the warning "{feature} is off"."""
     without: str
-    """What happens then, in words for users."""
+    """The consequence for the user when the API is missing, as it stands in the warning."""
     probe: Callable[[], API]
-    """Returns the API. Raises one of `CHANGED` where it is gone, renamed or of another form. Imports what it needs itself."""
+    """Imports and returns the API. Raises one of `API_CHANGED` if it is gone, renamed or of another form."""
     error: type[RayparError] = ClusterError
     """What `require` raises."""
-    _found: _Found[API] = field(default_factory=_Found, init=False, repr=False)
+    _found: _ProbeResult[API] = field(default_factory=_ProbeResult, init=False, repr=False)
 
     def __post_init__(self) -> None:
         FENCES.append(self)
 
     @property
     def release(self) -> str:
-        """The library's name for users, and the release of it that is installed: `Ray 2.60.0`."""
+        """The library's name and its installed release: `Ray 2.60.0`."""
         name = self.api.partition(".")[0]
         shown = {"ray": "Ray", "torch": "PyTorch"}.get(name, name)
         return f"{shown} {release_of(name)}"
 
     def find(self) -> API | None:
-        """The API; None, after a warning, where this release does not have it. Only the first call looks."""
+        """The API; None, after a warning, if this release does not have it. Only the first call runs the probe."""
         found = self._found
         if found.usable:
             return found.api
-        self.look()
+        self.run_probe()
         if found.missing:
             self._warn(found.missing)
         return found.api
 
     def require(self) -> API:
-        """The API. Raises `error` where this release does not have it: nothing can be done without."""
+        """The API. Raises `error` if this release does not have it: for features that have no fallback."""
         if self._found.usable:
             return self._found.api  # type: ignore[return-value]
-        self.look()
+        self.run_probe()
         if self._found.missing:
             raise self._missing_error(self._found.missing)
         return self._found.api  # type: ignore[return-value]
 
     @contextlib.contextmanager
     def required(self) -> Iterator[API]:
-        """`require` for a block, which may also find that the API's answer is not what it was: that is the same error."""
+        """`require` for a block, in which `API_CHANGED` errors (the API answers differently) become `error` too."""
         api = self.require()
         try:
             yield api
-        except CHANGED as error:
+        except API_CHANGED as error:
             raise self._missing_error(_reason(error)) from error
 
-    def use(self, work: Callable[[API], Result], otherwise: Result) -> Result:
-        """`work(api)`; `otherwise`, after a warning, where the API is gone or its answer is not what it was.
+    def use(self, work: Callable[[API], Result], default: Result) -> Result:
+        """`work(api)`; `default`, after a warning, if the API is gone or its answer has changed.
 
-        Other errors, such as Ray's own about a head that does not answer, pass.
+        Other errors, such as Ray's own about a head that does not answer, are raised.
         """
         api = self.find()
         if api is None:
-            return otherwise
+            return default
         try:
             return work(api)
-        except CHANGED as error:  # the next use tries again: an answer may be odd once
-            self.note_odd_answer(error)
-            return otherwise
+        except API_CHANGED as error:  # the next use tries again: one unexpected answer is no proof
+            self.warn_of_unexpected_answer(error)
+            return default
 
-    def note_odd_answer(self, error: BaseException | None = None) -> None:
-        """Say, once, that the API's answer is not what it was. `error`: what reading it has raised."""
+    def warn_of_unexpected_answer(self, error: BaseException | None = None) -> None:
+        """Warn, once, that the API's answer has changed. `error`: the exception that reading the answer raised."""
         self._warn(_reason(error))
 
-    def forget(self) -> None:
-        """Have the next use look for the API again. For tests, which put something in its place."""
-        found = self._found
-        found.api, found.asked, found.missing, found.usable, found.said = None, False, "", False, False
+    def reset(self) -> None:
+        """Have the next use run the probe again. For tests, which replace the API."""
+        vars(self._found).update(vars(_ProbeResult()))
 
-    def look(self) -> None:
-        """Run the probe, if it has not run, and say nothing: for a probe that must not run in the middle of something."""
+    def run_probe(self) -> None:
+        """Run the probe unless it has run; never warns. A module calls it on import for probes that must not run later."""
         found = self._found
-        if found.asked:
+        if found.probed:
             return
         with _lock:
-            if not found.asked:
+            if not found.probed:
                 try:
                     found.api = self.probe()
-                except CHANGED as error:
+                except API_CHANGED as error:
                     found.missing = _reason(error)
-                found.asked, found.usable = True, not found.missing
+                found.probed, found.usable = True, not found.missing
 
     def _warn(self, why: str) -> None:
-        """Say that the API is missing, once."""
+        """Warn that the API is missing, unless that was done."""
         with _lock:
-            told, self._found.said = self._found.said, True
-        if not told:
-            _say(f"{self._what(why)}: {self.without}\n  cure: {self._cure()}")
+            warned, self._found.warned = self._found.warned, True
+        if not warned:
+            line = str(self._missing_error(why))
+            _warnings.append(line)
+            _listener(line)
 
     def _missing_error(self, why: str) -> RayparError:
-        return self.error(f"{self._what(why)}: {self.without}", cure=self._cure())
-
-    def _what(self, why: str) -> str:
-        return f"{self.release}: {self.feature} is off, as {self.api} is not what raypar knows ({why})"
-
-    def _cure(self) -> str:
-        return f"use {self.release.partition(' ')[0]} {self.versions}, with which this was seen to work, or report it"
+        return self.error(
+            f"{self.release}: {self.api} is missing or has changed ({why}), so {self.feature} is off: {self.without}",
+            cure=f"use {self.release.partition(' ')[0]} {self.versions}, with which raypar is tested, or report this as a bug",
+        )
 
 
 def _reason(error: BaseException | None) -> str:
-    """What an error says, in a line."""
+    """One line about the error that shows that an API has changed."""
     if error is None:
-        return "it answers otherwise"
+        return "its answer has another form"
     text = error_first_line(error) if isinstance(error, Exception) else ""
     return text if text == type(error).__name__ else f"{type(error).__name__}: {text}"
 
 
 def release_of(library: str) -> str:
-    """The release of a library that is installed; `?` if it does not say. Does not import it."""
+    """The installed release of a library; `?` if unknown. Does not import the library."""
     loaded = getattr(sys.modules.get(library), "__version__", None)
     if isinstance(loaded, str):
         return str(loaded)
@@ -189,17 +187,16 @@ def release_of(library: str) -> str:
         return "?"
 
 
-def look_at_room(room: str) -> list[RayparError]:
-    """What the installed release does not have of all that a room, `ray_compat` or `torch_compat`, uses: as errors, unraised.
+def find_missing_apis(package: str) -> list[RayparError]:
+    """An error for each API that the package `ray_compat` or `torch_compat` uses and the installed release lacks.
 
-    Raises one of them where the room cannot even be imported without.
+    Raises the error if the package cannot be imported without that API.
     """
-    package = importlib.import_module(f"raypar.{room}")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"raypar.{room}.{module.name}")
+    for module in pkgutil.iter_modules(importlib.import_module(f"raypar.{package}").__path__):
+        importlib.import_module(f"raypar.{package}.{module.name}")
     found = []
     for fence in FENCES:
-        if fence.api.partition(".")[0] == room.partition("_")[0]:
+        if fence.api.partition(".")[0] == package.partition("_")[0]:
             try:
                 fence.require()
             except RayparError as error:
@@ -207,28 +204,23 @@ def look_at_room(room: str) -> list[RayparError]:
     return found
 
 
-def said_lines() -> tuple[str, ...]:
-    """All lines about missing APIs that this process has said, for a worker's report."""
-    return tuple(_said)
+def fence_warnings() -> tuple[str, ...]:
+    """All warnings about missing APIs that this process has given, for a worker's report."""
+    return tuple(_warnings)
 
 
-def send_lines_to(listener: Callable[[str], None]) -> None:
-    """From now on give lines about missing APIs to `listener`, in whichever thread finds them, and not to the log."""
+def send_warnings_to(listener: Callable[[str], None]) -> None:
+    """Send later warnings about missing APIs to `listener` instead of the log. Any thread may call it."""
     global _listener
     _listener = listener
 
 
 @contextlib.contextmanager
-def lines_sent_to(listener: Callable[[str], None]) -> Iterator[None]:
-    """`send_lines_to` for the length of a block."""
+def warnings_sent_to(listener: Callable[[str], None]) -> Iterator[None]:
+    """`send_warnings_to` for the length of a block."""
     before = _listener
-    send_lines_to(listener)
+    send_warnings_to(listener)
     try:
         yield
     finally:
-        send_lines_to(before)
-
-
-def _say(line: str) -> None:
-    _said.append(line)
-    _listener(line)
+        send_warnings_to(before)

@@ -1,4 +1,4 @@
-"""Whether Ray's error for a lost actor says that its node has died, and the errors of raypar for lost workers."""
+"""raypar's errors for lost workers, made from Ray's errors for lost actors: whether the actor's node has died."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from raypar.fences.fence import Fence
 from raypar.ray_compat import TESTED
 
 REASON = "raypar_death_reason"
-"""Attribute of Ray's `ActorDiedError` in which `keep_death_reasons` keeps the code of the cause."""
+"""Attribute in which `keep_death_reasons` stores the reason code of an `ActorDiedError`."""
 
 
 def _look_for_reasons() -> Any:
-    """The code of a death by the node's; the cause must have a field for it, and the error must be made from the cause."""
+    """The reason code for a node's death. Also checks that Ray's error is made from a context that has a reason code."""
     from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
     code = ActorDiedErrorContext.Reason.Value("NODE_DIED")
@@ -25,17 +25,17 @@ def _look_for_reasons() -> Any:
 
 DEATH_REASONS: Fence[Any] = Fence(
     api="ray.core.generated.common_pb2.ActorDiedErrorContext.reason",
-    reason="Ray makes its error from this code, and then keeps only the text for people",
+    reason="Ray makes its error from this code but does not keep the code in the error",
     versions=TESTED,
     feature="telling a node's death from that of a single process",
-    without="a worker lost with its node counts as one that the step may have killed, and its node is named only once Ray "
+    without="a worker lost with its node counts as one that the step may have killed, and the node is reported only once Ray "
     "lists it as dead",
     probe=_look_for_reasons,
 )
 
 
 def keep_death_reasons() -> None:
-    """Have every `ActorDiedError` that Ray makes in this process from now on keep the code of its cause. Idempotent."""
+    """Have every `ActorDiedError` that Ray makes in this process from now on keep its reason code. Idempotent."""
     made = ActorDiedError.__init__
     if DEATH_REASONS.find() is None or getattr(made, REASON, False):
         return
@@ -49,13 +49,13 @@ def keep_death_reasons() -> None:
 
 
 def is_node_death(error: Exception) -> bool:
-    """Whether Ray says that an actor has died with its node; needs `keep_death_reasons` before the error is made."""
+    """Whether the error says that an actor's node has died. Only for errors made after `keep_death_reasons`."""
     reason = getattr(error, REASON, None)
     return reason is not None and reason == DEATH_REASONS.find()
 
 
 def worker_lost_error(who: str, error: Exception, cure: str = "") -> WorkerLost:
-    """raypar's error for a worker whose call ended with Ray's `RayActorError`; `NodeLost` if its node has died with it."""
+    """raypar's error for a worker whose call ended with Ray's `RayActorError`; `NodeLost` if its node has died."""
     if is_node_death(error):
         return NodeLost(f"{who} was lost: its node died", cure=cure)
     return WorkerLost(f"{who} was lost: {error_first_line(error)}", cure=cure)

@@ -1,4 +1,4 @@
-"""Which token this process shows in Ray's connections, and whether a cluster asks for one."""
+"""The token with which this process authenticates to Ray, and whether a cluster requires one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raypar.ray_compat.settings import temporary_environment_variables
 ANSWER_S = 5.0
 """How long the control store may take to answer `lets_in_without_token`."""
 MODE_VARIABLE = "RAY_AUTH_MODE"
-"""The variable that says whether Ray's processes ask for a token. `disabled` is not obeyed by local clusters."""
+"""The variable that says whether Ray's processes require a token. raypar's local clusters ignore `disabled`."""
 
 
 def _look_for_tokens() -> Any:
@@ -27,11 +27,11 @@ def _look_for_tokens() -> Any:
 
 TOKENS: Fence[Any] = Fence(
     api="ray._raylet.AuthenticationTokenLoader",
-    reason="Ray reads the token's variables once in a process, and has no public API to have them read again",
+    reason="Ray reads the token's variables once per process, and no public API makes it read them again",
     versions=TESTED,
-    feature="choosing the token of Ray's connections",
-    without="a local Ray cluster, which other users of this machine could enter, is not started; set RAY_AUTH_MODE and "
-    "RAY_AUTH_TOKEN before this process starts to join a cluster",
+    feature="setting the token of Ray's connections",
+    without="no local Ray cluster is started, as other users of this machine could enter it; to join a cluster, set "
+    "RAY_AUTH_MODE and RAY_AUTH_TOKEN before this process starts",
     probe=_look_for_tokens,
 )
 
@@ -45,20 +45,20 @@ def _look_for_mode() -> Any:
 
 MODE: Fence[Any] = Fence(
     api="ray._raylet.get_authentication_mode",
-    reason="no public API says whether this process shows a token",
+    reason="no public API says whether this process authenticates with a token",
     versions=TESTED,
-    feature="knowing whether a cluster asks for a token",
-    without="the run's first lines say that it has none",
+    feature="knowing whether a cluster requires a token",
+    without="the run's first lines say that it requires none",
     probe=_look_for_mode,
 )
 
 
 @contextlib.contextmanager
 def token_authentication(token: str) -> Iterator[None]:
-    """Have this process, and those that it starts in the body, show and ask for `token` in all of Ray's connections.
+    """Have this process, and those that it starts in the block, send and require `token` in all of Ray's connections.
 
-    Ray reads both variables once: it is told to read them again, at the end too, so that the user's own `ray.init` finds this
-    process as it was. Raises `ClusterError` for a Ray in which that is not possible.
+    Ray caches both variables, so it is made to read them again, also after the block: the user's own `ray.init` then finds this
+    process as it was. Raises `ClusterError` if this Ray cannot read them again.
     """
     try:
         with temporary_environment_variables({MODE_VARIABLE: "token", TOKEN_VARIABLE: token}):
@@ -70,14 +70,14 @@ def token_authentication(token: str) -> Iterator[None]:
 
 
 def read_variables_again() -> None:
-    """Have Ray forget the authentication mode and the token that it has read. Raises `ClusterError` where that cannot be."""
+    """Have Ray read the authentication mode and the token again. Raises `ClusterError` if this Ray cannot."""
     with TOKENS.required() as raylet:
         raylet.Config.initialize("")
         raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def shows_token() -> bool:
-    """Whether this process shows its token in Ray's connections, and asks others for it."""
+    """Whether this process sends its token in Ray's connections, and requires it of others."""
     return MODE.use(lambda shows: bool(shows()), False)
 
 
@@ -91,18 +91,18 @@ def _look_for_addresses() -> Any:
 
 OPEN_CLUSTER: Fence[Any] = Fence(
     api="ray._private.services.canonicalize_bootstrap_address",
-    reason="whether a cluster lets everybody in is only seen by asking it without joining it",
+    reason="whether a cluster admits everybody can only be seen by a request to it before joining it",
     versions=TESTED,
-    feature="seeing whether a cluster lets in processes without a token",
-    without="the run's first lines do not warn of one that does",
+    feature="seeing whether a cluster admits processes without a token",
+    without="the run's first lines do not warn of a cluster that does",
     probe=_look_for_addresses,
 )
 
 
 def lets_in_without_token(address: str) -> bool:
-    """Whether the control store at `address` (`host:port` or `auto`) answers a process that shows no token.
+    """Whether the control store at `address` (`host:port` or `auto`) answers a process that sends no token.
 
-    Only before this process joins a cluster: meanwhile none of its connections shows one.
+    Only for use before this process joins a cluster: none of its connections has a token during the call.
     """
     from ray._raylet import GcsClient
     from ray.exceptions import RayError
@@ -110,7 +110,7 @@ def lets_in_without_token(address: str) -> bool:
     def ask(services: Any) -> bool:
         try:
             where = services.canonicalize_bootstrap_address(address)
-        except ValueError:  # an address that names nothing: joining it says so
+        except ValueError:  # an invalid address: joining the cluster raises the error for it
             return False
         try:
             GcsClient(address=where).get_all_node_info(timeout=ANSWER_S)

@@ -1,4 +1,4 @@
-"""What Ray's autoscaler says: whether there is one, how far it may grow the cluster, and what it cannot place."""
+"""Ray's autoscaler: whether one runs, how far it may grow the cluster, and which placement groups it cannot place."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from raypar.ray_compat import TESTED
 ANSWER_S = 10.0
 """How long Ray's control store may take to answer."""
 NO_ANSWER = (RayError, RuntimeError, OSError)
-"""What is raised where the head does not answer."""
+"""Errors of a head that does not answer."""
 ANONYMOUS = re.compile(r"node_[0-9a-f]{56}")
-"""Name that Ray makes up for a node type nobody has defined. The autoscaler of every head then adds no nodes."""
+"""Name that Ray generates for a node whose type nobody has defined. An autoscaler with only such nodes adds none."""
 
 
 def _look_for_capacity() -> Any:
@@ -30,22 +30,22 @@ def _look_for_capacity() -> Any:
 
 CAPACITY: Fence[Any] = Fence(
     api="ray._private.state.state.get_max_resources_from_cluster_config",
-    reason="no public API has the autoscaler's published limits",
+    reason="no public API returns the limits that the autoscaler publishes",
     versions=TESTED,
     feature="knowing how far an autoscaler may grow the cluster",
-    without="a plan larger than that is not refused; its run waits until its deadline",
+    without="a plan that needs more is not refused at once; its run waits until its deadline",
     probe=_look_for_capacity,
 )
 
 
 def _look_for_status() -> Any:
-    """The functions that ask for the status of both versions of the autoscaler, and names of all fields that are read."""
+    """The module of the status messages. Also checks the functions for both autoscaler versions and all fields in use."""
     from ray._private import ray_constants
     from ray._raylet import GcsClient
     from ray.core.generated import autoscaler_pb2
     from ray.experimental import internal_kv
 
-    assert callable(internal_kv._internal_kv_get) and callable(GcsClient)  # whose methods only an object shows
+    assert callable(internal_kv._internal_kv_get) and callable(GcsClient)  # its methods can be looked up only on an instance
     assert isinstance(ray_constants.DEBUG_AUTOSCALING_STATUS, str)
     reply = autoscaler_pb2.GetClusterStatusReply()
     for message, field in (
@@ -66,17 +66,14 @@ STATUS: Fence[Any] = Fence(
     reason="`ray status` prints the autoscaler's status; no public API returns it",
     versions=TESTED,
     feature="seeing an autoscaler",
-    without="a run asks for no more workers than the nodes that are there can hold, and waits until its deadline for a place "
-    "that an autoscaler could tell it will never get",
+    without="a run asks for no more workers than the present nodes can hold, and waits until its deadline for workers that the "
+    "autoscaler knows it cannot place",
     probe=_look_for_status,
 )
 
 
 def autoscaler_capacity(resource: str) -> int | None:
-    """How much of `resource` the cluster may have after an autoscaler has grown it; None if the autoscaler does not say.
-
-    Ray 2.60 never publishes that.
-    """
+    """How much of `resource` the cluster may have once an autoscaler has grown it; None if unknown, as always with Ray 2.60."""
 
     def ask(api: Any) -> int | None:
         most = api()
@@ -86,10 +83,7 @@ def autoscaler_capacity(resource: str) -> int | None:
 
 
 def has_autoscaler() -> bool:
-    """Whether an autoscaler runs that may add nodes. False where Ray's control store does not answer: others report that.
-
-    Both versions of Ray's autoscaler publish a status.
-    """
+    """Whether an autoscaler, of version 1 or 2, runs that may add nodes. False if Ray's control store does not answer."""
 
     def ask(pb2: Any) -> bool:
         if autoscaler_has_node_types(_status_of_version_1()):
@@ -104,7 +98,7 @@ def has_autoscaler() -> bool:
 
 
 def _status_of_version_1() -> bytes | None:
-    """What version 1 keeps in Ray's key-value store, as JSON."""
+    """The status, as JSON, that version 1 writes to Ray's key-value store; None if there is none."""
     from ray._private import ray_constants
     from ray.experimental.internal_kv import _internal_kv_get
 
@@ -115,7 +109,7 @@ def _status_of_version_1() -> bytes | None:
 
 
 def _ask_version_2(pb2: Any) -> Any:
-    """The answer of version 2."""
+    """The `GetClusterStatusReply` of version 2."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from ray._raylet import GcsClient
 
@@ -138,7 +132,7 @@ def autoscaler_has_node_types(status: bytes | None) -> bool:
 
 
 def is_user_defined_node_type(node_type: str) -> bool:
-    """Whether a user has given the node type this name."""
+    """Whether the name of a node type is one that a user has defined."""
     return bool(node_type) and ANONYMOUS.fullmatch(node_type) is None
 
 

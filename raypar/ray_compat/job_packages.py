@@ -1,4 +1,4 @@
-"""Which files of a working directory Ray sends with a submitted job, and what its client raises where they are too many."""
+"""Which files of a working directory Ray uploads with a submitted job, and the meaning of its job client's errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from raypar.fences.fence import Fence
 from raypar.ray_compat import TESTED
 
 REQUEST_STATUS = re.compile(r"Request failed with status code (\d+): ")
-"""How the message of Ray's job client begins where the job server has refused: it raises a bare `RuntimeError` for every HTTP
-status, so that the status is only there. In other words the status counts as unknown."""
+"""The beginning of the job client's message when the job server refuses a request. The client raises a bare `RuntimeError` for
+every HTTP status, so the status stands only there; if a release words it differently, the status is unknown."""
 
 
 def _look_for_rules() -> Any:
@@ -24,16 +24,18 @@ def _look_for_rules() -> Any:
 
 RULES: Fence[Any] = Fence(
     api="ray._private.runtime_env.packaging.get_excludes_from_ignore_files",
-    reason="Ray's reading of .gitignore and .rayignore is its own, and no public API tells it",
+    reason="Ray parses .gitignore and .rayignore in its own way, and no public API gives the result",
     versions=TESTED,
-    feature="checking that the job's files are sent along",
-    without="a job that needs a file which .gitignore or .rayignore names fails on the cluster",
+    feature="checking that the job's files are uploaded",
+    without="a job that needs a file that .gitignore or .rayignore excludes fails only on the cluster",
     probe=_look_for_rules,
 )
 
 
 def ignore_rules(place: Path, *, with_git: bool) -> list[tuple[str, Any]] | None:
-    """(name of the ignore file, whether it names a path) of the rules in a folder; None where Ray has no such function.
+    """(name of the ignore file, predicate: whether it excludes a path) for the ignore files in a folder.
+
+    None, after a warning, if this Ray has no such function.
 
     Raises `OSError` or `ValueError` for a file that cannot be read.
     """
@@ -47,12 +49,12 @@ def ignore_rules(place: Path, *, with_git: bool) -> list[tuple[str, Any]] | None
         names = [".gitignore"] * (len(both) - len(ray_only)) + [".rayignore"] * len(ray_only)
         return list(zip(names, both, strict=True))
     except TypeError as error:
-        RULES.note_odd_answer(error)
+        RULES.warn_of_unexpected_answer(error)
         return None
 
 
 def has_job_client() -> bool:
-    """Whether what Ray's job client needs is installed; it raises a bare `RuntimeError` if not."""
+    """Whether the packages that Ray's job client needs are installed; without them it raises a bare `RuntimeError`."""
     return importlib.util.find_spec("requests") is not None
 
 
@@ -63,8 +65,8 @@ def refused_status(error: Exception) -> int | None:
 
 
 def is_package_too_large(error: Exception) -> bool:
-    """Whether the working directory is too large: for the job server (HTTP 413), or for Ray's store.
+    """Whether the working directory is too large: for the job server (HTTP 413), or for Ray's store (a bare `ValueError`).
 
-    The latter is a bare `ValueError`; in other words only Ray's own message says it.
+    If a release words the latter's message differently, users see only Ray's message.
     """
     return refused_status(error) == 413 or (isinstance(error, ValueError) and "exceeds the maximum size" in str(error))

@@ -18,7 +18,7 @@ def _look_for_store() -> Any:
 
 STORE: Fence[Any] = Fence(
     api="ray.experimental.internal_kv",
-    reason="nothing public of Ray keeps a value that outlives the process which has stored it",
+    reason="no public API of Ray stores a value that outlives the process which has stored it",
     versions=TESTED,
     feature="keeping a run's state in Ray's key-value store",
     without="no run can be started, taken over or placed",
@@ -27,7 +27,7 @@ STORE: Fence[Any] = Fence(
 
 
 def kv_get(key: str) -> bytes | None:
-    """The value of a key; None without one. Blocks for about a millisecond."""
+    """The value of a key; None if there is none. Blocks for about a millisecond."""
     found: bytes | None = STORE.require()._internal_kv_get(key)
     return found
 
@@ -38,7 +38,7 @@ def kv_put(key: str, value: bytes, *, overwrite: bool) -> bool:
 
 
 def kv_delete(key: str, *, prefix: bool = False) -> None:
-    """Remove a key, or all that begin with it."""
+    """Remove a key; with `prefix`, all keys that begin with it."""
     STORE.require()._internal_kv_del(key, del_by_prefix=prefix)
 
 

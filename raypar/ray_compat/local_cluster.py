@@ -1,4 +1,4 @@
-"""Starts a local Ray cluster as raypar wants it: on the loopback address, in sessions of its own, with several raylets."""
+"""Starts a local Ray cluster: on the loopback address, outside this process's group, with one or several raylets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raypar.fences.fence import Fence
 from raypar.ray_compat import TESTED
 
 LOOPBACK = "127.0.0.1"
-"""Where all of a local Ray cluster listens."""
+"""The address on which all processes of a local Ray cluster listen."""
 CONNECT_S = 10.0
 """How long the head of a cluster may take to accept a connection."""
 
@@ -38,15 +38,15 @@ HEAD: Fence[Any] = Fence(
     reason="`ray.init` has no public arguments for the folder of its files and the address that it listens on",
     versions=TESTED,
     feature="starting a local Ray cluster that nobody else can enter",
-    without="join a running cluster (--address)",
+    without="none is started; join a running cluster (--address)",
     probe=_look_for_init,
 )
 
 
 def start_head(cpus: int, gpus: int | None, object_store_bytes: int, folder: Path) -> None:
-    """Start a local cluster's head with its files in `folder`, and join it. `gpus`: None for all that there are.
+    """Start a local cluster's head with its files in `folder`, and join it. `gpus`: None for all of this machine.
 
-    Raises `ClusterError` for a Ray that no longer knows these two; one that ignores them is found out by `start_local_ray`.
+    Raises `ClusterError` if Ray no longer has the `PRIVATE_ARGUMENTS`; `start_local_ray` detects a Ray that ignores them.
     """
     import ray
 
@@ -61,7 +61,7 @@ def start_head(cpus: int, gpus: int | None, object_store_bytes: int, folder: Pat
             _temp_dir=str(folder),
             _node_ip_address=LOOPBACK,
         )
-    except RuntimeError as error:  # of which one names the arguments that Ray does not know
+    except RuntimeError as error:  # Ray raises it, among others, for unknown arguments, which it names
         if any(name in str(error) for name in PRIVATE_ARGUMENTS):
             with HEAD.required():
                 raise TypeError(error_first_line(error)) from error
@@ -69,7 +69,7 @@ def start_head(cpus: int, gpus: int | None, object_store_bytes: int, folder: Pat
 
 
 def is_late_start(error: Exception) -> bool:
-    """Whether Ray was only too late: it raises a bare `Exception` then. In other words the start is not tried again."""
+    """Whether Ray's start timed out, which is a bare `Exception`. If a release words it differently, raypar does not retry."""
     return "timed out" in str(error)
 
 
@@ -90,7 +90,7 @@ RAYLETS: Fence[Any] = Fence(
     reason="no public API starts a further node in this process; `ray.cluster_utils.Cluster` uses this one",
     versions=TESTED,
     feature="starting several nodes of a local cluster",
-    without="leave --local-nodes out",
+    without="a local cluster has one node only; leave --local-nodes out",
     probe=_look_for_raylets,
 )
 
@@ -121,13 +121,13 @@ def start_raylet(address: str, cpus: int, store_bytes: int, folder: Path, labels
             min_worker_port=0,
             max_worker_port=0,
             node_manager_port=0,
-            include_log_monitor=False,  # type: ignore[arg-type]  # one per machine reads all of them
+            include_log_monitor=False,  # type: ignore[arg-type]  # the head's reads the logs of all nodes of this machine
         )
         return Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
 
 
 def reap_raylet(node: Any) -> int:
-    """The pid of a node's raylet. A thread reaps the process: workers do not notice the death of a zombie."""
+    """The pid of a node's raylet. Also starts a thread that reaps it: workers do not notice that a zombie is dead."""
     with RAYLETS.required():
         process = node.all_processes["raylet"][0].process
         threading.Thread(target=process.wait, name=f"raypar-reaper-{process.pid}", daemon=True).start()
@@ -135,7 +135,7 @@ def reap_raylet(node: Any) -> int:
 
 
 def end_raylet(node: Any) -> None:
-    """End a node's raylet, with what it has started. Failures are left to Ray: it ends with this process anyway."""
+    """End a node's raylet and its children. Errors are ignored: the raylet ends with this process anyway."""
     with contextlib.suppress(Exception):
         node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
 
@@ -161,50 +161,51 @@ def _replaceable(module: str, name: str) -> Callable[[], Any]:
 
 OWN_SESSIONS: Fence[Any] = Fence(
     api="ray._private.services.ConsolePopen",
-    reason="Ray has no setting that starts its processes outside this process's group",
+    reason="Ray has no setting to start its processes outside this process's group",
     versions=TESTED,
     feature="keeping signals to this process's group from Ray's processes",
-    without="a SIGTERM by Slurm, systemd or `timeout` ends Ray before the run has saved",
+    without="a SIGTERM from Slurm, systemd or `timeout` ends Ray before the run has saved",
     probe=_replaceable("ray._private.services", "ConsolePopen"),
 )
 LOOPBACK_ADDRESS: Fence[Any] = Fence(
     api="ray._private.services.resolve_ip_for_localhost",
-    reason="Ray replaces 127.0.0.1 as a node's address by one that other machines reach",
+    reason="Ray replaces 127.0.0.1 as a node's address by one that other machines can reach",
     versions=TESTED,
     feature="keeping Ray to the loopback address",
-    without="a local Ray cluster, which other machines could reach, is not started, and none that listens there only is joined",
+    without="no local Ray cluster is started, as other machines could reach it, and one that listens on the loopback address "
+    "only cannot be joined",
     probe=_replaceable("ray._private.services", "resolve_ip_for_localhost"),
 )
 NO_API_SERVER: Fence[Any] = Fence(
     api="ray._private.services.start_api_server",
-    reason="Ray starts the dashboard's process without a dashboard too",
+    reason="Ray starts the dashboard's process even if there is no dashboard",
     versions=TESTED,
     feature="leaving out the dashboard's process of a local cluster",
-    without="a local cluster starts a second later and has 80 MiB more",
+    without="a local cluster starts a second later and uses 80 MiB more",
     probe=_replaceable("ray._private.services", "start_api_server"),
 )
 NO_MONITOR: Fence[Any] = Fence(
     api="ray._private.node.Node.start_monitor",
-    reason="Ray starts the autoscaler's monitor where there are no nodes to add",
+    reason="Ray starts the autoscaler's monitor even if it can add no nodes",
     versions=TESTED,
     feature="leaving out the autoscaler's process of a local cluster",
-    without="a local cluster has 80 MiB more",
+    without="a local cluster uses 80 MiB more",
     probe=_replaceable("ray._private.node:Node", "start_monitor"),
 )
 
 NO_SIGTERM_HANDLER: Fence[Any] = Fence(
     api="ray._private.utils.set_sigterm_handler",
-    reason="Ray replaces this process's handler of SIGTERM when it starts, with one that ends the process by SystemExit",
+    reason="Ray's start replaces this process's SIGTERM handler by one that raises SystemExit",
     versions=TESTED,
-    feature="keeping this process's own handler of SIGTERM while Ray starts",
-    without="a SIGTERM meanwhile ends it without a line",
+    feature="keeping this process's own SIGTERM handler while Ray starts",
+    without="a SIGTERM during that time ends this process without a message",
     probe=_replaceable("ray._private.utils", "set_sigterm_handler"),
 )
 
 
 @contextlib.contextmanager
 def _replaced(fence: Fence[Any], name: str, instead: Callable[[Any], Any]) -> Iterator[None]:
-    """Put `instead(before)` in the place of an attribute of a fence's owner for the length of a block."""
+    """Replace the attribute `name` of the fence's module or class by `instead(its value)` for the length of a block."""
     owner = fence.find()
     before = getattr(owner, name, None)
     if before is None:
@@ -230,14 +231,14 @@ def ray_in_new_sessions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loopback_address_kept() -> Iterator[None]:
-    """Have Ray take 127.0.0.1 as a node's address, which it would replace by one that other machines reach."""
+    """Have Ray use 127.0.0.1 as a node's address; it would replace it by one that other machines can reach."""
     with _replaced(LOOPBACK_ADDRESS, "resolve_ip_for_localhost", lambda resolve: lambda host: host):
         yield
 
 
 @contextlib.contextmanager
 def loopback_address_kept_if_needed(address: str) -> Iterator[None]:
-    """`loopback_address_kept` where the cluster at `address` listens on the loopback address only, as raypar's own do."""
+    """`loopback_address_kept` if the cluster at `address` listens on the loopback address only, as raypar's local ones do."""
     import ray
 
     host, _, port = address.rpartition(":")
@@ -255,11 +256,10 @@ def loopback_address_kept_if_needed(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_idle_ray_processes() -> Iterator[None]:
-    """Keep Ray from starting two processes that a local Ray cluster has no use for, and from waiting for the first of them.
+    """Keep Ray from starting two processes that a local Ray cluster does not need, and from waiting for the first of them.
 
-    That of the dashboard is started without a dashboard too, for usage statistics, which are off (`settings.QUIET`); the
-    autoscaler's monitor has no nodes to add (it also writes what `ray status` prints). Each loads Ray: a second of a processor,
-    and 80 MiB.
+    Ray starts the dashboard's process even without a dashboard, for usage statistics, which are off (`settings.QUIET`). The
+    autoscaler's monitor has no nodes to add (but also writes what `ray status` prints). Each costs a CPU second and 80 MiB.
     """
     with (
         _replaced(NO_API_SERVER, "start_api_server", lambda start: lambda *args, **rest: ("", None)),
@@ -270,7 +270,7 @@ def without_idle_ray_processes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_ray_sigterm_handler() -> Iterator[None]:
-    """Keep Ray from setting a SIGTERM handler of its own, which would end the process by `SystemExit`."""
+    """Keep Ray from setting a SIGTERM handler of its own, which would raise `SystemExit`."""
     with _replaced(NO_SIGTERM_HANDLER, "set_sigterm_handler", lambda set_handler: lambda handler: None):
         yield
 
@@ -284,10 +284,10 @@ def _look_for_exit() -> Any:
 
 EXIT: Fence[Any] = Fence(
     api="ray._private.worker.shutdown",
-    reason="Ray registers it to be called when Python exits",
+    reason="Ray registers this function to be called when Python exits",
     versions=TESTED,
-    feature="ending this process without Ray's own farewell",
-    without="with a lost control store this process may take minutes to end; kill it",
+    feature="ending this process without Ray's shutdown",
+    without="if the control store is lost, this process may take minutes to end; kill it",
     probe=_look_for_exit,
 )
 

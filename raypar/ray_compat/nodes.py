@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster as its control store lists them, those that leave, and how one is told to leave."""
+"""Lists the live and the draining nodes of a Ray cluster, and drains a node."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _look_for_node_table() -> Any:
     from ray._raylet import GcsClient
     from ray.core.generated import gcs_pb2
 
-    assert callable(GcsClient)  # whose methods only an object shows
+    assert callable(GcsClient)  # its methods can be looked up only on an instance, which connects
     return gcs_pb2.GcsNodeInfo.GcsNodeState.ALIVE
 
 
@@ -46,7 +46,7 @@ NODE_TABLE: Fence[Any] = Fence(
     reason="`ray.nodes` needs a process that has joined the cluster, which `raypar drain` does not",
     versions=TESTED,
     feature="asking a cluster for its nodes",
-    without="`raypar drain` cannot say which node is meant",
+    without="`raypar drain` cannot find the node",
     probe=_look_for_node_table,
 )
 
@@ -63,8 +63,8 @@ def list_live_nodes(address: str) -> list[ClusterNode]:
             infos: dict[Any, Any] = GcsClient(address=address).get_all_node_info(timeout=ANSWER_S)
         except RayError as error:
             raise ClusterError(
-                f"the Ray at {address} does not say which nodes it has: {str(error).strip().splitlines()[0]}",
-                cure="check the address; a cluster with tokens (Ray 2.59 and later) asks for RAY_AUTH_MODE=token",
+                f"the Ray cluster at {address} does not list its nodes: {str(error).strip().splitlines()[0]}",
+                cure="check the address; for a cluster with tokens (Ray 2.59 and later) set RAY_AUTH_MODE=token",
             ) from error
         return [
             ClusterNode(id.hex(), info.node_manager_address, int(info.resources_total.get("CPU", 0)), info.is_head_node)
@@ -74,7 +74,7 @@ def list_live_nodes(address: str) -> list[ClusterNode]:
 
 
 def find_node(word: str, nodes: Sequence[ClusterNode]) -> ClusterNode:
-    """The node whose id begins with `word`, or whose address is `word`. Raises `ConfigError` unless there is exactly one."""
+    """The node whose id begins with `word` or whose address is `word`. Raises `ConfigError` unless there is exactly one."""
     found = [node for node in nodes if node.node.startswith(word.lower())] or [node for node in nodes if node.ip == word]
     if len(found) == 1:
         return found[0]
@@ -95,20 +95,20 @@ def _look_for_draining_nodes() -> Any:
 
 DRAINING_NODES: Fence[Any] = Fence(
     api="ray._private.state.state.get_draining_nodes",
-    reason="no public API tells which nodes leave; Ray Train polls this one too",
+    reason="no public API lists draining nodes; Ray Train polls this one too",
     versions=TESTED,
     feature="seeing which nodes are being drained",
-    without="no worker moves off a node before it leaves; the run goes on when it is lost, as with a node that dies",
+    without="workers do not move off a node before it leaves; the run recovers when the node is gone, as if it had died",
     probe=_look_for_draining_nodes,
 )
 
 
 def list_draining_nodes() -> dict[str, float]:
-    """Ids in hex of the draining nodes, each with its deadline (Unix time, s; infinite if none was given). Blocks briefly.
+    """Draining node's id in hex -> its deadline (Unix time, s; infinite if none was given). Blocks briefly.
 
-    Empty, after a warning, where only an older or newer Ray could tell. Raises Ray's errors when the head does not answer.
+    Empty, after a warning, if this Ray has no such list. Raises Ray's errors if the head does not answer.
     """
-    return DRAINING_NODES.use(lambda api: _moments(api.state.get_draining_nodes()), {})
+    return DRAINING_NODES.use(lambda api: _deadlines_s(api.state.get_draining_nodes()), {})
 
 
 def list_draining_nodes_of_cluster(address: str) -> dict[str, float]:
@@ -119,13 +119,13 @@ def list_draining_nodes_of_cluster(address: str) -> dict[str, float]:
         options = GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True)
         accessor = GlobalStateAccessor(options)
         if not accessor.connect():
-            raise ClusterError(f"the Ray at {address} does not say which nodes leave", cure="check the address")
-        return _moments(accessor.get_draining_nodes())
+            raise ClusterError(f"the Ray cluster at {address} does not list its draining nodes", cure="check the address")
+        return _deadlines_s(accessor.get_draining_nodes())
 
 
-def _moments(found: dict[str, int]) -> dict[str, float]:
-    """Ray's deadlines (ms, 0 for none) in seconds."""
-    return {node: at / 1000 if at > 0 else math.inf for node, at in found.items()}
+def _deadlines_s(deadlines_ms: dict[str, int]) -> dict[str, float]:
+    """Ray's deadlines in seconds; infinite for Ray's 0 (none given)."""
+    return {node: at / 1000 if at > 0 else math.inf for node, at in deadlines_ms.items()}
 
 
 def _look_for_draining() -> Any:
@@ -141,7 +141,7 @@ DRAINING: Fence[Any] = Fence(
     reason="only a hidden command of Ray (`ray drain-node`) drains nodes",
     versions=TESTED,
     feature="draining a node",
-    without="`raypar drain` cannot tell Ray that it leaves",
+    without="`raypar drain` does not work",
     probe=_look_for_draining,
 )
 
@@ -149,22 +149,24 @@ DRAINING: Fence[Any] = Fence(
 def drain_node(address: str, node: ClusterNode, deadline_s: float, reason: str) -> None:
     """Tell Ray that a node leaves in `deadline_s` seconds, as a cloud does before it takes a machine back.
 
-    Ray starts nothing new on the node, leaves alone what runs there, and ends its raylet once nothing does. A run that polls
-    `list_draining_nodes` moves its workers off. Raises `ConfigError` for the head, without which there is no cluster.
+    Ray starts nothing new on the node, and ends its raylet once nothing runs there any more. A run that polls
+    `list_draining_nodes` moves its workers off. Raises `ConfigError` for the head: the cluster would end with it.
     """
     if node.head:
-        raise ConfigError(
-            f"node {node} holds Ray's control store: a cluster does not outlive it", cure="drain one of the other nodes"
-        )
-    with DRAINING.required() as why:
+        raise ConfigError(f"node {node} cannot be drained: the cluster ends with its head", cure="drain one of the other nodes")
+    with DRAINING.required() as reason_code:
         from ray._raylet import GcsClient
 
         try:
-            # The id must be one of the cluster: Ray says yes to any other too.
+            # Ray accepts ids that are not in the cluster, too: `node` must come from `list_live_nodes`.
             accepted, rejection = GcsClient(address=address).drain_node(
-                node.node, why, reason, int(1000 * (time.time() + deadline_s))
+                node.node, reason_code, reason, int(1000 * (time.time() + deadline_s))
             )
         except RayError as error:
-            raise ClusterError(f"the Ray at {address} does not drain node {node}: {error}", cure="try again") from error
+            raise ClusterError(
+                f"the Ray cluster at {address} does not answer the request to drain node {node}: {error}", cure="try again"
+            ) from error
     if not accepted:
-        raise ClusterError(f"Ray refuses to drain node {node}: {rejection}", cure="try again when nothing is in its way")
+        raise ClusterError(
+            f"Ray refuses to drain node {node}: {rejection}", cure="remove the reason that Ray gives, then try again"
+        )

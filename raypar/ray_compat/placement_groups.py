@@ -1,4 +1,4 @@
-"""A placement group of Ray's table as an object, which Ray itself finds only for the job that has made it."""
+"""The `PlacementGroup` object for an entry of Ray's table, also for groups that another Ray job has made."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ IDS: Fence[Any] = Fence(
     reason="`ray.util.get_placement_group` finds no group of another job, and a driver that takes over may be of another",
     versions=TESTED,
     feature="removing placement groups of an earlier driver",
-    without="what an earlier run has reserved stays reserved: `ray.util.remove_placement_group` in a program of that job, or a "
-    "new cluster, frees it",
+    without="resources that an earlier driver has reserved stay reserved until the cluster is restarted, or a program of that "
+    "Ray job calls `ray.util.remove_placement_group`",
     probe=_look_for_ids,
 )
 
 
 def placement_group_of(info: Mapping[str, Any]) -> PlacementGroup:
-    """The placement group of an entry of Ray's table. Raises `ClusterError` for a Ray without such ids."""
+    """The placement group of an entry of Ray's table. Raises `ClusterError` if this Ray has no `PlacementGroupID`."""
     with IDS.required() as make_id:
         return PlacementGroup(make_id(bytes.fromhex(info["placement_group_id"])))

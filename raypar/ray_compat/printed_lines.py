@@ -1,4 +1,4 @@
-"""Keeps Ray from printing what raypar says in one line, or what says nothing to a run's user."""
+"""Keeps Ray from printing its messages about dead nodes and about its autoscaler, which raypar replaces by one line or none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from raypar.fences.fence import CHANGED, Fence
+from raypar.fences.fence import API_CHANGED, Fence
 from raypar.ray_compat import TESTED
 
 DEATH_NOTICE = re.compile(
@@ -16,10 +16,10 @@ DEATH_NOTICE = re.compile(
     r" the out of memory|\[.*\] \((raylet|gcs_server)\) )",
     re.DOTALL,
 )
-"""How Ray's messages about dead nodes and workers begin, and the lines of its servers' logs. Ray gives them no code: in other
-words they are printed."""
+"""The beginnings of Ray's messages about dead nodes and workers, and of the lines of its servers' logs. Ray gives them no code:
+messages that a release words differently are printed."""
 EVENTS_VARIABLE = "RAY_SCHEDULER_EVENTS"
-"""The variable by which users ask for the autoscaler's lines, or for none."""
+"""The variable with which users turn the autoscaler's lines on or off."""
 
 
 def _look_for_printing() -> Any:
@@ -31,7 +31,7 @@ def _look_for_printing() -> Any:
 
 PRINTING: Fence[Any] = Fence(
     api="ray._private.worker.print_to_stdstream",
-    reason="Ray prints what nodes and workers have died of, also between the lines of --json, and has no setting against it",
+    reason="Ray prints why nodes and workers have died, also between the lines of --json, and has no setting to turn that off",
     versions=TESTED,
     feature="leaving out Ray's own lines about dead nodes and workers",
     without="they are printed to stdout",
@@ -49,26 +49,26 @@ def without_ray_death_notices() -> Iterator[None]:
     if worker is None:
         yield
         return
-    tell = worker.print_to_stdstream
+    print_data = worker.print_to_stdstream
 
-    def told(data: Any, *args: Any, **rest: Any) -> None:
+    def print_filtered(data: Any, *args: Any, **rest: Any) -> None:
         try:
             shown = _without_death_notices(data)
-        except CHANGED as error:
-            PRINTING.note_odd_answer(error)
+        except API_CHANGED as error:
+            PRINTING.warn_of_unexpected_answer(error)
             shown = data
         if shown is not None:
-            tell(shown, *args, **rest)
+            print_data(shown, *args, **rest)
 
-    worker.print_to_stdstream = told
+    worker.print_to_stdstream = print_filtered
     try:
         yield
     finally:
-        worker.print_to_stdstream = tell
+        worker.print_to_stdstream = print_data
 
 
 def _without_death_notices(data: Any) -> Any:
-    """What a process has printed, without notices; None if nothing is left."""
+    """A process's printed lines, in Ray's form, without death notices; None if no line is left."""
     lines = data["lines"]
     if data.get("pid") in ("raylet", "gcs_server"):
         lines = [line for line in lines if not DEATH_NOTICE.match(str(line))]
@@ -85,7 +85,7 @@ def _look_for_events() -> Any:
 
 EVENTS: Fence[Any] = Fence(
     api="ray._private.ray_constants.AUTOSCALER_EVENTS",
-    reason=f"Ray reads {EVENTS_VARIABLE} when it is imported, which may have been before",
+    reason=f"Ray reads {EVENTS_VARIABLE} only when it is imported, which may be earlier",
     versions=TESTED,
     feature="leaving out the lines of Ray's autoscaler",
     without="they are printed while a run waits to grow",

@@ -1,4 +1,4 @@
-"""The options with which Ray starts its raylets, read from their command lines. Needs no Ray."""
+"""The options with which Ray starts its raylets, read from their command lines. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = frozenset({"node_id", "gcs-address", "temp_dir"})
 
 
 def _read_options(words: list[str]) -> dict[str, str]:
-    """The options among the words of a command line, without their dashes. Raises `KeyError` without one of `NAMES`."""
+    """The options of a split command line, without their dashes. Raises `KeyError` if one of `NAMES` is missing."""
     found = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--") and "=" in word)
     if lacking := sorted(NAMES - found.keys()):
         raise KeyError(f"a raylet without --{' or --'.join(lacking)}")
@@ -23,11 +23,11 @@ def _read_options(words: list[str]) -> dict[str, str]:
 
 OPTIONS = Fence(
     api="ray.core.src.ray.raylet.raylet --node_id --gcs-address --temp_dir",
-    reason="another process of this machine learns only from it which node of which cluster a raylet is",
+    reason="a process outside a cluster learns only from it which node of which cluster a raylet of this machine is",
     versions=TESTED,
     feature="recognising the raylets of this machine",
-    without="`raypar drain` takes no pid, other terminals do not find a local cluster's token, and `raypar status` cannot say "
-    "which local nodes have died",
+    without="`raypar drain` cannot take a pid, commands in other terminals cannot find a local cluster's token, and `raypar "
+    "status` cannot say which local nodes have died",
     probe=lambda: _read_options,
 )
 

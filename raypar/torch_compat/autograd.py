@@ -43,7 +43,7 @@ def backward_engine() -> Callable[..., Any] | None:
 
 
 def root_metadata(node: Any, output: int) -> Any:
-    """Shape, dtype and kind of the tensor that an output of a node of the graph is. Only where there is a `backward_engine`."""
+    """Metadata (`shape`, `dtype`, `is_nested_tensor`) of output number `output` of a graph node. Needs a `backward_engine`."""
     return node._input_metadata[output]
 
 
@@ -53,7 +53,7 @@ def _look_for_execution() -> Any:
 
 EXECUTION: Fence[Any] = Fence(
     api="torch._C._will_engine_execute_node",
-    reason="a custom function's backward is not told for whom it runs, and PyTorch's checkpointing asks this too",
+    reason="a custom function's backward is not told which gradients are asked for; PyTorch's checkpointing uses this too",
     versions=TESTED,
     feature="computing weight gradients later than input gradients",
     without="schedules that put them off (zb-h1, zb-v) compute both at once: the same numbers, with larger bubbles",
@@ -100,15 +100,15 @@ def has_gradient_hooks(tensor: Any) -> bool:
 
 
 def has_hooks_on_sums(parameter: Any) -> bool:
-    """Whether a parameter has hooks that are called with its gradient, or once that is added up."""
+    """Whether a parameter has hooks on its gradient, or post-accumulate-grad hooks."""
     return HOOKS.find() is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def share_hooks(value: Any, hooks: dict[int, Any]) -> None:
-    """Have autograd call the hooks in the dict, as it is then, with the gradient of a value that an operation has made.
+    """Have autograd call the hooks that the dict holds by then with the gradient of `value`, the result of an operation.
 
-    This does what `Tensor.register_hook` does, except for the handle that removes the hook. Then the tensor forgets the dict:
-    hooks that users' code registers on it must not go into `hooks`, and so to the tensors of other microbatches.
+    Like `Tensor.register_hook`, but without a handle. The tensor's reference to the dict is removed again: hooks that users'
+    code registers on the tensor would otherwise go into `hooks`, and so be called for other microbatches.
     """
     if HOOKS.find() is None:
         value.register_hook(_call_all(hooks))
@@ -119,7 +119,7 @@ def share_hooks(value: Any, hooks: dict[int, Any]) -> None:
 
 
 def share_hooks_of_leaf(leaf: Any, hooks: dict[int, Any]) -> None:
-    """`share_hooks` of a leaf: they are called after those that users' code registers on what is made of it."""
+    """`share_hooks` for a leaf. Its hooks run after those that users' code registers on values computed from it."""
     if HOOKS.find() is None:
         leaf.register_hook(_call_all(hooks))
         return
@@ -127,6 +127,8 @@ def share_hooks_of_leaf(leaf: Any, hooks: dict[int, Any]) -> None:
 
 
 def _call_all(hooks: dict[int, Any]) -> Callable[[Tensor], None]:
+    """A hook that calls all hooks that the dict holds by then."""
+
     def call(gradient: Tensor) -> None:
         for hook in list(hooks.values()):
             hook(gradient)
@@ -148,14 +150,14 @@ TRANSFORMS: Fence[Any] = Fence(
     reason="nothing public says whether a transform of torch.func is running",
     versions=TESTED,
     feature="noticing torch.func",
-    without="a layer that calls torch.func on a linear layer, or between units of a captured model, is not refused or computed "
-    "apart; leave torch.func out",
+    without="torch.func around a linear layer, or between units of a captured model, is neither refused nor handled, and may "
+    "give wrong gradients; remove torch.func from the model",
     probe=_look_for_transforms,
 )
 
 
 def innermost_transform() -> Any:
-    """The `torch.func` transform that is running; None outside of all."""
+    """The innermost `torch.func` transform that is running; None if none is."""
     functorch = TRANSFORMS.find()
     return None if functorch is None else functorch.peek_interpreter_stack()
 
@@ -201,7 +203,7 @@ APPLY: Fence[Any] = Fence(
     reason="no function mode sees the call of a custom autograd function",
     versions=TESTED,
     feature="recording custom autograd functions",
-    without="no forward can be recorded: such a function would be taken for fixed; write the model as nn.Sequential",
+    without="no forward can be recorded: results of such functions would become constants; write the model as nn.Sequential",
     probe=_look_for_apply,
     error=ModelError,
 )
@@ -224,7 +226,7 @@ VALIDATION: Fence[Any] = Fence(
 
 
 def unvalidated_distributions() -> list[tuple[type, str, bool]]:
-    """(class, attribute, value) with which distributions do not look at the values that they are given."""
+    """Settings (class, attribute, value) with which distributions do not check the values of their arguments."""
     kind = VALIDATION.find()
     return [] if kind is None else [(kind, "_validate_args", False)]
 
@@ -235,9 +237,5 @@ def custom_function_apply() -> tuple[type, Any]:
     return found
 
 
-for _fence in (
-    ENGINE,
-    HOOKS,
-    TRANSFORMS,
-):
-    _fence.look()  # now: not while a model's operations are watched
+for _fence in (ENGINE, HOOKS, TRANSFORMS):
+    _fence.run_probe()  # on import: their tensor operations must not run while a model is recorded

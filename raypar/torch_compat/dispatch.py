@@ -32,7 +32,7 @@ MODES: Fence[Any] = Fence(
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-else:  # nothing that imports this module could go on without
+else:  # required on import: no module that imports this one works without it
     TorchDispatchMode = MODES.require().TorchDispatchMode
     """The base of contexts that see every operation of a thread."""
 
@@ -53,7 +53,7 @@ def _look_for_wrappers() -> Any:
 
 WRAPPERS: Fence[Any] = Fence(
     api="torch.Tensor._make_wrapper_subclass",
-    reason="tensors without values, which claim to be on the CPU, are PyTorch's own FakeTensor only with its private compiler",
+    reason="PyTorch's own tensors without values that report a CPU device (FakeTensor) are part of its private compiler",
     versions=TESTED,
     feature="tensors without values",
     without="no model can be recorded or initialised one tensor at a time",
@@ -62,11 +62,11 @@ WRAPPERS: Fence[Any] = Fence(
 )
 
 no_torch_function: Any = WRAPPERS.require()._disabled_torch_function_impl
-"""As the `__torch_function__` of a class: its tensors are not overridden there."""
+"""The `__torch_function__` of a class that overrides no PyTorch functions."""
 
 
 def make_wrapper(kind: type[Tensor], meta: Tensor, requires_grad: bool) -> Any:
-    """A tensor of class `kind` with the geometry of `meta`, without memory, that claims to be on the CPU."""
+    """A tensor of class `kind` with the sizes, strides and dtype of `meta`, without memory, that reports a CPU device."""
     return Tensor._make_wrapper_subclass(
         kind,
         meta.size(),
@@ -100,9 +100,9 @@ def _look_for_schemas() -> Any:
 
 SCHEMAS: Fence[Any] = Fence(
     api="torch._ops.OpOverload._schema",
-    reason="nothing public says which arguments an operation writes, or of which its result is a view",
+    reason="nothing public says which arguments an operation writes, or which argument its result is a view of",
     versions=TESTED,
-    feature="knowing what operations write",
+    feature="knowing which arguments operations write",
     without="initial values cannot be taken from a model function, and no forward can be recorded",
     probe=_look_for_schemas,
     error=ModelError,
@@ -111,7 +111,7 @@ SCHEMAS.require()
 
 
 def schema_of(operation: Any) -> Any:
-    """The schema of an ATen operation: its name, arguments and returns, with what they alias and write."""
+    """The schema of an ATen operation: name, arguments and returns, each with its alias information."""
     return operation._schema
 
 
@@ -128,8 +128,8 @@ OPERATIONS: Fence[dict[str, Any]] = Fence(
     api="torch.ops.aten._local_scalar_dense",
     reason="the operations behind Tensor.item, pack_padded_sequence and ctc_loss have no public names",
     versions=TESTED,
-    feature="knowing which operations read values",
-    without="no forward can be recorded: what depends on values would be taken for fixed",
+    feature="recognising operations that read values",
+    without="no forward can be recorded: results that depend on tensor values would become constants",
     probe=_look_for_operations,
     error=ModelError,
 )
@@ -141,8 +141,8 @@ PACK_PADDED_SEQUENCE = OPERATIONS.require()["pack_padded_sequence"]
 CTC_LOSS = OPERATIONS.require()["ctc_loss"]
 """What `torch.nn.functional.ctc_loss` runs if the lengths are tensors."""
 PACKING, NESTED_TENSORS = "_pack_padded_sequence", "_nested_tensor"
-"""Parts of the names of the functions that pack sequences and make nested tensors. In other words their lengths are values that
-a forward reads, which is refused with a general cure."""
+"""Parts of the names of the functions that pack sequences and make nested tensors. If a release renames them, such a forward is
+refused with the general error about reading values instead of one about sequences."""
 OTHER_STRIDES = frozenset(f"aten::{name}" for name in ("_linalg_svd", "linalg_eig", "_fft_r2c", "poisson", "_standard_gamma"))
-"""Names of the operations whose meta kernels predict other strides than the CPU's results have. One that is renamed is computed
-on values all the same where its result is a view: `tests/parity/test_initial_values.py` compares bits."""
+"""Operations whose meta kernels predict strides that differ from those of the CPU's results. They run at
+once instead of being deferred. `tests/parity/test_initial_values.py` notices one that a release renames."""

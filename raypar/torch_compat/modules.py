@@ -1,4 +1,4 @@
-"""What `torch.nn.Module` keeps of a module in attributes of its own: hooks, buffers that are no state, compiled calls."""
+"""Private attributes of `torch.nn.Module`: hooks, non-persistent buffers, compiled calls, norms with running statistics."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from raypar.fences.fence import Fence
 from raypar.torch_compat import TESTED
 
 KEPT_BY_MODULES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-"""The dicts of registered tensors and modules, which every pickle of a module holds, and the names of buffers that are no
-state."""
+"""The dicts of registered tensors and modules, which every pickle of a module holds, and the non-persistent buffers' names."""
 KEPT_BY_RECURRENT_LAYERS = frozenset({"_flat_weights", "_flat_weight_refs"})
-"""What PyTorch's recurrent layers keep of their weights in attributes. In other words these are attributes like any other: a
-model with such a layer is refused, by the attribute's name."""
+"""Attributes in which PyTorch's recurrent layers hold references to their weights. If a release renames them, a model with such
+a layer is refused with an error that names the new attribute."""
 MODEL_OF_WRAPPER = ("_orig_mod", "module")
-"""Attribute in which `torch.compile`, and `DataParallel` and `DistributedDataParallel`, have the model itself. In other words
-the message does not say where the model is."""
+"""Attributes in which `torch.compile`, and `DataParallel` and `DistributedDataParallel`, hold the wrapped model. If a release
+renames them, the error about a wrapped model no longer says where the model is."""
 HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -39,7 +38,7 @@ MODULE_HOOKS: Fence[Any] = Fence(
     reason="nothing public says whether a module has hooks",
     versions=TESTED,
     feature="seeing the hooks of modules",
-    without="hooks of modules that raypar takes apart or replaces are not called, and not refused either; leave them out",
+    without="hooks of modules that raypar takes apart or replaces are neither called nor refused; use none",
     probe=_look_for_module_hooks,
 )
 
@@ -74,14 +73,16 @@ PERSISTENCE: Fence[Any] = Fence(
 
 
 def caches_of(module: nn.Module) -> frozenset[str]:
-    """Names of a module's own buffers that are no state (`persistent=False`). Raises `ModelError` if PyTorch does not say."""
+    """Names of a module's own non-persistent buffers. Raises `ModelError` if PyTorch does not say."""
     PERSISTENCE.require()
     return frozenset(module._non_persistent_buffers_set)
 
 
 def reset_function(module: nn.Module) -> Callable[[], Any] | None:
-    """The function that gives a module's own parameters new values: `reset_parameters`, which PyTorch's attention and users'
-    code spell with an underscore, too. None without one."""
+    """The method that initialises a module's own parameters; None without one.
+
+    It is `reset_parameters`, or `_reset_parameters` as in PyTorch's attention.
+    """
     found: Callable[[], Any] | None = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found
 
@@ -95,8 +96,9 @@ COMPILED_CALLS: Fence[Any] = Fence(
     api="torch.nn.Module._compiled_call_impl",
     reason="nothing public says whether `module.compile()` was called",
     versions=TESTED,
-    feature="seeing that a module is compiled as an object",
-    without="one that is would keep the parameters of the model function, which are not trained; compile functions instead",
+    feature="seeing that `module.compile()` was called",
+    without="such a module would compute with the parameters that the model function made, which are not trained; compile "
+    "functions instead",
     probe=_look_for_compiled_calls,
 )
 
@@ -122,10 +124,10 @@ def _look_for_norms() -> Any:
 
 NORMS: Fence[Any] = Fence(
     api="torch.nn.modules.batchnorm._NormBase",
-    reason="norms with running statistics, users' own among them, share only this class",
+    reason="this class is all that norms with running statistics, users' own subclasses included, have in common",
     versions=TESTED,
-    feature="knowing norms with running statistics",
-    without="no model can be read: their statistics would be those of one replica",
+    feature="recognising norms with running statistics",
+    without="no model can be read: its running statistics would be those of one replica",
     probe=_look_for_norms,
     error=ModelError,
 )
@@ -140,12 +142,9 @@ NormBase, BatchNorm, InstanceNorm = NORMS.require()
 
 
 def dims_without_batch(norm: Any) -> int:
-    """Number of dims of an instance norm's input that has no batch."""
+    """Number of dimensions of an instance norm's input without a batch dimension."""
     return int(norm._get_no_batch_dim())
 
 
-for _fence in (
-    MODULE_HOOKS,
-    PERSISTENCE,
-):
-    _fence.look()  # now: not while a model's operations are watched
+for _fence in (MODULE_HOOKS, PERSISTENCE):
+    _fence.run_probe()  # on import: their tensor operations must not run while a model is recorded

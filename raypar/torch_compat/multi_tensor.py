@@ -1,4 +1,4 @@
-"""Operations on lists of tensors in one call, and checks on a device that nothing waits for."""
+"""Operations on lists of tensors in one call, and assertions on a GPU without synchronisation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LISTS: Fence[Any] = Fence(
     reason="PyTorch's optimizers use these operations on lists; none has a public name",
     versions=TESTED,
     feature="adding, scaling and copying many gradients in one call",
-    without="they are added one by one: the same numbers, somewhat later",
+    without="they are processed one by one: the same numbers, somewhat slower",
     probe=_look_for_lists,
 )
 
@@ -46,7 +46,7 @@ def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 def copy_all(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Copies each tensor of `source` into that of `into`."""
+    """`into[i].copy_(source[i])`."""
     if LISTS.find() is not None:
         torch._foreach_copy_(into, source)  # type: ignore[arg-type]
         return
@@ -70,7 +70,7 @@ ASSERTION: Fence[Any] = Fence(
 
 
 def assert_on_device(holds: Tensor, message: str) -> None:
-    """Fail, now or later, unless the bool `holds` [] on a device is true."""
+    """Fail, on a GPU at a later synchronisation, unless the bool tensor `holds` [] is true."""
     check = ASSERTION.find()
     if check is not None:
         check(holds, message)

@@ -1,4 +1,4 @@
-"""The settings of a process and of its threads that PyTorch has no public function to read, or none to put back."""
+"""Settings of a process or thread that PyTorch's public functions can only read or only set."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from raypar.fences.fence import Fence
 from raypar.torch_compat import TESTED
 
-_REASON = "PyTorch's public functions only set it, or only read it"
-_WITHOUT = "what a job's code leaves changed of it is neither noticed nor put back"
+_REASON = "PyTorch's public functions can only set it, or only read it"
+_WITHOUT = "if the job's code changes it and does not restore it, raypar neither notices nor restores it"
 
 
 def _functions(*paths: str) -> Callable[[], Any]:
@@ -45,8 +45,8 @@ def _setting(feature: str, *paths: str) -> Fence[Any]:
     )
 
 
-def _no_modes() -> Any:
-    """The functions of `torch._C` that count modes, and those of Python that leave them."""
+def _look_for_modes() -> Any:
+    """The functions of `torch._C` that count entered modes, and the Python functions that leave them."""
     from torch import overrides
     from torch.utils import _python_dispatch
 
@@ -63,7 +63,7 @@ MODES: Fence[Any] = Fence(
     versions=TESTED,
     feature="guarding torch.set_default_device and modes of torch.utils",
     without=_WITHOUT,
-    probe=_no_modes,
+    probe=_look_for_modes,
 )
 SAVED_TENSORS = _setting(
     "torch.autograd.graph.saved_tensors_hooks",
@@ -110,38 +110,31 @@ ATTENTION = _setting(
 Flags = tuple[bool, ...]
 
 
-def reader(fence: Fence[Any], name: str, otherwise: Any) -> Callable[[], Any]:
-    """PyTorch's own function `name`, for a table that is called often; one that returns `otherwise` where it is gone."""
+def reader(fence: Fence[Any], name: str, default: Any) -> Callable[..., Any]:
+    """PyTorch's own function `name`, unwrapped since it is called often; one that returns `default` if it is gone."""
     found = fence.find()
     if found is None:
-        return lambda: otherwise
-    function: Callable[[], Any] = getattr(found, name)
+        return lambda *args: default
+    function: Callable[..., Any] = getattr(found, name)
     return function
 
 
 is_any_autocast_enabled = reader(AUTOCAST, "_is_any_autocast_enabled", False)
 """Whether autocast is on for any kind of device in this thread."""
 count_function_modes = reader(MODES, "_len_torch_function_stack", 0)
-"""How many `TorchFunctionMode`s are entered in this thread."""
+"""Number of `TorchFunctionMode`s entered in this thread."""
 count_dispatch_modes = reader(MODES, "_len_torch_dispatch_stack", 0)
-"""How many `TorchDispatchMode`s are entered in this thread."""
+"""Number of `TorchDispatchMode`s entered in this thread."""
 is_deterministic = reader(DETERMINISTIC, "_get_deterministic_algorithms", False)
-"""Whether deterministic algorithms are demanded in this process."""
-_top_saved_tensors_hooks: Callable[[bool], Any] = (
-    SAVED_TENSORS.require()._top_saved_tensors_default_hooks if SAVED_TENSORS.find() is not None else lambda every: None
-)
-float32_precision: Callable[[str, str], str] = (
-    PRECISIONS.require()._get_fp32_precision_getter if PRECISIONS.find() is not None else lambda backend, operation: "none"
-)
-"""The precision of a backend's float32 products by (backend, operation); `none` where nobody has set it."""
-
-
-saved_tensors_hooks = functools.partial(_top_saved_tensors_hooks, True)
-"""The innermost pair of hooks on what autograd saves; None without any."""
+"""Whether `torch.use_deterministic_algorithms` is on in this process."""
+float32_precision: Callable[[str, str], str] = reader(PRECISIONS, "_get_fp32_precision_getter", "none")
+"""The precision of a backend's float32 products by (backend, operation); `none` if it was not set."""
+saved_tensors_hooks = functools.partial(reader(SAVED_TENSORS, "_top_saved_tensors_default_hooks", None), True)
+"""The innermost pair of `saved_tensors_hooks` of this thread; None if there is none."""
 
 
 def deterministic_flags() -> Flags:
-    """`torch.use_deterministic_algorithms`, its `warn_only`, whether memory is filled."""
+    """(`torch.use_deterministic_algorithms`, its `warn_only`, `torch.utils.deterministic.fill_uninitialized_memory`)."""
     c = DETERMINISTIC.find()
     if c is None:
         return (False, False, True)
@@ -153,13 +146,13 @@ def deterministic_flags() -> Flags:
 
 
 def mkldnn_flags() -> Flags:
-    """`torch.backends.mkldnn.enabled` and `deterministic`."""
+    """(`torch.backends.mkldnn.enabled`, `deterministic`)."""
     c = MKLDNN.find()
     return (True, False) if c is None else (c._get_mkldnn_enabled(), c._get_mkldnn_deterministic())
 
 
 def cudnn_flags() -> Flags:
-    """`torch.backends.cudnn.enabled`, `benchmark` and `deterministic`."""
+    """(`torch.backends.cudnn.enabled`, `benchmark`, `deterministic`)."""
     c = CUDNN.find()
     if c is None:
         return (True, False, False)
@@ -167,7 +160,7 @@ def cudnn_flags() -> Flags:
 
 
 def attention_flags() -> Flags:
-    """Which kinds of attention kernels may be used: flash, efficient, math, cuDNN."""
+    """Which kernels of `scaled_dot_product_attention` are enabled: (flash, memory-efficient, math, cuDNN)."""
     c = ATTENTION.find()
     if c is None:
         return (True, True, True, True)
@@ -180,7 +173,7 @@ def attention_flags() -> Flags:
 
 
 _LEFT_INFERENCE_MODE: list[Any] = []
-"""Objects that hold inference mode at a value. PyTorch restores the mode when one is freed, so they are kept for ever."""
+"""Guards that hold inference mode at a value. Freeing one restores the mode before it, so they are never freed."""
 
 
 def set_inference(value: bool) -> None:
@@ -191,21 +184,21 @@ def set_inference(value: bool) -> None:
 
 
 def leave_function_modes(value: int) -> None:
-    """Leave `TorchFunctionMode`s until so many are entered."""
+    """Leave `TorchFunctionMode`s until `value` of them are entered."""
     c = MODES.find()
     while c is not None and count_function_modes() > value:
         c.pop_function_mode()
 
 
 def leave_dispatch_modes(value: int) -> None:
-    """Leave `TorchDispatchMode`s until so many are entered."""
+    """Leave `TorchDispatchMode`s until `value` of them are entered."""
     c = MODES.find()
     while c is not None and count_dispatch_modes() > value:
         c.pop_dispatch_mode()
 
 
 def leave_saved_tensors_hooks() -> None:
-    """Leave all hooks on what autograd saves."""
+    """Leave all `saved_tensors_hooks` of this thread."""
     c = SAVED_TENSORS.find()
     while c is not None and saved_tensors_hooks() is not None:
         c._pop_saved_tensors_default_hooks()

@@ -9,7 +9,7 @@ from raypar.fences.fence import Fence
 from raypar.torch_compat import TESTED
 
 NAMES = ("TreeSpec", "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten")
-"""What is used of it."""
+"""The functions and classes that raypar uses."""
 
 
 def _look_for_trees() -> Any:
@@ -32,7 +32,7 @@ TREES: Fence[Any] = Fence(
     error=ModelError,
 )
 
-_trees = TREES.require()  # nothing that imports this module could go on without
+_trees = TREES.require()  # on import: no module that imports this one works without it
 TreeSpec = _trees.TreeSpec
 register_pytree_node = _trees.register_pytree_node
 tree_flatten = _trees.tree_flatten

@@ -1,4 +1,4 @@
-"""Which tensors share memory, and how many hold it."""
+"""Which tensors share a storage, and how many references hold it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ADDRESSES.require()
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that is equal for tensors that lie in one storage, with values or without."""
+    """A number that is equal for all tensors of one storage, meta tensors included."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
-    """The tensor that PyTorch keeps alive for this one, a view of it; None for any other."""
+    """The tensor of which autograd records `tensor` as a view, and which it keeps alive; None if `tensor` is no view."""
     return tensor._base
 
 
@@ -53,9 +53,9 @@ def _look_for_counts() -> Any:
 
 COUNTS: Fence[Any] = Fence(
     api="torch._C._storage_Use_Count",
-    reason="nothing public counts who holds a storage; PyTorch's own trees of CUDA graphs use it",
+    reason="nothing public counts the references to a storage; PyTorch's own CUDA graph trees use it",
     versions=TESTED,
-    feature="seeing whether anybody else holds a tensor's memory",
+    feature="seeing whether anything else holds a tensor's memory",
     without="the memory of weight gradients is freed in every step, which may take up to 7 % more memory, and initialising one "
     "tensor at a time looks through all of Python's objects",
     probe=_look_for_counts,
@@ -63,9 +63,10 @@ COUNTS: Fence[Any] = Fence(
 
 
 def count_holders(tensor: Tensor) -> tuple[int, int, int, int] | None:
-    """Numbers of holders: of the tensor (Python object, C++ object), of its storage (both, too). None if they are not known.
+    """Reference counts (tensor in Python, tensor in C++, storage in Python, storage in C++); None if PyTorch has none to read.
 
-    The caller and this function hold the tensor, too: compare with the numbers of a tensor that is held as well.
+    They include the references of the caller and of this function: compare them with the counts of a tensor that is known to
+    be held by the caller only.
     """
     count = COUNTS.find()
     if count is None:
@@ -76,10 +77,9 @@ def count_holders(tensor: Tensor) -> tuple[int, int, int, int] | None:
 
 
 def count_storage_holders(key: int) -> int | None:
-    """How many tensors and Python objects hold the storage of this `storage_id`, which must exist. None if it is not known."""
+    """Reference count of the live storage with this `storage_id`; None if PyTorch has none to read."""
     count = COUNTS.find()
     return None if count is None else int(count(key))
 
 
-for _fence in (COUNTS,):
-    _fence.look()  # now: not while a model's operations are watched
+COUNTS.run_probe()  # on import: its tensor operations must not run while a model is recorded

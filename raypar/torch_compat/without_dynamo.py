@@ -1,7 +1,7 @@
-"""Optimizers, dispatch modes and meta tensors of PyTorch without `torch._dynamo`, as long as nobody compiles anything.
+"""Optimizers, dispatch modes and meta tensors of PyTorch without importing `torch._dynamo`, unless something is compiled.
 
-The first of them in a process makes PyTorch import dynamo, only to tell dynamo not to compile them. That costs each process
-more than a processor-second and 70 MiB.
+Their first use in a process makes PyTorch import dynamo, only to tell it not to compile them. That costs each process more than
+a CPU second and 70 MiB.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ def _look_for_wrappers() -> tuple[CodeType, CodeType]:
 
 WRAPPERS: Fence[tuple[CodeType, CodeType]] = Fence(
     api="torch._disable_dynamo",
-    reason="PyTorch loads its compiler only to tell it what not to compile, and has no setting against it",
+    reason="PyTorch imports its compiler only to tell it what not to compile, and no setting prevents that",
     versions=TESTED,
     feature="leaving out PyTorch's compiler where nothing is compiled",
-    without="each process takes more than a processor-second and 70 MiB more when it starts",
+    without="each process needs over a CPU second and 70 MiB more to start",
     probe=_look_for_wrappers,
 )
-"""The code objects of every method that PyTorch wraps in `torch._disable_dynamo`, and of every `step` that sets the gradient
-mode between two breaks of dynamo's graph."""
+"""Code objects by which wrapped functions are recognised: of `torch._disable_dynamo`'s wrapper, and of the wrapper of
+`Optimizer.step` that sets the gradient mode (`_use_grad_for_differentiable`)."""
 _REFERENCE_MODULES = ("torch._refs", "torch._decomp", "torch._prims", "torch._prims_common", "torch._meta_registrations")
-"""Modules, with those below them, in which PyTorch implements operations on meta tensors in Python."""
+"""Packages in which PyTorch implements operations on meta tensors in Python."""
 _DISABLED_VARIANT = "__dynamo_disable"
-"""Attribute of a function in which `torch._disable_dynamo` keeps the variant that it calls instead."""
+"""Attribute in which `torch._disable_dynamo` caches the variant of a function that dynamo does not compile."""
 
 
 def without_dynamo(kind: T) -> T:
-    """Return `kind`; its methods, and those of its bases, no longer import `torch._dynamo`. Where it is loaded they use it.
+    """Change the methods of `kind` and its bases so that they do not import `torch._dynamo`; returns `kind`.
 
-    Idempotent. A method that is wrapped otherwise, by another release of PyTorch say, is left as it is: it costs the time.
+    Once dynamo is loaded they use it as before. Idempotent. A method with another wrapper, say of another release of PyTorch,
+    is left as it is and imports dynamo.
     """
     for owner in kind.__mro__:
         for name, method in list(vars(owner).items()):
@@ -72,7 +73,7 @@ def without_dynamo(kind: T) -> T:
 
 
 def _plain(method: Any) -> Callable[..., Any] | None:
-    """What `method` does without dynamo; None if it does not call it."""
+    """The equivalent of `method` without dynamo; None if `method` does not use dynamo."""
     code, wrappers = getattr(method, "__code__", None), WRAPPERS.find()
     if wrappers is None or code not in wrappers:
         return None
@@ -86,6 +87,8 @@ def _plain(method: Any) -> Callable[..., Any] | None:
 
 
 def _unless_loaded(method: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `method` if dynamo is loaded, else `plain`."""
+
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         return (method if "torch._dynamo" in sys.modules else plain)(*args, **kwargs)
@@ -98,11 +101,11 @@ class _OpenContexts:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """Held while `count` and the marks of functions change."""
+        """Held while `count` and `marked` change."""
         self.count = 0
         """Number of open contexts in all threads."""
         self.marked: list[FunctionType] = []
-        """Functions that carry the attribute `_DISABLED_VARIANT` until the last context is left."""
+        """Functions that have the attribute `_DISABLED_VARIANT` until the last context is left."""
 
 
 _contexts = _OpenContexts()
@@ -112,8 +115,8 @@ _contexts = _OpenContexts()
 def meta_operations_without_dynamo() -> Iterator[None]:
     """Context in which operations on meta tensors do not import `torch._dynamo`, unless it is imported already.
 
-    On its first call each such operation asks dynamo for a variant of itself that is never compiled, and keeps that in an
-    attribute. Here the attribute is set to the operation itself, and removed at the end, so that code which is compiled later
+    On its first call each such operation asks dynamo for a variant of itself that is never compiled, and caches it in an
+    attribute. This context sets the attribute to the operation itself and removes it at the end, so that code compiled later
     finds PyTorch unchanged. An operation that is not found, say in another release of PyTorch, imports dynamo as before.
     """
     with _contexts.lock:
@@ -142,7 +145,7 @@ def _references() -> tuple[FunctionType, ...]:
 
 
 def _disabled_functions(values: Iterable[Any]) -> Iterator[FunctionType]:
-    """The functions that `torch._disable_dynamo` wraps among the values, in tables and inside of other wrappers."""
+    """The functions wrapped in `torch._disable_dynamo` among `values`, also those in dicts and inside other wrappers."""
     wrappers = WRAPPERS.find()
     if wrappers is None:
         return
@@ -164,6 +167,7 @@ def _disabled_functions(values: Iterable[Any]) -> Iterator[FunctionType]:
 
 
 def is_filled_cell(cell: Any) -> bool:
+    """Whether a closure's cell has a value."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.transport import Routine, Transport, run_routine
 from raypar.errors import StateNotKeptError, WorkerLost
-from raypar.fences.fence import said_lines
+from raypar.fences.fence import fence_warnings
 from raypar.model.capture.module_graph import lines_about_repeated_traces
 from raypar.model.graph import Graph, Layer
 from raypar.model.initial_values import initial_values_of
@@ -404,7 +404,7 @@ class WorkerCore:
     def _lines_for_user(self) -> StateWarnings:
         """The lines that have not been reported yet: state that users' code left changed, a model that is traced often, and
         APIs that this release of a library does not have."""
-        self.guard.pass_on((line, line) for line in said_lines())
+        self.guard.pass_on((line, line) for line in fence_warnings())
         self.guard.pass_on(lines_about_repeated_traces(self.graph).items())
         return self.guard.lines()
 

@@ -65,7 +65,7 @@ def test_a_run_goes_on_without_what_other_releases_have_renamed_and_says_each_on
     (tmp_path / "sitecustomize.py").write_text(SITE)
     found, printed = train(tmp_path / "renamed", f"{tmp_path}:{usual}")
     assert found == expected
-    said = re.findall(r"warning: .*?((?:Ray|PyTorch) \S+: .* is off, as (\S+) is not what raypar knows .*)", printed)
+    said = re.findall(r"warning: .*?((?:Ray|PyTorch) \S+: (\S+) is missing or has changed .*)", printed)
     apis = [api for _, api in said]
     assert sorted(set(apis)) == [
         "ray._private.state.state.get_draining_nodes",

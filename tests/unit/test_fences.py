@@ -1,7 +1,7 @@
-"""Private and version-dependent APIs of Ray and PyTorch: in two rooms, each behind a fence that says what it is missed for.
+"""Private and version-dependent APIs of Ray and PyTorch: in two packages, each behind a fence that warns when it is missing.
 
-A release in which such an API is gone, renamed or answers otherwise gives one line, with its number and the feature that is
-off, and the run goes on where it can.
+A release in which such an API is gone, renamed or answers differently gives one warning, with its number and the feature that
+is off, and the run goes on where it can.
 """
 
 import ast
@@ -22,7 +22,7 @@ from ray.exceptions import ActorDiedError, RpcError
 
 from raypar.errors import ClusterError, NodeLost, WorkerLost
 from raypar.fences import fence as fences
-from raypar.fences.fence import FENCES, Fence, said_lines, send_lines_to
+from raypar.fences.fence import FENCES, Fence, fence_warnings, send_warnings_to
 from raypar.ray_compat import (
     actor_errors,
     authentication,
@@ -165,13 +165,13 @@ OF_RAY = [fence for fence in FENCES if fence.api.startswith("ray.")]
 def told(monkeypatch) -> Iterator[list[str]]:
     """The lines that were said; nothing is known of what an earlier test has found."""
     lines: list[str] = []
-    monkeypatch.setattr(fences, "_said", lines)
+    monkeypatch.setattr(fences, "_warnings", lines)
     monkeypatch.setattr(fences, "_listener", lambda line: None)
     for one in OF_RAY:
-        one.forget()
+        one.reset()
     yield lines
     for one in OF_RAY:
-        one.forget()
+        one.reset()
 
 
 @pytest.mark.parametrize("one", OF_RAY, ids=lambda one: one.api)
@@ -482,22 +482,24 @@ def test_an_api_that_is_gone_or_answers_otherwise_is_one_line_and_the_run_goes_o
     lines = got[:1] if expected == "says" else told
     assert got == ([got[0]] * 2 if expected == "says" else [expected] * 2)
     assert len(lines) == 1, "it is said once"
-    assert lines[0].startswith(f"Ray 2.71.3: {fence.feature} is off, as {fence.api} is not what raypar knows (")
-    assert lines[0].partition("\n")[0].endswith(f"): {fence.without}")
-    assert expected == "says" or lines[0].endswith("\n  cure: use Ray 2.60, with which this was seen to work, or report it")
+    assert lines[0].startswith(f"Ray 2.71.3: {fence.api} is missing or has changed (")
+    assert lines[0].partition("\n")[0].endswith(f"), so {fence.feature} is off: {fence.without}")
+    assert expected == "says" or lines[0].endswith(
+        "\n  cure: use Ray 2.60, with which raypar is tested, or report this as a bug"
+    )
 
 
 def test_without_a_listener_the_line_is_a_warning_in_the_log_and_a_worker_reports_it(monkeypatch, caplog, told):
-    monkeypatch.setattr(fences, "_listener", fences._log_line)
+    monkeypatch.setattr(fences, "_listener", fences._log_warning)
     monkeypatch.delattr("ray._private.services.ConsolePopen")
     with caplog.at_level(logging.WARNING, "raypar"), local_cluster.ray_in_new_sessions():
         pass
-    assert [record.getMessage() for record in caplog.records] == [f"warning: {said_lines()[0]}"]
+    assert [record.getMessage() for record in caplog.records] == [f"warning: {fence_warnings()[0]}"]
     heard: list[str] = []
-    send_lines_to(heard.append)
+    send_warnings_to(heard.append)
     monkeypatch.delattr("ray._private.worker.shutdown")
     local_cluster.forget_ray_at_exit()
-    assert heard == [said_lines()[1]] and len(caplog.records) == 1
+    assert heard == [fence_warnings()[1]] and len(caplog.records) == 1
 
 
 def test_a_head_that_does_not_answer_is_no_missing_api(monkeypatch, told):
@@ -515,12 +517,12 @@ def test_a_head_that_does_not_answer_is_no_missing_api(monkeypatch, told):
 
 
 def test_the_doctor_lists_what_the_installed_release_does_not_have(monkeypatch, told):
-    assert fences.look_at_room("ray_compat") == [] and not told
+    assert fences.find_missing_apis("ray_compat") == [] and not told
     monkeypatch.delattr("ray._private.services.ConsolePopen")
     for one in OF_RAY:
-        one.forget()
-    (found,) = fences.look_at_room("ray_compat")
-    assert found.what.startswith(f"Ray {ray.__version__}: keeping signals to this process's group from Ray's processes is off")
+        one.reset()
+    (found,) = fences.find_missing_apis("ray_compat")
+    assert found.what.startswith(f"Ray {ray.__version__}: ray._private.services.ConsolePopen is missing or has changed (")
     assert "use Ray 2.60" in found.cure and not told, "the doctor says it itself"
 
 

@@ -44,10 +44,10 @@ OF_TORCH = [fence for fence in FENCES if fence.api.startswith("torch.")]
 @pytest.fixture(autouse=True)
 def forgotten():
     for one in OF_TORCH:
-        one.forget()
+        one.reset()
     yield
     for one in OF_TORCH:
-        one.forget()
+        one.reset()
 
 
 @pytest.mark.parametrize("one", OF_TORCH, ids=lambda one: one.api)
@@ -325,8 +325,8 @@ def test_an_api_that_is_gone_or_answers_otherwise_is_one_line_and_the_run_goes_o
     lines = got[:1] if expected == "says" else told
     assert len(lines) == 1, "it is said once"
     first = lines[0].partition("\n")[0]
-    assert first.startswith(f"PyTorch 3.1.4+cpu: {fence.feature} is off, as {fence.api} is not what raypar knows (")
-    assert first.endswith(f"): {fence.without}")
+    assert first.startswith(f"PyTorch 3.1.4+cpu: {fence.api} is missing or has changed (")
+    assert first.endswith(f"), so {fence.feature} is off: {fence.without}")
 
 
 def steps(folder: Path) -> tuple[list, list[str]]:
