@@ -1,7 +1,8 @@
-"""Longer and wider trials of a job's optimizer, with tiny parameters: what begins late, and what depends on how many there are.
+"""Further trials of a job's optimizer with tiny parameters: over many steps, and with many parameters.
 
-After many steps the counters in the state are set forward, to each step that an option of the optimizer names (`warmup_steps`)
-and far beyond, so that what begins there is seen in a few steps more.
+They find behaviour that begins late or depends on the number of parameters. After `STEPS` steps the step counters in the state
+are set forward: to each step number that an option of the optimizer may name (`warmup_steps`), and to `FAR`. A few more steps
+then show what begins there.
 """
 
 from __future__ import annotations
@@ -18,67 +19,76 @@ from raypar.worker.step.make_optimizers_by_name import optimizer_group_of
 from raypar.worker.step.optimizer_state import state_of_code
 from raypar.worker.step.tried_optimizer import Gradients, TriedOptimizer, describe_coupling, values_and_gradients
 
-STEPS, SAVED_AFTER, SETTLED_AFTER = 100, 6, 12
-"""Steps of a late trial; after how many of them the state is saved and loaded; and after how many what the optimizer's code
-keeps outside of it changes no more."""
-STEPS_AFTER_JUMP, FAR, MOST_JUMPS = 3, 9_009_000, 8
-"""Steps after the counters were set forward; the last step to which they are, a multiple of 1 to 15, 50, 200, 1,000 and many
-others, for what is done every so many steps, and a number that float32 counts exactly; the most options that are looked at."""
-FEW, SMALLEST = 6, 2
-"""Number of parameters of the late trial, and their largest dim."""
-MANY, STEPS_OF_MANY = 512, 2
-"""Most parameters of the wide trial, and its steps."""
+STEPS = 100
+"""Steps of a late trial before the counters are set forward."""
+SAVED_AFTER = 6
+"""Steps after which the state is saved and loaded."""
+SETTLED_AFTER = 12
+"""Steps after which what the optimizer's code keeps outside of the optimizer (caches, say) must no longer change."""
+STEPS_AFTER_JUMP = 3
+"""Steps after each time that the counters were set forward."""
+FAR = 9_009_000
+"""The last step number to which counters are set. It is a multiple of 1 to 15, 50, 200, 1,000 and many others, so that whatever
+is done every n-th step is likely done there, and float32 counts up to it exactly."""
+MOST_JUMPS = 8
+"""Number of options that are taken for step numbers, at most."""
+LATE_PARAMETERS, LARGEST_DIM = 6, 2
+"""Number of parameters of the late trial, at most, and the largest size of their dimensions."""
+MANY_PARAMETERS, STEPS_OF_MANY = 512, 2
+"""Number of parameters of the trial with many, at most, and its steps."""
 
 
 @dataclass(frozen=True)
-class _Course:
-    """What optimizers do in a late trial."""
+class _TrialSteps:
+    """The steps of a late trial: some consecutive ones, then a few more after each time that the counters are set forward."""
 
     gradients: Gradients
-    """Of its steps."""
+    """Gradients of the consecutive steps; those after a jump take the first of them again."""
     jumps: Sequence[int]
-    """The numbers of steps to which counters are set after these, ascending; a few steps follow each."""
+    """Step numbers to which the counters are set afterwards, ascending."""
 
     def run(self, tried: TriedOptimizer) -> None:
-        """Make the steps that are left. Raises `UserCodeError` for what one raises."""
+        """Make the steps that are left. Raises `UserCodeError` if one raises."""
         tried.run(self.gradients[tried.steps :])
         for steps in self.jumps:
             tried.fast_forward(steps - tried.steps)
             tried.run(self.gradients[:STEPS_AFTER_JUMP])
 
-    def until(self, steps: int) -> _Course:
-        """The part before the step that follows `steps`."""
+    def until(self, steps: int) -> _TrialSteps:
+        """The part of which all steps are done when `steps` are."""
         if steps < len(self.gradients):
-            return _Course(self.gradients[:steps], ())
+            return _TrialSteps(self.gradients[:steps], ())
         return replace(self, jumps=[to for to in self.jumps if to + STEPS_AFTER_JUMP <= steps])
 
 
 def _jumps(spec: OptimizerSpec, values: Mapping[str, Tensor]) -> list[int]:
-    """Shortly before which steps something may begin: options that may be numbers of steps, and one far away."""
+    """Step numbers shortly before which to continue: those of options that may be step numbers, and `FAR`."""
     made = TriedOptimizer(spec, values).optimizer
     options = [value for each in (made.defaults, *made.param_groups, vars(made)) for value in each.values()]
     found = {int(value) for value in options if isinstance(value, (int, float)) and STEPS < value < FAR}
     return [number - STEPS_AFTER_JUMP + 1 for number in (*sorted(found)[:MOST_JUMPS], FAR)]
 
 
-def _longest_run(spec: OptimizerSpec, values: Mapping[str, Tensor], course: _Course) -> tuple[TriedOptimizer, _Course] | None:
-    """An optimizer after the whole course, or after its part before the first step that raises; None if that is empty.
+def _longest_run(
+    spec: OptimizerSpec, values: Mapping[str, Tensor], steps: _TrialSteps
+) -> tuple[TriedOptimizer, _TrialSteps] | None:
+    """(an optimizer that has done them, the `steps` before the first that raises); None if the first one raises.
 
-    An optimizer may refuse to go on after so many steps. Raises `ConfigError` for state that cannot be kept.
+    An optimizer may refuse to continue after some number of steps. Raises `ConfigError` for state that cannot be kept.
     """
-    while course.gradients:
+    while steps.gradients:
         whole = TriedOptimizer(spec, values)
         code = state_of_code(whole.optimizer)
         begun = code.read()
         try:
-            whole.run(course.gradients[:SETTLED_AFTER])
+            whole.run(steps.gradients[:SETTLED_AFTER])
             settled = code.read()
-            course.run(whole)
+            steps.run(whole)
         except UserCodeError:
-            course = course.until(whole.steps)
+            steps = steps.until(whole.steps)
         else:
             whole.check_code(settled.changed(code.read()))
-            return whole, course
+            return whole, steps
         finally:
             code.put_back(begun)
     return None
@@ -87,30 +97,31 @@ def _longest_run(spec: OptimizerSpec, values: Mapping[str, Tensor], course: _Cou
 def find_late_coupling(
     spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]], tried: Mapping[str, Sequence[int]], dtype: torch.dtype
 ) -> str | None:
-    """What differs between parameters that are trained together and apart for many steps, in words; None if nothing does.
+    """How half of the parameters differ, after many steps, when trained with the other half and without; None if they do not.
 
-    `shapes`: of all parameters; `tried`: shapes that the optimizer takes, of some. Those apart are saved and loaded, too.
-    Raises `ConfigError` for state that cannot be kept.
+    Also saves and loads the optimizer of that half on the way. `shapes`: shapes of all parameters of the model. `tried`: some
+    shapes that the optimizer is known to accept. Raises `ConfigError` for state that cannot be kept.
     """
-    tiny = {name: _tiny(shapes[name]) for name in _few(spec, shapes)}
-    # A weak coupling is below the last digit of float32. Some optimizers do not take float64, or parameters as small as these.
-    for few, of_dtype in ((tiny, torch.float64), (tiny, dtype), (dict(list(tried.items())[:FEW]), dtype)):
+    tiny = {name: _tiny(shapes[name]) for name in _parameters_of_each_kind(spec, shapes)}
+    accepted = dict(list(tried.items())[:LATE_PARAMETERS])
+    # float64 shows couplings too weak for float32. Some optimizers do not accept float64, or such small parameters.
+    for few, of_dtype in ((tiny, torch.float64), (tiny, dtype), (accepted, dtype)):
         values, gradients = values_and_gradients(few, of_dtype, STEPS)
-        if (found := _longest_run(spec, values, _Course(gradients, _jumps(spec, values)))) is None:
+        if (found := _longest_run(spec, values, _TrialSteps(gradients, _jumps(spec, values)))) is None:
             continue
-        whole, course = found
+        whole, steps = found
         half = {name: values[name] for name in list(few)[len(few) // 2 :]}
         try:
             resumed = TriedOptimizer(spec, half)
-            resumed.run(course.gradients[:SAVED_AFTER])
+            resumed.run(steps.gradients[:SAVED_AFTER])
             resumed = resumed.saved_and_loaded()
-            course.run(resumed)
+            steps.run(resumed)
             if describe_coupling(whole, resumed) is None:
                 return None
             alone = TriedOptimizer(spec, half)
-            course.run(alone)
+            steps.run(alone)
         except UserCodeError as error:
-            return f"{error.what.splitlines()[0]} with {len(half)} of {len(values)} parameters, and not with all"
+            return f"with {len(half)} of {len(values)} parameters, but not with all of them, {error.what.splitlines()[0]}"
         if (difference := describe_coupling(whole, alone)) is None:
             whole.check_resumed(resumed, SAVED_AFTER)
         return difference
@@ -118,12 +129,12 @@ def find_late_coupling(
 
 
 def find_coupling_of_many(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> str | None:
-    """What differs between all of a model's parameters, trained together, and half of them alone; None if nothing does.
+    """How half of many parameters differs when trained with the other half and without; None if it does not.
 
-    So an optimizer is found that takes the seventh parameter otherwise than the others.
+    This finds, for example, an optimizer that treats the seventh parameter differently from the others.
     """
     for of_dtype in (torch.float64, dtype):
-        many = {name: _tiny(shapes[name]) for name in list(shapes)[:MANY]}
+        many = {name: _tiny(shapes[name]) for name in list(shapes)[:MANY_PARAMETERS]}
         values, gradients = values_and_gradients(many, of_dtype, STEPS_OF_MANY)
         whole, half = TriedOptimizer(spec, values), TriedOptimizer(spec, dict(list(values.items())[len(values) // 2 :]))
         try:
@@ -135,10 +146,11 @@ def find_coupling_of_many(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int
     return None
 
 
-def takes_elements_by_themselves(spec: OptimizerSpec, shapes: Sequence[tuple[int, ...]], *, late: bool) -> bool:
-    """Whether parameters of these shapes are trained as their halves are: with the options of every group.
+def trains_halves_like_wholes(spec: OptimizerSpec, shapes: Sequence[tuple[int, ...]], *, late: bool) -> bool:
+    """Whether half of a parameter, alone, gets the values that it gets within the whole parameter. Tries every group's options.
 
-    `late`: for many steps. Raises `UserCodeError` for parameters that the optimizer does not take.
+    Parameters of these shapes are halved along each dimension. `late`: over many steps. Raises `UserCodeError` for parameters
+    that the optimizer does not accept.
     """
     options = dict(enumerate([{}, *(given for _, given in spec.groups)]))
     of_options = OptimizerSpec(spec.optimizer, tuple((f"{number}.*", given) for number, given in options.items()))
@@ -150,28 +162,28 @@ def takes_elements_by_themselves(spec: OptimizerSpec, shapes: Sequence[tuple[int
             for dim, size in enumerate(shape):
                 places[f"{name}.{dim}"] = name, (slice(None),) * dim + (slice(0, size // 2),)
     values, gradients = values_and_gradients(wholes, torch.float64, STEPS if late else SAVED_AFTER)
-    found = _longest_run(of_options, values, _Course(gradients, _jumps(of_options, values) if late else ()))
+    found = _longest_run(of_options, values, _TrialSteps(gradients, _jumps(of_options, values) if late else ()))
     if found is None:
         return False
-    whole, course = found
+    whole, steps = found
     halves = TriedOptimizer(of_options, {name: values[of][place] for name, (of, place) in places.items()})
-    of_halves = [{name: step[of][place] for name, (of, place) in places.items()} for step in gradients[: len(course.gradients)]]
-    replace(course, gradients=of_halves).run(halves)
+    of_halves = [{name: step[of][place] for name, (of, place) in places.items()} for step in gradients[: len(steps.gradients)]]
+    replace(steps, gradients=of_halves).run(halves)
     return all(
         torch.allclose(halves.parameters[name], whole.parameters[of][place], rtol=1e-9, atol=1e-9, equal_nan=True)
         for name, (of, place) in places.items()
     )
 
 
-def _few(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Some parameters in layer order: one or two of each group and number of dims."""
+def _parameters_of_each_kind(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Up to `LATE_PARAMETERS` parameters in layer order: one or two of each group and number of dimensions."""
     alike: dict[tuple[int, int], list[str]] = {}
     for name, shape in shapes.items():
         if 0 not in shape:
             alike.setdefault((optimizer_group_of(spec, name), len(shape)), []).append(name)
-    found = [names[place] for place in (0, 1) for names in alike.values() if place < len(names)][:FEW]
+    found = [names[place] for place in (0, 1) for names in alike.values() if place < len(names)][:LATE_PARAMETERS]
     return [name for name in shapes if name in found]
 
 
 def _tiny(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(min(size, SMALLEST) for size in shape)
+    return tuple(min(size, LARGEST_DIM) for size in shape)

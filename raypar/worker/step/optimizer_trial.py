@@ -1,6 +1,7 @@
-"""Tries a job's optimizer on small tensors before a run: what it keeps, and which parameters and elements depend on others.
+"""Tries a job's optimizer on small tensors before a run: what state it keeps, and whether parameters and elements are coupled.
 
-Its parameters have the job's names, groups and numbers of dims. It observes how the optimizer behaves, and reads no code.
+The tensors have the names, groups and numbers of dimensions of the job's parameters. The trial observes the optimizer's
+behaviour; it does not read its code.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from raypar.worker.step.late_optimizer_trial import (
     FAR,
     find_coupling_of_many,
     find_late_coupling,
-    takes_elements_by_themselves,
+    trains_halves_like_wholes,
 )
 from raypar.worker.step.make_optimizers_by_name import optimizer_group_of
 from raypar.worker.step.optimizer_state import OptimizerState, Value, copied, read_given_values, state_of_code
 from raypar.worker.step.tried_optimizer import Gradients, TriedOptimizer, describe_coupling, values_and_gradients
 
 SAVED_AFTER, STEPS = 6, 12
-"""Steps of the first trial, and after how many of them the state is saved and given to a new optimizer."""
+"""Steps after which the state is saved and loaded into a new optimizer, and all steps of the first trial."""
 LARGEST_DIM, LARGEST_FIRST_DIM, SMALL_DIM = 64, 256, 6
-"""Largest dims: of the largest parameter of each group and number of dims; of its first dim; of one more such parameter."""
+"""Largest size of a dimension and of the first dimension of the largest parameter of each kind; and of the third one's
+dimensions. A kind is a group and a number of dimensions."""
 ELEMENTS = 8192
-"""About the most elements of a parameter: enough for 8-bit optimizers, which keep smaller ones than 4,096 in 32 bits."""
+"""Approximate limit of a parameter's elements. 8-bit optimizers keep the state of fewer than 4,096 elements in 32 bits."""
 
 
 class OptimizerKind(Enum):
@@ -51,26 +53,26 @@ class OptimizerKind(Enum):
 
 @dataclass(frozen=True)
 class OptimizerTrial:
-    """What was found out about a job's optimizer."""
+    """The result of trying a job's optimizer."""
 
     label: str
     """The optimizer's name, in messages."""
     kind: OptimizerKind
     """What a step of one element depends on."""
     keeps: ExpectedOptimizerState = field(default_factory=ExpectedOptimizerState)
-    """The state that it keeps, as every checkpoint has it."""
+    """The state that it keeps, which checkpoints must have."""
     difference: str = ""
-    """Of an optimizer that couples parameters: what was measured."""
+    """The measured difference that shows that it couples parameters; empty if it does not."""
     draws: bool = False
     """Whether a step draws random numbers."""
 
     @property
     def most_stages(self) -> int | None:
-        """How many stages a plan may have; None: any number."""
+        """The largest number of stages that a plan may have; None: any number."""
         return 1 if self.kind is OptimizerKind.COUPLED else None
 
     def check_plan(self, plan: ParallelPlan) -> None:
-        """Raises `ConfigError` for a plan in which the optimizer would train otherwise than in one process."""
+        """Raises `ConfigError` for a plan in which the optimizer would not train as it does in one process."""
         if self.kind is OptimizerKind.COUPLED and len(plan.stages) > 1:
             why = (
                 "its step draws random numbers, one after the other for all parameters of a stage"
@@ -78,15 +80,15 @@ class OptimizerTrial:
                 else "its step of one parameter depends on the other parameters"
             )
             raise ConfigError(
-                f"{self.label} cannot be used with {len(plan.stages)} stages: {why}, and each stage has an optimizer "
-                "of its own parameters only",
+                f"{self.label} cannot be used with {len(plan.stages)} stages: {why}, and the optimizer of a stage has only "
+                "that stage's parameters",
                 cure="set plan.stages: 1 (plan.replicas may be any number), or use an optimizer that takes each parameter by "
                 f"itself (SGD, Adam, AdamW, ...)\n  measured: {self.difference}",
             )
         if self.kind is not OptimizerKind.ELEMENTWISE and (shards := max(stage.shards for stage in plan.stages)) > 1:
             raise ConfigError(
                 f"{self.label} cannot be used with {shards} shards: its step of one element depends on other elements of the "
-                "parameter, and each shard has a slice of it only",
+                "parameter, and each shard has only a slice of it",
                 cure="set plan.shards: 1, or use an optimizer that takes each element by itself (SGD, Adam, AdamW, ...)",
             )
 
@@ -96,14 +98,14 @@ def try_optimizer(
 ) -> OptimizerTrial:
     """Try an optimizer on parameters like those of `shapes` (trained ones, by qualified name).
 
-    Raises `ConfigError` for what makes no optimizer, and for state that cannot be kept: saved and moved to other workers;
-    `UserCodeError` for what a step raises.
+    Raises `ConfigError` if no optimizer can be made, or if it has state that cannot be saved or moved to other workers;
+    `UserCodeError` if a step raises.
     """
     with preserve_random_state():
         small = _small_shapes(spec, shapes)
         real = {name: tuple(shapes[name]) for name in small}
         if small != real:
-            with contextlib.suppress(UserCodeError):  # perhaps it expects the model's sizes
+            with contextlib.suppress(UserCodeError):  # the optimizer may require the model's real sizes
                 return _try(spec, small, shapes, dtype)
         return _try(spec, real, shapes, dtype)
 
@@ -111,16 +113,16 @@ def try_optimizer(
 def _try(
     spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]], all_shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
 ) -> OptimizerTrial:
-    """`shapes`: of the parameters that are tried; `all_shapes`: of all of the model's."""
+    """See `try_optimizer`. `shapes`: shapes of the parameters that are tried; `all_shapes`: of all parameters of the model."""
     values, gradients = values_and_gradients(shapes, dtype, STEPS)
     whole = TriedOptimizer(spec, values)
-    whole.watches_draws = True
-    states = _keep(whole, gradients)
-    difference = _coupling(spec, values, gradients, whole)
-    late = find_late_coupling(spec, all_shapes, shapes, dtype)
-    difference = (
-        difference or late or (find_coupling_of_many(spec, all_shapes, dtype) if len(all_shapes) > len(shapes) else None)
-    )
+    whole.detects_draws = True
+    states = _train_and_resume(whole, gradients)
+    difference = _find_coupling(spec, values, gradients, whole)
+    late = find_late_coupling(spec, all_shapes, shapes, dtype)  # always: it also checks the state after many steps
+    difference = difference or late
+    if difference is None and len(all_shapes) > len(shapes):
+        difference = find_coupling_of_many(spec, all_shapes, dtype)
     kind = OptimizerKind.COUPLED
     if difference is None:
         kind = OptimizerKind.ELEMENTWISE if _is_elementwise(spec) else OptimizerKind.PER_PARAMETER
@@ -129,19 +131,20 @@ def _try(
 
 
 @dataclass(frozen=True)
-class _SeenState:
-    """State at some moments of a trial."""
+class _ObservedState:
+    """The state of a tried optimizer at several steps."""
 
     given: Mapping[tuple[str, StateKey], Any]
-    """What parameters share when the optimizer is made, hyperparameters too: (pattern, kind and name) -> value."""
+    """Shared values of the new optimizer, hyperparameters included: (pattern of a group, kind and name) -> value."""
     later: Sequence[OptimizerState]
-    """After a step without effect, the first step, when it was saved, at the end, and far away if it could be set forward."""
+    """State after a step without effect, after the first step, when it was saved, at the end, and, if possible, after the step
+    counters were set forward."""
     far: int | None
-    """The number of steps of the last of these; None: it could not be set forward."""
+    """Number of steps of the last of these if the counters were set forward, else None."""
 
 
-def _keep(whole: TriedOptimizer, gradients: Gradients) -> _SeenState:
-    """Train to the end, and from the middle on beside an optimizer that was given the state.
+def _train_and_resume(whole: TriedOptimizer, gradients: Gradients) -> _ObservedState:
+    """Do all steps; save and load after `SAVED_AFTER` of them, and compare the loaded optimizer with `whole` at the end.
 
     Raises `ConfigError` for state that cannot be kept.
     """
@@ -160,29 +163,29 @@ def _keep(whole: TriedOptimizer, gradients: Gradients) -> _SeenState:
     for one, other in aliases:
         if before[one] != after.get(one) or (other in before and before[other] != after.get(other)):
             raise ConfigError(
-                f"{whole.label} keeps one tensor under two names: {one} and {other}; saved and loaded they would be two",
-                cure="let the optimizer keep a clone",
+                f"{whole.label} keeps one tensor under two names, {one} and {other}: saving and loading would make two of it",
+                cure="let the optimizer keep a clone of one of them",
             )
     code.put_back(begun)  # as in a new process
     resumed.run(gradients[SAVED_AFTER:])
     whole.check_resumed(resumed, SAVED_AFTER)
     seen = [_after_step_without_effect(whole, gradients[0]), first, saved_state, copied(whole.state())]
-    with contextlib.suppress(UserCodeError):  # it may refuse to go on after its last step
+    with contextlib.suppress(UserCodeError):  # some optimizers refuse to step after a last step
         resumed.fast_forward(FAR)
         resumed.run(gradients[:1])
-        return _SeenState(given.shared(), [*seen, resumed.state()], resumed.steps)
-    return _SeenState(given.shared(), seen, None)
+        return _ObservedState(given.shared(), [*seen, resumed.state()], resumed.steps)
+    return _ObservedState(given.shared(), seen, None)
 
 
 def _after_step_without_effect(whole: TriedOptimizer, gradients: Mapping[str, Tensor | None]) -> OptimizerState:
-    """The state of a new optimizer after a step with learning rate 0, as many schedules begin, and gradients of 0."""
+    """The state of a new optimizer after one step with learning rate 0 and zero gradients. Many schedules begin with rate 0."""
     still = TriedOptimizer(whole.spec, whole.values())
     still.run([{name: None if of is None else torch.zeros_like(of) for name, of in gradients.items()}], lambda step: 0.0)
     return still.state()
 
 
-def _expected_state(seen: _SeenState, *, shapes_are_fixed: bool) -> ExpectedOptimizerState:
-    """What every checkpoint has. `shapes_are_fixed`: see `ExpectedOptimizerState`."""
+def _expected_state(seen: _ObservedState, *, shapes_are_fixed: bool) -> ExpectedOptimizerState:
+    """The state that every checkpoint must have. `shapes_are_fixed`: see `ExpectedOptimizerState`."""
     later = [state.shared() for state in seen.later]
     shared = {}
     for place in dict.fromkeys(place for values in later for place in values):
@@ -198,8 +201,11 @@ def _expected_state(seen: _SeenState, *, shapes_are_fixed: bool) -> ExpectedOpti
     return ExpectedOptimizerState(shared, all(any(state.parameters.values()) for state in seen.later), shapes_are_fixed)
 
 
-def _only_grows(seen: _SeenState, place: tuple[str, StateKey], values: Sequence[Value]) -> bool:
-    """Whether a value that an optimizer is given never comes back: a sum, or a count of all steps (others begin again)."""
+def _only_grows(seen: _ObservedState, place: tuple[str, StateKey], values: Sequence[Value]) -> bool:
+    """Whether a shared value only grows, so that it never equals its initial one again and every checkpoint has it.
+
+    True of a sum of floats, and of a count of all steps; other counters may start again from zero.
+    """
     numbers: list[float] = []
     for value in (seen.given[place], *values):
         if value is None or isinstance(value, bool):
@@ -214,8 +220,9 @@ def _only_grows(seen: _SeenState, place: tuple[str, StateKey], values: Sequence[
 
 
 def _small_shapes(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """Some parameters of each group and number of dims, with smaller dims, in layer order: the largest, one of the same shape
-    (an optimizer may step those together), and one of another.
+    """Up to three parameters of each group and number of dimensions, with reduced sizes, in layer order.
+
+    They are the largest one, another of its shape (an optimizer may step those together), and any third one.
     """
     alike: dict[tuple[int, int], list[str]] = {}
     for name, shape in shapes.items():
@@ -233,7 +240,7 @@ def _small_shapes(spec: OptimizerSpec, shapes: Mapping[str, Sequence[int]]) -> d
 
 
 def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape with smaller dims, of about `ELEMENTS` elements if it has as many."""
+    """The shape reduced to about `ELEMENTS` elements, or left as it is if it has fewer."""
     if not shape:
         return ()
     most = LARGEST_DIM if len(shape) < 3 else 8
@@ -242,7 +249,7 @@ def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _tensors(state: OptimizerState) -> Iterator[tuple[str, Tensor]]:
-    """(description, tensor) of all tensors in an optimizer's state."""
+    """(description, tensor) of every tensor in an optimizer's state."""
     for name, entries in state.parameters.items():
         yield from ((f"{key!r} of {name}", value) for key, value in entries.items() if isinstance(value, Tensor))
     for pattern, entries in state.groups.items():
@@ -251,7 +258,7 @@ def _tensors(state: OptimizerState) -> Iterator[tuple[str, Tensor]]:
 
 
 def _aliases(trainee: TriedOptimizer, state: OptimizerState) -> list[tuple[str, str]]:
-    """Pairs of tensors that share memory: one of the optimizer's, with another one or a parameter or its gradient."""
+    """Descriptions of pairs that share memory: two state tensors, or a state tensor and a parameter or gradient."""
     own = list(_tensors(state))
     others = [(f"the parameter {name}", p.detach()) for name, p in trainee.parameters.items()]
     others += [(f"the gradient of {name}", p.grad) for name, p in trainee.parameters.items() if p.grad is not None]
@@ -260,6 +267,8 @@ def _aliases(trainee: TriedOptimizer, state: OptimizerState) -> list[tuple[str, 
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the address ranges of two tensors overlap."""
+
     def span(x: Tensor) -> tuple[int, int]:
         last = sum((size - 1) * abs(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
         return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
@@ -270,10 +279,12 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 # -- comparisons -------------------------------------------------------------------------------------------------------------
 
 
-def _coupling(spec: OptimizerSpec, values: Mapping[str, Tensor], gradients: Gradients, whole: TriedOptimizer) -> str | None:
+def _find_coupling(
+    spec: OptimizerSpec, values: Mapping[str, Tensor], gradients: Gradients, whole: TriedOptimizer
+) -> str | None:
     """What differs between parameters that are trained together and apart, in words; None if nothing does.
 
-    Also where the last one has no gradient in some steps, as in a stage that a step does not use.
+    Also tries the last one without a gradient in some steps, like the parameters of a stage that a step does not use.
     """
     if len(values) < 2:
         return None
@@ -297,19 +308,18 @@ def _coupling(spec: OptimizerSpec, values: Mapping[str, Tensor], gradients: Grad
             other.run(absent)
             found = compared(other, absent, [[last], names[:-1]], f" ({last} having no gradient in some steps)")
         except UserCodeError:
-            return None  # it takes no parameter without a gradient: a run in which there is one says so
+            return None  # it accepts no parameter without a gradient: the run fails with its error if there is one
     return found
 
 
 def _is_elementwise(spec: OptimizerSpec) -> bool:
-    """Whether the optimizer takes each element by itself, as slices of parameters need: with the options of every group.
+    """Whether a step of each element is independent of all others, as shards need, with the options of every group.
 
-    Small parameters are trained beside their halves for many steps; a large matrix too, because optimizers that factor or
-    quantise their state leave small ones alone (as Adafactors with `min_dim_size_to_factor`).
+    Compares small parameters with their halves over many steps, and a large matrix over a few: optimizers that factor or
+    quantise their state do so only for large parameters (Adafactor's `min_dim_size_to_factor`).
     """
     try:
-        return takes_elements_by_themselves(spec, ((24,), (4, 6)), late=True) and takes_elements_by_themselves(
-            spec, ((256, 256),), late=False
-        )
+        small = trains_halves_like_wholes(spec, ((24,), (4, 6)), late=True)
+        return small and trains_halves_like_wholes(spec, ((256, 256),), late=False)
     except (UserCodeError, ConfigError):
-        return False  # it does not take such a parameter
+        return False  # the optimizer does not accept such parameters

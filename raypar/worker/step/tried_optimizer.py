@@ -1,4 +1,4 @@
-"""Some small parameters with a job's optimizer, stepped as workers do it, for trials before a run (`optimizer_trial.py`)."""
+"""A job's optimizer on small parameters, stepped as workers step it, for trials before a run (`optimizer_trial.py`)."""
 
 from __future__ import annotations
 
@@ -28,34 +28,35 @@ from raypar.worker.step.optimizer_state import (
 )
 
 WARMUP, DECAY = 6, 200
-"""Steps in which the learning rate rises, and after which it has fallen to its smallest."""
+"""Steps over which the learning rate rises; and over which it then falls, to 2 % at least."""
 SMALL_FROM, SMALL_GRADIENT = 9, 1e-3
-"""From which step of a trial on gradients are small, as late in a training and behind clipping, and by which factor."""
+"""The step of a trial from which gradients are smaller, as they are late in training or after clipping; and by what factor."""
 
 Gradients = Sequence[Mapping[str, Tensor | None]]
-"""By step: parameter -> its gradient."""
+"""For each step: parameter's name -> its gradient, in the parameter's shape; None if it has none."""
 
 
 def values_and_gradients(
     shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, steps: int
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Initial values, and gradients that mostly point in one direction, as those of training do."""
-    dice = torch.Generator().manual_seed(0)
-    values = {name: torch.randn(*shape, generator=dice, dtype=dtype) for name, shape in shapes.items()}
+    """(initial values, gradients of each step) for parameters of these shapes. Gradients mostly point in one direction."""
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(*shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
     sizes = torch.tensor([SMALL_GRADIENT if step >= SMALL_FROM else 1.0 for step in range(steps)], dtype=dtype)
     by_name = {}
     for name, shape in shapes.items():
-        way, noise = (torch.randn(*first, *shape, generator=dice, dtype=dtype) for first in ((), (steps,)))
-        by_name[name] = ((way + 0.3 * noise) * sizes.view(-1, *[1] * len(shape))).unbind()
+        direction, noise = (torch.randn(*first, *shape, generator=generator, dtype=dtype) for first in ((), (steps,)))
+        by_name[name] = ((direction + 0.3 * noise) * sizes.view(-1, *[1] * len(shape))).unbind()
     return values, [{name: of[step] for name, of in by_name.items()} for step in range(steps)]
 
 
-def _rise_and_fall(step: int) -> float:
+def _warmup_and_decay(step: int) -> float:
+    """The factor of the learning rate in step `step`, from 0: linear warmup, then linear decay to 2 %."""
     return min(1.0, (step + 1) / WARMUP) * max(0.02, 1 - step / DECAY)
 
 
 class TriedOptimizer:
-    """Parameters with an optimizer that is stepped as workers do it."""
+    """Small parameters with a job's optimizer, which is stepped as workers step it."""
 
     seed = staticmethod(make_seeder(CPU))
 
@@ -64,12 +65,12 @@ class TriedOptimizer:
         self.parameters = {name: nn.Parameter(value.clone()) for name, value in values.items()}
         self.optimizer = build_optimizer(spec, self.parameters)
         self.steps = 0
-        """Number of steps done; also those of a former optimizer whose state this one was given."""
-        self.watches_draws, self.draws = False, False
-        """Whether it is looked at whether a step draws random numbers, and whether one did."""
+        """Number of steps done, with those of the optimizer whose state was loaded into this one."""
+        self.detects_draws, self.draws = False, False
+        """Whether steps are checked for drawing random numbers, and whether one drew any."""
 
     def saved_and_loaded(self) -> TriedOptimizer:
-        """A new optimizer with the same parameters, which is given this one's state, as a worker that joins."""
+        """A new optimizer with copies of the parameters and this one's state, as a worker that joins makes it."""
         names = names_with_patterns(self.optimizer)
         state = OptimizerState.of_parameters(self.state().by_parameter(names), names)
         made = TriedOptimizer(self.spec, self.values())
@@ -77,14 +78,17 @@ class TriedOptimizer:
         made.steps = self.steps
         return made
 
-    def run(self, gradients: Gradients, lr_factor: Callable[[int], float] = _rise_and_fall) -> None:
-        """Make a step with each of the gradients. Raises `UserCodeError` for what one raises."""
+    def run(self, gradients: Gradients, lr_factor: Callable[[int], float] = _warmup_and_decay) -> None:
+        """Make one step for each entry of `gradients`. `lr_factor`: number of steps done -> factor of the learning rate.
+
+        Raises `UserCodeError` if a step raises.
+        """
         for of_step in gradients:
             for name, parameter in self.parameters.items():
                 gradient = of_step[name]
                 parameter.grad = None if gradient is None else gradient.clone()
             self.seed(seed_of(0, "optimizer", self.steps))
-            before = RandomState.now() if self.watches_draws else None
+            before = RandomState.now() if self.detects_draws else None
             set_learning_rate(self.optimizer, lr_factor(self.steps))
             try:
                 self.optimizer.step()
@@ -101,9 +105,9 @@ class TriedOptimizer:
             self.draws |= before is not None and before.is_changed()
 
     def fast_forward(self, steps: int) -> None:
-        """Add `steps` to every number in the state that counts the steps done, as if so many more had been done."""
+        """Add `steps` to every step counter in the state: numbers that equal the number of steps done, give or take one."""
 
-        def later(value: Value) -> Value:
+        def advanced(value: Value) -> Value:
             if isinstance(value, bool) or value is None or (isinstance(value, Tensor) and value.numel() != 1):
                 return value
             return value + steps if abs(float(value) - self.steps) <= 1 else value
@@ -113,15 +117,15 @@ class TriedOptimizer:
             self.optimizer,
             replace(
                 state,
-                parameters={name: {k: later(v) for k, v in of.items()} for name, of in state.parameters.items() if of},
-                groups={pattern: {k: later(v) for k, v in of.items()} for pattern, of in state.groups.items()},
-                attributes={name: later(value) for name, value in state.attributes.items()},
+                parameters={name: {k: advanced(v) for k, v in of.items()} for name, of in state.parameters.items() if of},
+                groups={pattern: {k: advanced(v) for k, v in of.items()} for pattern, of in state.groups.items()},
+                attributes={name: advanced(value) for name, value in state.attributes.items()},
             ),
         )
         self.steps += steps
 
     def state(self) -> OptimizerState:
-        """The optimizer's state. Raises `ConfigError` for what cannot be kept."""
+        """The optimizer's state. Raises `ConfigError` for state that cannot be kept."""
         try:
             return read_optimizer_state(self.optimizer)
         except CheckpointError as error:
@@ -129,45 +133,45 @@ class TriedOptimizer:
             raise ConfigError(f"{self.label}{more}: {error.what}", cure=error.cure) from error
 
     def check_code(self, changed: Sequence[str]) -> None:
-        """Raises `ConfigError` if steps have changed something that the optimizer's code keeps outside of it (`changed`)."""
+        """Raises `ConfigError` if steps have changed what the optimizer's code keeps outside of the optimizer (`changed`)."""
         if changed:
             raise ConfigError(
-                f"{self.label} keeps something in {changed[0]}, which its steps change: it would be neither saved nor moved to "
+                f"{self.label} keeps state in {changed[0]}, which its steps change: it would be neither saved nor moved to "
                 "another worker",
                 cure=_CURE_OF_STATE,
             )
 
     def check_resumed(self, resumed: TriedOptimizer, saved_after: int) -> None:
-        """Raises `ConfigError` if one that was saved and loaded has gone on otherwise than this one."""
+        """Raises `ConfigError` if `resumed`, which was saved and loaded, has not trained as this one did."""
         if (difference := describe_difference(self, resumed, "undisturbed", "saved and loaded")) is not None:
             raise ConfigError(
-                f"{self.label} goes on otherwise once its state was saved and loaded, after {saved_after} steps: {difference}. "
-                "It keeps something that is neither in optimizer.state[p], nor a number or tensor in param_groups or an "
-                "attribute",
+                f"{self.label} trains differently once its state was saved and loaded (after {saved_after} steps): {difference}. "
+                "It keeps state that is neither in optimizer.state[p], nor a number or tensor in param_groups or an attribute",
                 cure=_CURE_OF_STATE,
             )
 
     def values(self) -> dict[str, Tensor]:
+        """The parameters' values, detached, by name."""
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
 
 _CURE_OF_STATE = (
-    "let the optimizer keep all of its state as numbers and tensors: in optimizer.state[p], in param_groups or in attributes; "
-    "or use another one"
+    "let the optimizer keep all of its state as numbers and tensors in optimizer.state[p], param_groups or its attributes; or "
+    "use another optimizer"
 )
 
 
 def describe_coupling(whole: TriedOptimizer, part: TriedOptimizer) -> str | None:
-    """What differs between parameters that were trained with all others (`whole`) and without, in words; or None."""
+    """What differs between parameters trained with all others (`whole`) and without them (`part`), in words; None: nothing."""
     several = list(part.parameters)
     which = several[0] if len(several) == 1 else f"{len(several)} of them"
     return describe_difference(whole, part, f"with all {len(whole.parameters)} parameters", f"with {which} alone")
 
 
 def describe_difference(whole: TriedOptimizer, part: TriedOptimizer, of_whole: str, of_part: str) -> str | None:
-    """What differs between two optimizers after the same steps, in words: weights, and state that parameters share; or None.
+    """What differs between two optimizers after the same steps, in words: weights, then shared state, then other state.
 
-    `part`: has some of the parameters of `whole`. `of_whole`, `of_part`: what they are, in words.
+    None if nothing does. `part` has some or all of the parameters of `whole`. `of_whole`, `of_part`: what they are, in words.
     """
     texts = []
     there, here = whole.state(), part.state()
