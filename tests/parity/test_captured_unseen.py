@@ -669,7 +669,11 @@ class MapsMasks(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        near = [lambda query, key: (query - key).abs() < 2, lambda query, key, row=padding[0]: row[key] > 0]
+        near = [
+            lambda query, key: (query - key).abs() < 2,
+            lambda query, key, row=padding[0]: row[key] > 0,
+            lambda query, key, *, row=padding[1]: row[key] > 0,
+        ]
 
         def allowed(query: Tensor, key: Tensor) -> Tensor:
             found = query.new_ones((), dtype=torch.bool)
@@ -687,7 +691,7 @@ class MapsMasks(nn.Module):
 
 
 def test_mapped_functions_are_calls_like_others():
-    paddings = [torch.tensor([each, each]) for each in ([1, 1, 1, 1, 0], [1, 1, 0, 1, 1])]
+    paddings = [torch.tensor(each) for each in ([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]], [[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]])]
     check(MapsMasks, [{"x": noise(2, 2, 5, 8), "padding": padding} for padding in paddings])
 
 

@@ -1,12 +1,13 @@
-"""Calls of `torch.vmap` between units: one event each, whose arguments include the tensors that the mapped function holds.
+"""Calls of `torch.vmap` between units: each is one event, whose inputs include the tensors that the mapped function holds.
 
-Inside of the mapped function PyTorch's own tensors stand for single elements. They exist only while the call runs, so what is
-computed with them cannot be recorded by itself. Masks of attention are made so.
+The mapped function itself runs on batched tensors of functorch. They exist only during the call, so its operations cannot be
+recorded one by one. Attention masks are often made this way.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,66 +15,66 @@ from typing import Any
 
 from torch import Tensor
 
+from raypar.model.capture.may_hide_tensors import values_of_function
 from raypar.torch_compat.without_dynamo import is_filled_cell
 
 _DEPTH = 12
-"""How many functions inside each other are looked into."""
+"""Nesting depth to which functions and containers are searched for tensors."""
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Stands in a function for a tensor that the call is given."""
+class _Placeholder:
+    """Stands in a function for a tensor that the function held."""
 
 
 class MappedCall:
-    """`torch.vmap` of one function with its options, as a function of the tensors that it holds and of its arguments."""
+    """A call of `torch.vmap`, as a function of the tensors that the mapped function holds and of the call's arguments."""
 
     __name__ = "vmap"
 
     def __init__(self, original: Callable[..., Any], function: Any, options: Sequence[Any]) -> None:
-        """`original`: what carries the call out, given the function, the options and the arguments."""
+        """`original`: PyTorch's implementation, called with the function, `options`, and then the call's arguments."""
         self._original, self._options = original, options
-        self.held = list(_places_in(function))
+        self.held = list(_tensors_in(function))
         """The tensors that the function holds in closures and default arguments."""
-        self.function = _filled(function, iter([_Place()] * len(self.held)))
-        """The function without them."""
+        self.function = _with_tensors(function, iter([_Placeholder()] * len(self.held)))
+        """The function with placeholders for them."""
 
     def __call__(self, held: Sequence[Tensor], args: Sequence[Any], kwargs: Any) -> Any:
-        """What the mapped function gives, with these tensors in the place of those that it holds."""
-        return self._original(_filled(self.function, iter(held)), *self._options, *args, **kwargs)
+        """The call's result with `held` in the place of the placeholders."""
+        return self._original(_with_tensors(self.function, iter(held)), *self._options, *args, **kwargs)
 
 
-def _places_in(value: Any, depth: int = 0) -> Iterator[Any]:
-    """The tensors, or what stands for them, that a function holds, those of functions in it among them, in order."""
-    if isinstance(value, (Tensor, _Place)):
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[Any]:
+    """The tensors or placeholders that a function holds, directly or in functions and containers that it holds, in order."""
+    if isinstance(value, (Tensor, _Placeholder)):
         yield value
     elif depth <= _DEPTH:
         for part in _parts(value):
-            yield from _places_in(part, depth + 1)
+            yield from _tensors_in(part, depth + 1)
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a function, a partial function, a tuple or a list holds; nothing for anything else."""
+    """The values that a function, a partial function, a tuple or a list holds; none for anything else."""
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if is_filled_cell(cell)]
-        return [*cells, *(value.__defaults__ or ())]
+        return values_of_function(value)
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     return list(value) if type(value) in (tuple, list) else []
 
 
-def _filled(value: Any, tensors: Iterator[Any], depth: int = 0) -> Any:
-    """The value with the next `tensors` in the places that `_places_in` finds. What has none stays as it is."""
-    if isinstance(value, (Tensor, _Place)):
+def _with_tensors(value: Any, tensors: Iterator[Any], depth: int = 0) -> Any:
+    """A copy of `value` in which the next `tensors` replace what `_tensors_in` yields; `value` itself if that is nothing."""
+    if isinstance(value, (Tensor, _Placeholder)):
         return next(tensors)
-    if depth > _DEPTH or not any(True for _ in _places_in(value, depth)):
+    if depth > _DEPTH or not any(True for _ in _tensors_in(value, depth)):
         return value
-    parts = iter([_filled(part, tensors, depth + 1) for part in _parts(value)])
+    parts = iter([_with_tensors(part, tensors, depth + 1) for part in _parts(value)])
     if isinstance(value, types.FunctionType):
         cells = [types.CellType(next(parts)) if is_filled_cell(cell) else cell for cell in value.__closure__ or ()]
         made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, tuple(cells))
-        made.__defaults__ = tuple(parts) if value.__defaults__ is not None else None
-        made.__kwdefaults__ = value.__kwdefaults__
+        made.__defaults__ = value.__defaults__ and tuple(itertools.islice(parts, len(value.__defaults__)))
+        made.__kwdefaults__ = value.__kwdefaults__ and dict(zip(value.__kwdefaults__, parts, strict=True))
         return made
     if isinstance(value, functools.partial):
         function, *rest = parts

@@ -25,6 +25,12 @@ _DEPTH = 12
 """How many functions and containers inside each other are looked into."""
 
 
+def values_of_function(function: types.FunctionType) -> list[Any]:
+    """The values that a function holds: in its closure, then in default arguments, then in those of keyword-only ones."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if is_filled_cell(cell)]
+    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
 def may_hide_tensors(value: Any, depth: int = 0) -> bool:
     """Whether an object that is no tensor may contain tensors or modules, so that a replay would use those of the trace."""
     if isinstance(value, _PLAIN):
@@ -36,8 +42,7 @@ def may_hide_tensors(value: Any, depth: int = 0) -> bool:
     if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
         return isinstance(getattr(value, "__self__", None), (Tensor, nn.Module))
     if isinstance(value, types.FunctionType):
-        held = [cell.cell_contents for cell in value.__closure__ or () if is_filled_cell(cell)]
-        return any(may_hide_tensors(each, depth + 1) for each in (*held, *(value.__defaults__ or ())))
+        return any(may_hide_tensors(each, depth + 1) for each in values_of_function(value))
     if isinstance(value, functools.partial):
         return any(may_hide_tensors(each, depth + 1) for each in (value.func, *value.args, *value.keywords.values()))
     if isinstance(value, (tuple, list, set, frozenset)):

@@ -145,8 +145,9 @@ class TriedOptimizer:
         """Raises `ConfigError` if `resumed`, which was saved and loaded, has not trained as this one did."""
         if (difference := describe_difference(self, resumed, "undisturbed", "saved and loaded")) is not None:
             raise ConfigError(
-                f"{self.label} trains differently once its state was saved and loaded (after {saved_after} steps): {difference}. "
-                "It keeps state that is neither in optimizer.state[p], nor a number or tensor in param_groups or an attribute",
+                f"{self.label} trains differently once its state was saved and loaded (after {saved_after} steps): "
+                f"{difference}. It keeps state that is neither in optimizer.state[p], nor a number or tensor in param_groups "
+                "or an attribute",
                 cure=_CURE_OF_STATE,
             )
 
