@@ -10,7 +10,7 @@ from typing import Any
 
 from raypar.console.run_status import RunStatus
 from raypar.record.events import StepRecord, is_finite_number
-from raypar.record.fold import UNDER_WAY, RunView
+from raypar.record.fold import ACTIVE_PHASES, RunView
 from raypar.record.totals import read_totals
 
 SEAT_PATTERN = re.compile(r"stages? ([\d,]+), replica (\d+)(?:, shard (\d+))?")
@@ -67,7 +67,7 @@ def build_live_view(
     found = read_totals(totals)
     bubbles = [step.bubble for step in view.recent if step.bubble is not None and is_finite_number(step.bubble)]
     left = None if status.steps is None else max(0, status.steps - status.step)
-    under_way = status.phase in UNDER_WAY and status.step_s is not None and left is not None
+    under_way = status.phase in ACTIVE_PHASES and status.step_s is not None and left is not None
     losses = view.history.losses.points
     return LiveView(
         status=status,

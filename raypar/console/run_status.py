@@ -11,7 +11,7 @@ from raypar.elastic.user_messages import plain_failure_text
 from raypar.plan.parallel_plan import describe_mesh
 from raypar.plan.wording import count_noun
 from raypar.record.events import ReplayProgress, format_duration, is_finite_number, seat_without_rank, short_node_id
-from raypar.record.fold import UNDER_WAY, RunView
+from raypar.record.fold import ACTIVE_PHASES, RunView
 from raypar.storage.run_folder import resume_argument
 
 SILENT_S, SILENT_STEPS = 10.0, 5.0
@@ -152,7 +152,7 @@ def build_run_status(
         wanted=told.get("wanted"),
         why=plain_failure_text(why),
         end=ended.end if ended else None,
-        replaying=told.get("replaying") if phase in UNDER_WAY else None,
+        replaying=told.get("replaying") if phase in ACTIVE_PHASES else None,
         silent_s=overdue_silence_s(phase, heard_s, speed.median_s, now),
         resume=resume_argument(path) if resumable else None,
         driver_pid=told.get("driver_pid") if phase != "ended" else None,
@@ -188,7 +188,7 @@ def format_loss(value: float) -> str:
 
 def overdue_silence_s(phase: str, last: float | None, step_s: float | None, now: float) -> float | None:
     """Seconds since the `last` line if a run under way has been silent for too long; else None."""
-    if phase not in UNDER_WAY or last is None:
+    if phase not in ACTIVE_PHASES or last is None:
         return None
     allowed = max(QUIET_S.get(phase, SILENT_S), SILENT_STEPS * (step_s or 0.0))
     return now - last if now - last > allowed else None

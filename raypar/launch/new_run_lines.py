@@ -1,4 +1,4 @@
-"""Reads what is new in metrics.jsonl or events.jsonl, or only the last lines of a long file."""
+"""Reads the new lines of metrics.jsonl or events.jsonl, or only the last lines of a long file."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from raypar.record.events import Event
 from raypar.storage.read_run_lines import read_events
 
 PIECE_BYTES = 16 << 20
-"""The most that is read at a time."""
+"""The largest number of bytes read at a time."""
 
 
 class NewLines:
-    """The lines that have been added to one file since the last look."""
+    """Reads the lines that have been added to one file since the last read."""
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         self.path = path
         """The file; it may not exist yet."""
         self.offset = 0
-        """Where the next look begins."""
+        """Position in the file, in bytes, at which the next read begins."""
         self.within_line = False
-        """Whether that may be within a line."""
+        """Whether that position may be in the middle of a line."""
         self.restarted = False
-        """Whether the last look began at the beginning again: the file had been shortened."""
+        """Whether the last read started from the beginning because the file had become shorter."""
         if last_bytes is not None:
             with contextlib.suppress(OSError):
                 self.offset = max(0, path.lstat().st_size - last_bytes)
             self.within_line = self.offset > 0
 
     def read(self) -> list[Event]:
-        """The events of new lines, whole ones only; of a file that was shortened of all lines. Raises `ConfigError`."""
+        """The events of new complete lines; of all lines if the file has become shorter. Raises `ConfigError`."""
         self.restarted = False
         if not os.path.lexists(self.path):
             return []

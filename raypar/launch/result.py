@@ -58,7 +58,7 @@ class Result:
         shown = ("loss", "validation_loss", "lr", "norm")
         numbers = [f"{key} {value:.6g}" for key in shown if isinstance(value := self.metrics.get(key), (int, float))]
         lines = {
-            f"Result of a run, {self.end} after {self.done:,} steps": self.why or "no more is said",
+            f"Result of a run, {self.end} after {self.done:,} steps": self.why or "no reason was recorded",
             "metrics": ", ".join(numbers),
             "history": f"{len(self.history):,} steps and validations (result.history, result.metrics_dataframe)",
             "folder": self.path,
@@ -76,14 +76,14 @@ class Result:
 
     @property
     def resume_advice(self) -> str:
-        """How the run is resumed: where a submitted job ran, on the cluster, nobody types commands."""
+        """How to resume the run: a submitted job is submitted again, as users cannot run commands where it ran."""
         if is_submitted_job():
             return f"{RESUBMIT_ADVICE}, also under another plan: it goes on from there"
         return f"raypar resume {self.handle}, also under another plan: raypar resume {self.handle} --set plan.stages=..."
 
     @property
     def export_advice(self) -> str:
-        """What can be done with a run that has done all its steps."""
+        """How to export the weights of a run that has done all its steps."""
         export = f"raypar export {self.handle} --out model.safetensors"
         if is_submitted_job():
             return f"on the head: {export}"
@@ -91,7 +91,7 @@ class Result:
 
     @property
     def advice_in_program(self) -> list[str]:
-        """Lines for the program that called `Trainer.fit`: where the checkpoint is, and what can be done with it."""
+        """Lines for the program that called `Trainer.fit`: where the checkpoint is, and how to resume and export it."""
         if self.checkpoint_path is None:
             return [f"no checkpoint was written; metrics and events are in {self.path}"]
         lines = [f"checkpoint: {self.checkpoint_path} (result.checkpoint)"]
@@ -115,7 +115,7 @@ class Result:
 
     @property
     def filesystem(self) -> Any:
-        """The `pyarrow.fs` file system on which the run lies."""
+        """The `pyarrow.fs` file system that has the run folder."""
         place = parse_storage_location(self.path, "the run")
         if place is not None:
             return open_filesystem(place)[0]
@@ -137,7 +137,7 @@ def keep_full_error(result: Result) -> None:
     if error is None:
         return
     place, kept = parse_storage_location(result.path, "the run"), ""
-    text = full_traceback(error).encode(errors="backslashreplace").decode()  # a file's name may be no text
+    text = full_traceback(error).encode(errors="backslashreplace").decode()  # a file name may have lone surrogates
     text = redact_certain_secrets(text, secrets_of_environment(os.environ))
     with contextlib.suppress(OSError, RayparError):  # a full disk must not hide the error
         if place is not None:
@@ -152,8 +152,10 @@ def keep_full_error(result: Result) -> None:
 
 
 def put_error_file(place: StorageUri, error: BaseException, text: str) -> str:
-    """Write error.txt at a run's place on shared storage; returns where it is. Empty if nothing may be written there, or no run
-    is there. Raises `RayparError`."""
+    """Write error.txt to a run on shared storage; returns its URI. Empty if there is no run, or this process lost its lease.
+
+    Raises `RayparError`.
+    """
     if isinstance(error, LeaseLostError) or not call_within(ERROR_FILE_S, lambda: has_run(place), f"{place}"):
         return ""
     call_within(ERROR_FILE_S, lambda: upload_document(place, ERROR, text), f"{place}")
@@ -161,7 +163,7 @@ def put_error_file(place: StorageUri, error: BaseException, text: str) -> str:
 
 
 def has_job_file(path: str) -> bool:
-    """Whether a run has a job file, so that a command can go on with it."""
+    """Whether a run has a job file, so that `raypar resume` can continue it."""
     place = parse_storage_location(path, "the run")
     if place is None:
         return (Path(path) / "job.yaml").is_file()
@@ -182,16 +184,19 @@ def raise_run_failure(result: Result) -> None:
             raise result.error
         raise RayparError(f"the run failed after {result.done} steps: {result.why}") from result.error
     if result.end == "deposed":
-        raise RayparError(f"this driver gave way to another after {result.done} steps: {result.why}", cure="follow that one")
+        raise RayparError(
+            f"another driver has taken this run over after {result.done} steps: {result.why}",
+            cure=f"follow the run with raypar status {result.handle}",
+        )
     if result.end == "interrupted":
         cure = ""
         if result.checkpoint_path:
             cure = (
                 "submit the same job again: it goes on from there" if is_submitted_job() else f"raypar resume {result.handle}"
             )
-            if not has_job_file(result.path):  # its functions have no names: only the script can make them
+            if not has_job_file(result.path):  # its functions cannot be imported by name: only the script has them
                 cure = f"give Trainer resume_from_checkpoint={result.path!r}"
-        if not result.history:  # no step was told
+        if not result.history:  # no step was reported
             raise before_training_error(result.why, describe_what_is_left(result), cure)
         at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"
         raise Interrupted(f"stopped after {result.done} steps ({result.why}): {at}", cure=cure)

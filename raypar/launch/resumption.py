@@ -10,21 +10,21 @@ from raypar.record.fold import RunView
 
 
 def describe_resumption(steps_done: int, view: RunView, members: Mapping[str, Any] | None, plan: str, now: float) -> Resumption:
-    """The event of a run that goes on from a checkpoint after `steps_done` steps, under `plan` (in words).
+    """The event of a run that is resumed from a checkpoint after `steps_done` steps, under `plan` (in words).
 
-    `view`, `members`: what the run's files say as they are found. `now`: Unix time.
+    `view`, `members`: the state in the run's files before the resumption. `now`: Unix time.
     """
     reported = view.last_step.step if view.last_step is not None else 0
     again = max(0, reported - steps_done)
-    broken_off = view.boundary not in ("", EndOfRun.kind)
+    has_crashed = view.boundary not in ("", EndOfRun.kind)
     plan_before = (members or {}).get("plan")
     parts = [f"resumed from the checkpoint after step {steps_done}"]
     if again == 1:
         parts.append(f"step {reported} had been reported and is executed again")
     elif again:
         parts.append(f"steps {steps_done + 1}-{reported} had been reported and are executed again")
-    if broken_off:
-        parts.append(f"the run had broken off after step {max(reported, steps_done)} without recording an end (killed?)")
+    if has_crashed:
+        parts.append(f"the run had ended after step {max(reported, steps_done)} without recording why (killed?)")
     if plan_before and plan_before != plan:
         parts.append(f"plan {plan_before} -> {plan}")
     heard_s = max((at for at in (view.last_s, (members or {}).get("time")) if at), default=now)
@@ -32,7 +32,7 @@ def describe_resumption(steps_done: int, view: RunView, members: Mapping[str, An
         text="; ".join(parts),
         step=steps_done,
         again=again,
-        lost=broken_off,
+        lost=has_crashed,
         plan=plan,
         former_end_s=min(now, heard_s),
         resumed_s=now,

@@ -1,12 +1,12 @@
-"""The events of a run: one frozen dataclass for each kind, with its fields, its line for people and its JSON. Pure.
+"""The events of a run: one frozen dataclass for each kind, with its fields, the line that users see, and its JSON. Pure.
 
-An event says what happened to a run; people see it and its folder keeps it (`events.jsonl`, `metrics.jsonl`). The events of
-`elastic/events.py` are others: they drive the run machine and are never written. Those are named by a participle
+An event says what happened to a run. Users see it, and most are kept in the run folder (`events.jsonl`, `metrics.jsonl`). The
+events of `elastic/events.py` are different: they drive the run machine and are never written. Those are named by a participle
 (`WorkerJoined`), these by a noun (`WorkerJoin`).
 
-A new kind of event is a class here and the place that constructs it; if it changes what is known of a run, also a case of
-`fold.RunView`. Fields are never renamed or removed: folders of older releases are read. `step` is a number of steps done.
-Nodes are shown by the first 8 characters of their id.
+To add a kind of event, add a class here and construct it where it happens; if it changes the state of a run, add a case to
+`fold.RunView`. Never rename or remove a field: run folders of older releases must stay readable. `step` is the number of steps
+done. Nodes are shown by the first 8 characters of their id.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raypar.elastic.user_messages import plain_failure_text
 from raypar.files.untrusted_files import shorten
 from raypar.plan.wording import count_noun
 
-# -- the types of fields, with the bounds within which a value can be used -------------------------------------------------
+# -- types of fields, with the range of valid values -----------------------------------------------------------------------
 
 Check = Callable[[Any], bool]
 """Whether a value is valid."""
@@ -29,7 +29,7 @@ MAX_GENERATIONS = 10**6
 MAX_STEPS = 10**9
 """Limit of a job's `steps`, and so of steps in a run folder."""
 MAX_WORKER_NUMBER = 2**31
-"""Limit of worker numbers, which count all workers that a run has ever started."""
+"""Limit of worker numbers. They are never reused within one start of a run."""
 MAX_TIME_S = 1e11
 """Largest Unix time that can be shown as a date (the year 5138)."""
 
@@ -40,17 +40,17 @@ def is_count(most: int, least: int = 0) -> Check:
 
 
 def is_number(most: float) -> Check:
-    """The check for numbers from 0 to `most`; NaN is none."""
+    """The check for numbers from 0 to `most`; NaN fails."""
     return lambda value: type(value) in (int, float) and 0 <= value <= most  # an integer may be too large for a float
 
 
 def is_real(value: Any) -> bool:
-    """Whether a value can be printed and compared as a float; NaN can."""
+    """Whether a value can be printed and compared as a float; NaN passes."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is text that can be printed; half a surrogate pair cannot."""
+    """Whether a value is text that can be encoded; a lone surrogate cannot."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in (() if value.isascii() else value))
 
 
@@ -60,7 +60,7 @@ def is_flag(value: Any) -> bool:
 
 
 def is_list(value: Any) -> bool:
-    """Whether a value is a list, of whatever."""
+    """Whether a value is a list or tuple."""
     return isinstance(value, (list, tuple))
 
 
@@ -75,7 +75,7 @@ def is_mapping_of(check: Check) -> Check:
 
 
 def is_finite_number(value: Any) -> bool:
-    """Whether a value can be drawn: JSON has null for NaN and infinities, and Python reads `NaN` too."""
+    """Whether a value is a finite number. Run folders have null or NaN for other numbers."""
     try:
         return type(value) in (int, float) and math.isfinite(value)
     except OverflowError:  # an integer that no float holds
@@ -83,7 +83,7 @@ def is_finite_number(value: Any) -> bool:
 
 
 WORKER, STEP, TIME = is_count(MAX_WORKER_NUMBER), is_count(MAX_STEPS), is_number(MAX_TIME_S)
-WHO: dict[str, Check] = {
+WORKER_FIELDS: dict[str, Check] = {
     "worker": WORKER, "coordinate": is_text, "node": is_text, "pid": is_count(2**31), "host": is_text,
 }  # fmt: skip
 """Fields of one worker."""
@@ -93,7 +93,7 @@ def _is_worker(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and value.get("worker") is not None
-        and all(value.get(key) is None or check(value[key]) for key, check in WHO.items())
+        and all(value.get(key) is None or check(value[key]) for key, check in WORKER_FIELDS.items())
     )
 
 
@@ -125,16 +125,16 @@ KINDS: dict[str, type[Event]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What every event has."""
+    """Base of all events."""
 
     kind: ClassVar[str] = ""
     """The kind, as the files name it."""
     tone: ClassVar[str] = ""
-    """good, bad or warn: the colour of its line; empty: none."""
+    """Colour of its line: good, bad or warn; empty: none."""
     time: UnixTime | None = None
-    """When it was written."""
+    """When it was written (Unix time, s)."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that this release does not know, and of steps and validations the metrics of callbacks."""
+    """Fields that this release does not know; for steps and validations, also the metrics of callbacks."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -142,7 +142,7 @@ class Event:
             KINDS[cls.kind] = cls
 
     def line(self) -> str | None:
-        """The line for people; None if it tells them nothing new."""
+        """The line that users see; None if there is none."""
         return None
 
     def facts(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _fields_of(kind: type[Event]) -> tuple[tuple[str, Check, bool], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _TextEvent(Event):
-    """An event with a text, which is its line unless the class makes one of its facts."""
+    """An event with a text. The text is its line, unless the class makes a line of the other fields."""
 
     text: Text | None = None
     """What happened, in words."""
@@ -212,7 +212,7 @@ class _WorkerEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StartupStage(_TextEvent):
-    """A stage of the start-up is over. Told by the command; in no file."""
+    """A stage of the start-up is done. Printed by the command; in no file."""
 
     kind = "stage"
     stage: Text
@@ -225,24 +225,24 @@ class StartupStage(_TextEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart(_TextEvent):
-    """The workers of a start have started; worker numbers begin anew. Older releases have written neither text nor workers."""
+    """All workers of a start have started. Worker numbers start from 0 again. Older releases wrote neither text nor workers."""
 
     kind = "started"
     tone = "good"
     workers: WorkerList | None = None
     """worker, node, pid and host of each, by rank."""
     precision: Text | None = None
-    """In what layers and the loss compute, such as bf16; None: in the job's `dtype`."""
+    """The autocast precision of layers and loss, such as bf16; None: the job's `dtype`."""
     optimizer: Text | None = None
-    """The optimizer's function."""
+    """The optimizer's class or function, as text."""
     optimizer_args: Text | None = None
-    """Its arguments."""
+    """The optimizer's arguments, as text."""
     batch_size: StepNumber | None = None
     """Samples of a step."""
     microbatches: StepNumber | None = None
     """Microbatches of a step."""
     fingerprint: Texts | None = None
-    """What one worker computes with: versions, processor, settings."""
+    """What results may depend on in one worker: versions, processor, settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,29 +258,29 @@ class ResumeNotice(_TextEvent):
 
     kind = "resuming"
     step: StepNumber | None = None
-    """Steps that are done in it."""
+    """Steps done in the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption(_TextEvent):
-    """The run goes on from a checkpoint, in a new start."""
+    """The run continues from a checkpoint, in a new start."""
 
     kind = "resumed"
     tone = "warn"
     text: Text
-    """Where it goes on, and how it had ended before."""
+    """From which step it continues, and how it had ended before."""
     step: StepNumber
-    """Steps that are done in the checkpoint."""
+    """Steps done in the checkpoint."""
     again: StepNumber | None = None
-    """Steps that had been reported and are executed again."""
+    """Number of steps that had been reported and are executed again."""
     lost: Flag | None = None
-    """Whether the run had broken off without recording an end."""
+    """Whether the run had ended without recording why: all of it was killed."""
     plan: Text | None = None
     """The plan from here on."""
     former_end_s: UnixTime | None = None
-    """The last sign of life before."""
+    """When the run last wrote something before (Unix time, s)."""
     resumed_s: UnixTime | None = None
-    """When the command went on with it; identifies the resumption."""
+    """When the command resumed the run (Unix time, s); identifies the resumption."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,20 +292,20 @@ class StopRequest(_TextEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class EndOfRun(Event):
-    """The run has ended. In events.jsonl it has `why` and `step`; the command is told `done`, and tells `text` and `done`."""
+    """The run has ended. In events.jsonl it has `why` and `step`; the driver sends `done`; `--json` has `text` and `done`."""
 
     kind = "end"
     tone = "good"
     end: Text
     """done, stopped, interrupted, failed, or deposed (another driver has taken the run over)."""
     text: Text | None = None
-    """Why, in words (of the command)."""
+    """Why, in words, as the command prints it with `--json`."""
     why: Text | None = None
-    """Why, in words."""
+    """Why, in words, as events.jsonl has it."""
     step: StepNumber | None = None
     """Steps done."""
     driver_calls_per_step: Real | None = None
-    """Calls to workers for each step of this start."""
+    """Number of the driver's calls to workers per step, over this start."""
     done: StepNumber | None = None
     """Steps done."""
     error: Anything = None
@@ -329,27 +329,27 @@ class StepRecord(Event):
     step: FirstStepIsOne
     """The step, from 1."""
     loss: Real = math.nan
-    """Its loss."""
+    """The loss."""
     norm: Real | None = None
-    """The gradient's norm before clipping."""
+    """The norm of the gradient before clipping."""
     lr: Real | None = None
-    """The learning rate, without those of groups of their own."""
+    """The learning rate; parameter groups may have others."""
     count: Real | None = None
-    """What the loss is averaged over: samples, or tokens."""
+    """Number of samples or tokens over which the loss is averaged."""
     seconds: Seconds
-    """Its time, without pauses."""
+    """Duration of the step, without pauses."""
     samples_per_s: Rate
     """Samples of the step over `seconds`."""
     count_per_s: Real | None = None
     """`count` over `seconds`."""
     bubble: Real | None = None
-    """Share of the workers' time in which they computed nothing."""
+    """Bubble: share of all workers' time in which they did not compute, from 0 to 1."""
     busy_shares: Numbers | None = None
-    """By rank: share of the time in which the worker computed."""
+    """By rank: share of the time in which the worker computed, from 0 to 1."""
     peak_rss_bytes: Numbers | None = None
-    """By rank: largest resident memory of the worker's process."""
+    """By rank: peak resident memory of the worker's process."""
     skipped: Flag | None = None
-    """Whether it changed nothing, because loss or norm was not finite."""
+    """Whether the update was skipped because loss or norm was not finite."""
     eta_s: Real | None = None
     """Predicted seconds to the end of the run; in no file."""
     validation_loss: Real | None = None
@@ -369,20 +369,20 @@ class ValidationRecord(Event):
     step: FirstStepIsOne
     """Steps done."""
     validation_loss: Real
-    """Its loss."""
+    """The validation loss."""
     count: Real | None = None
-    """What the loss is averaged over."""
+    """Number of samples or tokens over which the loss is averaged."""
     seconds: Seconds | None = None
-    """Its time."""
+    """Duration of the validation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint(Event):
-    """A checkpoint is complete. In no file since it is seen in the folder; older releases wrote it."""
+    """A checkpoint is complete. Not written, as readers list the checkpoint folder; older releases wrote it."""
 
     kind = "checkpoint"
     step: StepNumber
-    """Steps that are done in it."""
+    """Steps done in the checkpoint."""
     path: Text
     """Where it is: a path or a URI."""
 
@@ -454,7 +454,7 @@ class DriverLoss(_TextEvent):
     generation: GenerationNumber | None = None
     """The newest generation that a driver has claimed."""
     step: StepNumber | None = None
-    """Steps that people have seen."""
+    """Last step that was reported to users."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -470,7 +470,7 @@ class WorkerJoin(_TextEvent, _WorkerEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerDrain(_TextEvent, _WorkerEvent):
-    """A worker has to leave."""
+    """A worker is asked to leave because its node is drained."""
 
     kind = "draining"
     tone = "warn"
@@ -494,7 +494,7 @@ class WorkerLeave(_TextEvent, _WorkerEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRequest(_TextEvent):
-    """Further workers are asked for."""
+    """The run requests more workers from the cluster."""
 
     kind = "hiring"
     worker: WorkerNumber | None = None
@@ -505,7 +505,7 @@ class WorkerRequest(_TextEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRelease(_TextEvent):
-    """Workers, or the demand for them, are given back."""
+    """Workers are released, or requests for workers are cancelled."""
 
     kind = "released"
     workers: WorkerNumbers | None = None
@@ -514,18 +514,18 @@ class WorkerRelease(_TextEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler(_TextEvent, _WorkerEvent):
-    """A worker has become slow, or is not slow any more."""
+    """A worker has become slow, or is no longer slow."""
 
     kind = "straggler"
     tone = "warn"
     coordinate: Text | None = None
     """Its seat."""
     times: Real | None = None
-    """How many times as long it takes as its like."""
+    """Ratio of its step time to that of comparable workers."""
     steps: StepNumber | None = None
-    """For how many steps."""
+    """Number of steps for which it has been slow."""
     over: Flag | None = None
-    """Whether it is not slow any more."""
+    """Whether it is no longer slow."""
     leaves: Flag | None = None
     """Whether it is asked to leave."""
 
@@ -537,12 +537,12 @@ STATE_SOURCES = {
     "checkpoint": "no memory has all of the state any more: all begin again from the checkpoint after {step} steps",
     "beginning": "no memory has all of the state any more: all begin again from the initial weights",
 }
-"""Source of a new generation's state, if not live workers -> its part of the line."""
+"""`state` of a new generation, unless it is live -> the text about it in the line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Generation(Event):
-    """What a new generation of workers is."""
+    """Fields that describe a new generation of workers."""
 
     plan: Text | None = None
     """Its plan in words."""
@@ -553,25 +553,25 @@ class _Generation(Event):
     step: StepNumber | None = None
     """Steps done when it begins."""
     moved_elements: Elements | None = None
-    """Elements of parameters that move between workers."""
+    """Number of parameter elements that move between workers."""
     state: Text | None = None
     """Where its state comes from: live, cut (the mirror's), checkpoint or beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery(_TextEvent, _Generation):
-    """The run recovers: training stands still, or a next generation is tried (then `workers` is given)."""
+    """The run recovers: training is paused (`workers` is None), or the next generation is being started with `workers`."""
 
     kind = "recovering"
     tone = "warn"
     generation: GenerationNumber | None = None
     """The number of the next generation."""
     workers: WorkerNumbers | None = None
-    """Its workers, by rank, once it is tried."""
+    """Its workers, by rank, once it is being started."""
 
     def line(self) -> str | None:
         if self.workers is None:
-            return f"training stands still: {plain_failure_text(self.text)}" if self.text is not None else None
+            return f"training is paused: {plain_failure_text(self.text)}" if self.text is not None else None
         plan = f" = {self.plan}" if self.plan else ""
         text = f"trying generation {self.generation}: {count_noun(len(self.workers), 'worker')}{plan}"
         if self.state in STATE_SOURCES:
@@ -592,9 +592,9 @@ class GenerationStart(_TextEvent, _Generation):
     kind = "generation"
     tone = "good"
     pause_s: Seconds | None = None
-    """Time without a step."""
+    """Time without a step, in seconds."""
     again: StepNumber | None = None
-    """Steps that are executed again."""
+    """Number of steps that are executed again."""
     schedule_was: Text | None = None
     """The schedule before, if it was another."""
     schedule_why: Text | None = None
@@ -607,7 +607,7 @@ class GenerationStart(_TextEvent, _Generation):
     """Its workers, by rank."""
 
     def line(self, missed: Sequence[int] = ()) -> str:
-        """`missed`: generations before it that came to nothing, and of which no line says so."""
+        """The line. `missed`: earlier generations that failed to start and that no line has reported."""
         told = [count_noun(len(self.workers), "worker")]
         if self.plan:
             told[0] += f" = {self.plan}"
@@ -617,7 +617,7 @@ class GenerationStart(_TextEvent, _Generation):
         if self.shards_was:
             now = f"{self.shards} shard{'s' * (self.shards != '1')} instead of {self.shards_was}"
             told.append(f"layers cut over {now}, which changes the bits from here on")
-        nothing = f" ({', '.join(map(str, missed))} came to nothing)" if missed else ""
+        nothing = f" ({', '.join(map(str, missed))} failed to start)" if missed else ""
         text = f"generation {self.generation}{nothing}: {', '.join(told)}"
         if self.step is not None:
             text += f"; training goes on after step {self.step}"
@@ -628,7 +628,7 @@ class GenerationStart(_TextEvent, _Generation):
         return text
 
 
-# -- what else people are told ---------------------------------------------------------------------------------------------
+# -- other messages --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -641,14 +641,14 @@ class Wait(_TextEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ActivityNotice(_TextEvent):
-    """What is waited for while there is nothing else to tell. In no file."""
+    """What the run is waiting for, while nothing else is printed. In no file."""
 
     kind = "waiting_for"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Note(_TextEvent):
-    """A remark."""
+    """A remark for the user."""
 
     kind = "note"
 
@@ -666,12 +666,12 @@ class RunWarning(Event):
         return f"warning: {self.text}"
 
 
-# -- what is not known -----------------------------------------------------------------------------------------------------
+# -- unknown and unreadable ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnknownEvent(Event):
-    """An event of a kind that this release does not know; it is kept and shown as it is."""
+    """An event of a kind that this release does not know; kept and shown unchanged."""
 
     name: str
     """Its kind."""
@@ -685,22 +685,22 @@ class UnknownEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadableLines(Event):
-    """Lines of a run's files that are no events: cut off, or with a missing or a wrong field."""
+    """Lines of a run's files that are not valid events: truncated, or with a missing or invalid field."""
 
     tone = "warn"
     file: str
     """Name of the file."""
     count: int
-    """How many they are."""
+    """Number of such lines."""
     why: str
-    """What is wrong with the first."""
+    """What is wrong with the first of them."""
 
     def line(self) -> str:
         return f"{count_noun(self.count, 'line')} of {self.file} cannot be read ({shorten(self.why)})"
 
 
 def parse_event(line: Any) -> Event:
-    """The event of a line of events.jsonl, or of data that a process was sent. Raises `ValueError` that says what is wrong.
+    """The event of a line of events.jsonl or of another process's data. Raises `ValueError` that says what is wrong.
 
     Fields that the kind does not have are kept in `more`.
     """
@@ -712,12 +712,12 @@ def parse_event(line: Any) -> Event:
 
 
 def text_event(kind: str, text: str) -> Event:
-    """An event of a kind that has a text alone: note, warning, waiting, stopping."""
+    """An event of a kind that has only a text: note, warning, waiting, stopping."""
     return parse_event({"kind": kind, "text": text})
 
 
 def read_event(line: Any) -> Event:
-    """The event of data that another process has sent; one that is not as expected, of another release, is kept as it is."""
+    """The event of another process's data. An invalid one, say of another release, becomes an `UnknownEvent`."""
     try:
         return parse_event(line)
     except ValueError:
@@ -742,7 +742,7 @@ def parse_metrics(line: Any) -> StepRecord | ValidationRecord:
 
 def _object(line: Any) -> Mapping[str, Any]:
     if not isinstance(line, dict):
-        raise ValueError(f"{shorten(line)} is no object with keys and values")
+        raise ValueError(f"{shorten(line)} is not a JSON object")
     return line
 
 
@@ -769,7 +769,7 @@ def _parse(line: Mapping[str, Any], kind: type[Event] | None, name: str) -> Even
     return kind(**given, time=at, more={key: value for key, value in line.items() if key not in known})
 
 
-# -- words -----------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------------------------------
 
 
 def seat_without_rank(coordinate: str) -> str:

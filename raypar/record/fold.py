@@ -1,7 +1,7 @@
-"""What the events of a run say of it: the one reader of their meaning. Pure; time is an argument.
+"""The state of a run, folded from its events: the only code that interprets them. Pure; time is an argument.
 
-`RunView.apply` takes the events one by one, in constant time; its memory is bounded however long the run. What people see
-(`raypar status`, `top`, `report`, `runs`, the end of `train`) is made of a view, and of the documents of the run folder.
+`RunView.apply` takes one event in constant time, and a view's memory is bounded however long the run. `raypar status`, `top`,
+`report`, `runs` and the end of `train` show a view and the documents of the run folder.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from raypar.record.series import PointSeries, ValueSample
 from raypar.record.story import Story
 from raypar.record.totals import RunTotals
 
-RECENT = 20
-"""Number of the last steps over which speed and computing time are measured."""
-UNDER_WAY = ("starting", "running", "recovering", "waiting")
+RECENT_STEPS = 20
+"""Number of last steps over which speed is measured."""
+ACTIVE_PHASES = ("starting", "running", "recovering", "waiting")
 """Phases of a run that has not ended."""
-MOST_UNKNOWN = 20
-"""Unknown fields, beyond which further ones are not told."""
+MOST_UNKNOWN_FIELDS = 20
+"""Number of unknown fields that are reported, at most."""
 MOST_NODES = 4096
-"""Drained nodes that are known apart; a run with more of them may count one twice."""
+"""Number of drained nodes that are remembered; a run with more of them may count one twice."""
 
 
 @dataclass
@@ -59,21 +59,21 @@ class StepStatistics:
     non_finite: int = 0
     """Steps whose loss is NaN or infinite."""
     seconds: float = 0.0
-    """Their time."""
+    """Sum of their durations."""
     samples: float = 0.0
-    """Their samples."""
+    """Sum of their samples."""
     counted: float = 0.0
-    """What their losses are averaged over: samples, or tokens."""
+    """Sum of `StepRecord.count`: samples or tokens."""
     first_loss: float | None = None
     """The first finite loss."""
     last_loss: float | None = None
     """The last finite loss."""
     bubble_s: float = 0.0
-    """Sum of bubble times seconds, over the steps that have a bubble."""
+    """Sum of bubble x duration over the steps that report a bubble."""
     bubble_seconds: float = 0.0
-    """Time of the steps that have a bubble."""
+    """Sum of the durations of these steps."""
     with_bubble: int = 0
-    """Number of steps that have one."""
+    """Number of these steps."""
     learning_rates: tuple[float, float, float, float] | None = None
     """(first, least, largest, last) learning rate."""
     step_seconds: ValueSample = field(default_factory=ValueSample)
@@ -121,13 +121,13 @@ class RecentSpeed(NamedTuple):
 
 
 class RunView:
-    """What the events so far say of a run. It takes those of metrics.jsonl and events.jsonl in order of time (`timeline`)."""
+    """The state of a run after the events so far: those of metrics.jsonl and events.jsonl in order of time (`timeline`)."""
 
     def __init__(self, totals: RunTotals | None = None) -> None:
-        """`totals`: those of former drivers, which go on."""
+        """`totals`: the totals of earlier drivers, to which this view adds."""
         self.steps = StepStatistics()
         """All steps, each once."""
-        self.recent: deque[StepRecord] = deque(maxlen=RECENT)
+        self.recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         """The last steps. A step that comes again, in a resumed run, replaces itself and those after it."""
         self.validation: ValidationRecord | StepRecord | None = None
         """The last validation with a finite loss."""
@@ -140,9 +140,9 @@ class RunView:
         self.several_workers = False
         """Whether a step reports the memory of several workers."""
         self.totals = totals or RunTotals()
-        """What the events count. The time for which workers were held is known to the driver only (totals.json)."""
+        """Totals of the events. Only the driver knows the time for which workers were held (totals.json)."""
         self.workers = 0
-        """Number of workers of a step that does not name their memory."""
+        """Number of workers, for steps that do not report memory by rank."""
         self.story = Story()
         """The events as lines."""
         self.history = HistoryFold()
@@ -152,7 +152,7 @@ class RunView:
         self.started_s: float | None = None
         """When the run was started first."""
         self.lost_since_start: set[int] = set()
-        """Workers reported lost since the last start, all of them; worker numbers begin anew there."""
+        """Workers lost since the last start, at which worker numbers begin again."""
         self.generation: GenerationStart | None = None
         """The last generation that replaced another one."""
         self.generation_s = 0.0
@@ -166,11 +166,11 @@ class RunView:
         self.lost_nodes = 0
         """Nodes that were lost with all of their workers."""
         self.drained_nodes: dict[str, None] = {}
-        """Nodes whose workers were asked to leave; a worker's number where the node is not known."""
+        """Nodes whose workers were asked to leave (a text with the worker's number if the node is unknown). An ordered set."""
         self.timed_changes = 0
         """Changes of workers or plan whose pause is known."""
         self.broken_off = 0
-        """Resumptions of a run that had broken off."""
+        """Number of resumptions after the whole run was killed."""
         self.resumed_s: float | None = None
         """When the last resumption was asked for; identifies it."""
         self.unknown_fields: set[str] = set()
@@ -214,14 +214,14 @@ class RunView:
         return self.recent[-1] if self.recent else None
 
     def _is_known(self, event: StepRecord | ValidationRecord) -> bool:
-        """Whether this very line was applied before: a file that is written anew contains it again."""
+        """Whether this line was applied before: a file that is rewritten contains it again."""
         last = self.last_step
         if last is None or event.step > last.step or (event.step == last.step and isinstance(event, ValidationRecord)):
             return False
         return (event.time or 0.0) <= (last.time or 0.0)
 
     def _add_step(self, step: StepRecord) -> bool:
-        """Add a step; False if it was applied before. One that comes again, of a resumed run, is not counted again."""
+        """Add a step; False if this line was applied before. A step that a resumed run executes again is not counted again."""
         if self._is_known(step):
             return False
         while self.recent and self.recent[-1].step >= step.step:
@@ -258,7 +258,7 @@ class RunView:
         self.story.add(event)
         self.totals.add_event(event)
         if event.more and not isinstance(event, UnknownEvent):
-            self._tell_unknown_fields(event)
+            self._report_unknown_fields(event)
         match event:
             case RunStart():
                 self.start, self.end = event, None
@@ -284,11 +284,11 @@ class RunView:
         if isinstance(event, (RunStart, Resumption, GenerationStart, EndOfRun)):
             self.boundary = event.kind
 
-    def _tell_unknown_fields(self, event: Event) -> None:
-        """Add a line about fields that this release does not know, once for each, unless there are very many."""
+    def _report_unknown_fields(self, event: Event) -> None:
+        """Add a line about fields that this release does not know: once for each, and `MOST_UNKNOWN_FIELDS` at most."""
         new = (f"{event.kind}.{name}" for name in event.more if f"{event.kind}.{name}" not in self.unknown_fields)
-        names = list(islice(new, MOST_UNKNOWN))
-        if names and len(self.unknown_fields) < MOST_UNKNOWN:
+        names = list(islice(new, MOST_UNKNOWN_FIELDS))
+        if names and len(self.unknown_fields) < MOST_UNKNOWN_FIELDS:
             self.unknown_fields.update(names)
             text = f"events have fields that this release of raypar does not know: {shorten(', '.join(names))}"
             self.story.add(Note(text=text, time=event.time))
@@ -299,7 +299,7 @@ class RunView:
             return None
         at, told = self.end.time or 0.0, members or {}
         stepped = self._validation_s if self._validation_s is not None else self.last_step.time if self.last_step else None
-        under_way = told.get("phase") in UNDER_WAY and told.get("time", 0.0) > at
+        under_way = told.get("phase") in ACTIVE_PHASES and told.get("time", 0.0) > at
         return None if under_way or (stepped or 0.0) > at else self.end
 
     def is_leaving(self, node: str) -> bool:
@@ -345,7 +345,7 @@ def speed_of(steps: Sequence[StepRecord]) -> RecentSpeed:
 
 
 def peak_sizes(step: StepRecord | None) -> list[float]:
-    """Peak resident memory by rank, in bytes; empty if one is unknown."""
+    """Peak resident memory by rank, in bytes; empty if that of any rank is unknown."""
     found = (step.peak_rss_bytes if step is not None else None) or ()
     sizes = [float(size) for size in found if is_finite_number(size) and size > 0]
     return sizes if len(sizes) == len(found) else []

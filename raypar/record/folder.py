@@ -1,7 +1,7 @@
-"""What is where in a run folder, and the checks of its JSON documents before they are used. Pure.
+"""The files of a run folder, and the validation of its JSON documents. Pure.
 
-The lines of metrics.jsonl and events.jsonl are the events of `events.py`. Unknown keys of documents are allowed; a known key
-has its type, or is null or absent where that is allowed.
+`events.py` defines the lines of metrics.jsonl and events.jsonl. Documents may have unknown keys; a known key has a value of its
+type, or is null or absent where that is allowed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from raypar.record.events import (
     MAX_WORKER_NUMBER,
     STEP,
     TIME,
-    WHO,
     WORKER,
+    WORKER_FIELDS,
     Check,
     is_count,
     is_flag,
@@ -35,13 +35,13 @@ PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 """One line per committed step or validation."""
 EVENTS = "events.jsonl"
-"""One line per event of the cluster or the run."""
+"""One line per event of the run."""
 MEMBERS = "members.json"
-"""Phase, plan and workers right now; replaced as a whole at every change."""
+"""The present phase, plan and workers; replaced as a whole at every change."""
 CLUSTER = "cluster.json"
 """Address of the last start's Ray cluster, and the raylets of a local one."""
 TOTALS = "totals.json"
-"""What the run has done since its first start (`totals.RunTotals`); replaced as a whole."""
+"""Totals since the run's first start (`totals.RunTotals`); replaced as a whole."""
 TRACE = "trace.json"
 """Chrome/Perfetto trace of a measured step, with the data of the drawing in its `otherData`."""
 SWIMLANE = "swimlane.svg"
@@ -49,7 +49,7 @@ SWIMLANE = "swimlane.svg"
 ERROR = "error.txt"
 """The error of a failed run, with all frames."""
 WHY_NO_JOB = "why_no_job.txt"
-"""Which functions and objects of a job that was given in Python no job file can name. Only there without a job.yaml."""
+"""Functions and objects of a job given in Python that a job file cannot name. Written instead of job.yaml."""
 CHECKPOINTS = "checkpoints"
 """The folder of the checkpoints."""
 TRACKER_IDS = ("wandb.id", "mlflow.id")
@@ -76,7 +76,8 @@ FIELDS: dict[str, dict[str, Check]] = {
     },
     MEMBERS: {
         "time": TIME, "phase": is_text, "generation": is_count(MAX_GENERATIONS), "step": STEP, "plan": is_text,
-        "schedule": is_text, "steps": STEP, "members": _records(WHO), "spares": _records(WHO), "wanted": WORKER, "why": is_text,
+        "schedule": is_text, "steps": STEP, "members": _records(WORKER_FIELDS), "spares": _records(WORKER_FIELDS),
+        "wanted": WORKER, "why": is_text,
         "driver_pid": is_count(2**31),
         "replaying": lambda value: isinstance(value, dict) and all(STEP(value.get(key)) for key in ("step", "until")),
     },
@@ -92,7 +93,7 @@ NEVER_NULL = ("time", "stages", "members", "spares", "nodes")
 def check_document(name: str, found: Any) -> None:
     """Raise `ValueError` unless `found` is valid as the content of the document `name`, one of `FIELDS`."""
     if not isinstance(found, dict):
-        raise ValueError(f"{shorten(found)} is no object with keys and values")
+        raise ValueError(f"{shorten(found)} is not a JSON object")
     key = _wrong(found, FIELDS[name], ("phase",) if name == MEMBERS else ())
     if key is not None:
         raise ValueError(f"{key} is {shorten(found[key])}" if key in found else f"it has no {key}")

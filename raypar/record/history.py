@@ -1,6 +1,6 @@
-"""The history of a run over time, for its charts: times of steps, losses, number of workers, faults. Pure.
+"""The history of a run over time, for its charts: steps, losses, number of workers, faults. Pure.
 
-Its clock stands still while the run does not run: from the last sign of life before a start to that start.
+Its clock excludes the time in which the run was not running: from the last line before a later start to that start.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from raypar.record.events import (
 )
 from raypar.record.series import MOST_POINTS, IntervalSeries, PointSeries
 
-MANY = 10
-"""More marks than this get short labels."""
+SHORT_LABELS_ABOVE = 10
+"""With more marks than this, labels are short."""
 MOST_MARKS = 4096
-"""Marks, pauses and changes of the number of workers that are kept; older ones are dropped."""
-SAME = 0.004
-"""Marks of one kind that lie closer than this share of the time are one mark: a node takes several workers with it."""
-WHOLE = {"driver": ("driver", "driver lost"), "started": ("resumed", "run resumed")}
+"""Number of marks, of pauses and of changes of the worker count that are kept, at most; older ones are dropped."""
+SAME_MARK_SHARE = 0.004
+"""Marks of one kind are merged if they are closer than this share of the whole time, such as the workers of a lost node."""
+WHOLE_RUN_LABELS = {"driver": ("driver", "driver lost"), "started": ("resumed", "run resumed")}
 """Kind of event that concerns the whole run -> its short and its long label."""
 
 
@@ -52,7 +52,7 @@ class _Mark:
 
 
 class HistoryFold:
-    """Collects the history from a run's events, in the order of time. Times within are of its clock, in seconds."""
+    """Collects the history from a run's events, given in order of time. Its times are seconds of the history's clock."""
 
     def __init__(self, most_points: int | None = MOST_POINTS) -> None:
         self.steps = IntervalSeries(most_points)
@@ -66,7 +66,7 @@ class HistoryFold:
         self._begun = False
         """Whether there was a step."""
         self._origin = 0.0
-        """Unix time of the start of the first step, without the time in which the run did not run; 0 before it."""
+        """Unix time of the start of the first step, less the time in which the run was not running; 0 before that step."""
         self._end = 0.0
         """End of the last step."""
         self._marks: list[_Mark] = []
@@ -79,17 +79,17 @@ class HistoryFold:
         self._first_workers = 0
         """Number of workers that the first step names."""
         self._idle_s = 0.0
-        """Time so far in which the run did not run."""
+        """Total time in which the run was not running."""
         self._idle: list[tuple[float, float]] = []
-        """(end by the clock, length) of each such time."""
+        """(time of the clock, length) of each such interval."""
         self._started = False
         self._written_s: float | None = None
         """Unix time of the last step or event."""
         self._alive_s: float | None = None
-        """Unix time of the last sign of life before the resumption that no start has followed yet."""
+        """Unix time at which the run last wrote something before a resumption; None once the resumed run has started."""
 
     def apply(self, event: Event) -> None:
-        """Add the next event. Without a time it has no place here."""
+        """Add the next event. One without a time only adds its loss."""
         if isinstance(event, StepRecord) and not self._begun and event.time is not None:
             self._begin(event, event.time)
         at = math.nan if event.time is None else self._clock(event.time)
@@ -110,11 +110,11 @@ class HistoryFold:
         self._written_s = event.time if self._written_s is None else max(self._written_s, event.time)
 
     def _clock(self, time_s: float) -> float:
-        """The time by the history's clock: from the start of the first step on, since then."""
+        """Unix time -> time of the history's clock: seconds since the start of the first step."""
         return time_s - self._idle_s - self._origin
 
     def _begin(self, step: StepRecord, time_s: float) -> None:
-        """Begin the history with its first step; what was before it gets negative times."""
+        """Set time 0 to the start of the first step; earlier entries get negative times."""
         self._begun, self._origin = True, self._clock(time_s) - step.seconds
         self._marks = [replace(mark, at=mark.at - self._origin) for mark in self._marks]
         self._workers = [(at - self._origin, count) for at, count in self._workers]
@@ -132,7 +132,7 @@ class HistoryFold:
                 if event.former_end_s is not None:
                     self._alive_s = max(self._alive_s, event.former_end_s)
             case RunStart():
-                idle_s = self._stand_still(time_s)
+                idle_s = self._exclude_idle_time(time_s)
             case _:
                 pass
         at = self._clock(time_s)
@@ -142,8 +142,8 @@ class HistoryFold:
         if isinstance(event, GenerationStart) and event.pause_s:
             _keep(self._pauses, (at - event.pause_s, at))
 
-    def _stand_still(self, start: float) -> float:
-        """Take the time without a run before a start out of the clock; returns its length."""
+    def _exclude_idle_time(self, start: float) -> float:
+        """Exclude the time without a run before a start from the clock; returns its length in seconds."""
         last = self._alive_s if self._alive_s is not None else self._written_s
         again, self._started, self._alive_s = self._started, True, None
         if not again:
@@ -152,7 +152,7 @@ class HistoryFold:
         self._idle_s += idle_s
         stop = self._clock(start)
         self._idle.append((stop, idle_s))
-        # What was written meanwhile is put at the time at which the clock stands.
+        # Entries from within the excluded time move to the time at which the clock was stopped.
         for number in _later(self._marks, stop, lambda mark: mark.at):
             self._marks[number] = replace(self._marks[number], at=stop)
         for number in _later(self._workers, stop, lambda change: change[0]):
@@ -180,7 +180,7 @@ class HistoryFold:
         self._seated = seated
         _keep(self._workers, (at, len(seated or ())))
 
-    # -- what charts and reports need ----------------------------------------------------------------------------------------
+    # -- for charts and reports ----------------------------------------------------------------------------------------------
 
     @property
     def end_s(self) -> float:
@@ -189,18 +189,18 @@ class HistoryFold:
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time since the first step that went into steps that count; None before the first step.
+        """The share of the time since the first step that was spent in committed steps; None before the first step.
 
-        Steps that are executed again come once; pauses, replays and waits are what is missing.
+        A step that was executed again counts once; pauses, replays and waits do not count.
         """
         return min(1.0, self.step_s / self.end_s) if self.end_s else None
 
     def history(self, *, with_losses: bool = True) -> RunHistory:
-        """The history, as the chart takes it. Time 0 is the start of the first step; what was before is left out."""
+        """The history in the form of the chart. Time 0 is the start of the first step; earlier entries are left out."""
         if not self._begun:
             return RunHistory((), (), (), (), 0.0)
         end_s = self.end_s
-        validated = [(min(end_s, at), loss) for _, loss, at in self.validations.points]  # one at the end comes later
+        validated = [(min(end_s, at), loss) for _, loss, at in self.validations.points]  # the last one may be later
         return RunHistory(
             tuple(self.steps.intervals),
             self._worker_counts(),
@@ -224,12 +224,12 @@ class HistoryFold:
 
 
 def _later(entries: Sequence[_T], at: float, time_of: Callable[[_T], float]) -> Iterator[int]:
-    """The numbers of the last entries, which are in the order of time, that are later than a time."""
+    """Indices, from the last one back, of the entries later than `at`. `entries`: in order of time."""
     return takewhile(lambda number: time_of(entries[number]) > at, range(len(entries) - 1, -1, -1))
 
 
 def _keep(kept: list[_T], one: _T) -> None:
-    """Add one more; of too many the older half is dropped."""
+    """Append an entry; if there are more than `MOST_MARKS`, drop the older half."""
     kept.append(one)
     if len(kept) > MOST_MARKS:
         del kept[: MOST_MARKS // 2]
@@ -244,13 +244,13 @@ def make_history_marks(told: Sequence[tuple[float, Event, float]], extent: float
     last: dict[str, int] = {}
     for at, event, idle_s in told:
         number = last.get(event.kind)
-        if number is not None and at - groups[number][0] < SAME * extent:
+        if number is not None and at - groups[number][0] < SAME_MARK_SHARE * extent:
             start, kind, among, idle = groups[number]
             groups[number] = (start, kind, [*among, event], idle + idle_s)
         else:
             last[event.kind] = len(groups)
             groups.append((at, event.kind, [event], idle_s))
-    crowded = len(groups) > MANY
+    crowded = len(groups) > SHORT_LABELS_ABOVE
     return tuple(
         ChartMark(at, kind, mark_label(kind, among, idle), mark_label(kind, among, idle, brief=True) if crowded else "")
         for at, kind, among, idle in groups
@@ -259,9 +259,9 @@ def make_history_marks(told: Sequence[tuple[float, Event, float]], extent: float
 
 def mark_label(kind: str, events: Sequence[Event], idle_s: float, *, brief: bool = False) -> str:
     """The label of a mark: `workers 2, 3 lost`; briefly `2, 3`. `idle_s`: the time without a run before it."""
-    if kind in WHOLE:
+    if kind in WHOLE_RUN_LABELS:
         later = f", {format_duration(idle_s)} later" if kind == "started" and idle_s >= 1 and not brief else ""
-        return WHOLE[kind][0 if brief else 1] + later
+        return WHOLE_RUN_LABELS[kind][0 if brief else 1] + later
     if kind == "draining":
         named = [short_node_id(one.node) for one in events if isinstance(one, WorkerDrain) and one.node]
         nodes = list(dict.fromkeys(node[:4] if brief else node for node in named))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from raypar.draw.line_chart import downsample_min_max
 
 MOST_POINTS = 8192
-"""A series keeps every point up to so many; of longer ones at least half as many stay."""
+"""Number of points beyond which a series is thinned, to at least half as many."""
 
 Point = tuple[float, ...]
-"""(place, value, ...): the place grows from point to point."""
+"""(x, y, ...), with increasing x."""
 
 
 class PointSeries:
-    """Points of which the least and the largest of each part of the axis stay, as `schedule.line_chart` draws them."""
+    """Points of a line chart. When thinned, it keeps the lowest and the highest point of each section of the x axis."""
 
     def __init__(self, most: int = MOST_POINTS) -> None:
         self.most = most
@@ -28,7 +28,7 @@ class PointSeries:
 
 
 class ValueSample:
-    """Values of which every n-th stays, with n = 1 for as many as fit: for a median."""
+    """Every n-th value of a sequence, for medians. n doubles whenever there are more than `most` values."""
 
     def __init__(self, most: int = MOST_POINTS) -> None:
         self.most = most
@@ -36,7 +36,7 @@ class ValueSample:
         self.values: list[float] = []
         """Every `stride`-th value."""
         self.stride = 1
-        """One value of so many is kept."""
+        """n: one of this many values is kept."""
         self._count = 0
 
     def add(self, value: float) -> None:
@@ -49,15 +49,17 @@ class ValueSample:
 
 
 class IntervalSeries:
-    """(start, end, amount) of consecutive intervals; where there are too many, neighbours become one."""
+    """(start, end, amount) of consecutive intervals; when there are too many, pairs of neighbours are merged."""
 
     def __init__(self, most: int | None = MOST_POINTS) -> None:
         self.most = most
-        """The number of intervals beyond which pairs become one; None: all stay."""
+        """The number of intervals beyond which pairs are merged; None: all are kept."""
         self.intervals: list[tuple[float, float, float]] = []
         """The intervals, in order."""
         self._stride = 1
+        """Number of added intervals that are merged into one."""
         self._in_last = 0
+        """Number of added intervals in the last one."""
 
     def add(self, start: float, end: float, amount: float) -> None:
         """Add the next interval."""

@@ -1,4 +1,4 @@
-"""The story of a run: its events as lines for people, in order, with a bounded number of them. Pure."""
+"""The story of a run: the lines of its events, in order, and at most so many that memory is bounded. Pure."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ class StoryLine:
     event: Event
     """The event."""
     line: str
-    """The line that was told when it happened."""
+    """The line that was printed when it happened."""
     summary: str
-    """The line for people who are told only of the recovery that is not over."""
+    """The line in `Story.summary`, which leaves out the lines of finished recoveries."""
 
 
 class Story:
-    """The lines of a run's events: the first and the last ones. Of a row of checkpoints it has the last one."""
+    """The first and the last lines of a run's events. Of consecutive checkpoints only the last is kept."""
 
     def __init__(self) -> None:
         self.first: list[StoryLine] = []
         """The first lines."""
         self.last: deque[StoryLine] = deque(maxlen=LAST_LINES)
-        """The last lines, which may be among the first, too."""
+        """The last lines; in a short story some are in `first`, too."""
         self.count = 0
         """Number of all lines."""
         self._narrator = Narrator()
         self._generation = 1
         """The last generation that has trained."""
         self._over = 0
-        """Number of lines before those about the recovery that is not over."""
+        """Number of lines before those about the present recovery."""
         self._checkpoint: StoryLine | None = None
         """The line of the last checkpoint."""
         self._after_checkpoint = False
@@ -77,7 +77,7 @@ class Story:
         self._superseded = 0
         """Number of lines that `summary` leaves out."""
         self._recoveries = 0
-        """Number of lines about the recovery that is not over."""
+        """Number of lines about the present recovery."""
 
     def add(self, event: Event) -> None:
         """Add the next event; not for steps and validations."""
@@ -114,13 +114,16 @@ class Story:
         self.count -= 1
 
     def lines(self, first: int, last: int) -> tuple[list[StoryLine], int]:
-        """(the first and the last lines of the story, how many between them are left out). Both are few enough to be kept."""
+        """(the first `first` and the last `last` lines, number of lines left out between them).
+
+        `first` is at most `FIRST_LINES`, `last` at most `LAST_LINES`.
+        """
         if self.count <= first + last:
             return list(self.last), 0
         return [*self.first[:first], *list(self.last)[-last:]], self.count - first - last
 
     def summary(self) -> tuple[list[StoryLine], int]:
-        """(the last lines, how many before them are left out): only the last checkpoint, only the recovery that is not over."""
+        """(the last lines, number of lines left out before them), with only the last checkpoint and the present recovery."""
         before = self.count - len(self.last)
         told = [
             one

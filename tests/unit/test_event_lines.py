@@ -37,7 +37,7 @@ STEP = {"kind": "step", "loss": 2.5, "count": 8.0, "seconds": 0.1, "samples_per_
         ),
         (
             {"kind": "recovering", "generation": 2, "text": "worker 0 (stage 0): the connection was closed"},
-            "training stands still: worker 0 (stage 0): the connection was closed",
+            "training is paused: worker 0 (stage 0): the connection was closed",
         ),
         (
             {"kind": "recovering", "generation": 2, "workers": [0], "plan": "1 stage x 1 replica", "moved_elements": 3100},
@@ -165,7 +165,7 @@ def test_the_progress_line_shows_generation_and_workers_once_they_differ_from_th
     assert lines[1].startswith("step 49/200  loss 2.5000  80 samples/s") and "gen" not in lines[1]
     assert lines[2:5] == [
         "lost worker 3 (pid 77): killed",
-        "training stands still: the step is aborted; 3 of 4 workers answer",
+        "training is paused: the step is aborted; 3 of 4 workers answer",
         "generation 2: 3 workers; training goes on after step 49, after a pause of 0.10 s",
     ]
     assert lines[5].endswith("ETA 12 s  gen 2, 3 workers")
@@ -199,7 +199,7 @@ def test_numbers_of_generations_that_were_never_tried_are_accounted_for():
         {"kind": "generation", "generation": 4, "workers": [0]},
         {"kind": "generation", "generation": 5, "workers": [0, 1]},
     )
-    assert lines[-2:] == ["generation 4 (2, 3 came to nothing): 1 worker", "generation 5: 2 workers"]
+    assert lines[-2:] == ["generation 4 (2, 3 failed to start): 1 worker", "generation 5: 2 workers"]
 
 
 def test_the_last_step_of_a_run_that_is_stopped_is_shown_also_if_lines_have_just_been_printed():

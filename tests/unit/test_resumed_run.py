@@ -22,7 +22,7 @@ NOW = "2 stages x 1 replica"
 STARTED = {"kind": "started", "time": 999.0, "text": "4 workers", "workers": [{"worker": n} for n in range(4)]}
 TEXT = (
     "resumed from the checkpoint after step 120; steps 121-152 had been reported and are executed again; "
-    "the run had broken off after step 152 without recording an end (killed?); "
+    "the run had ended after step 152 without recording why (killed?); "
     "plan 2 stages x 2 replicas -> 2 stages x 1 replica"
 )
 
@@ -60,13 +60,13 @@ def test_a_resumption_says_from_where_what_is_executed_again_how_the_former_star
 
 @pytest.mark.parametrize("metrics, events, plan, text", [
     (steps(1, 121, 0.0), (STARTED,), BEFORE, "; step 121 had been reported and is executed again; "
-     "the run had broken off after step 121 without recording an end (killed?)"),
+     "the run had ended after step 121 without recording why (killed?)"),
     (steps(1, 120, 0.0), (STARTED, {"kind": "end", "end": "stopped"}), BEFORE, ""),
     (steps(1, 122, 0.0), (STARTED, {"kind": "end", "end": "failed"}), BEFORE,
      "; steps 121-122 had been reported and are executed again"),
     ([], (), NOW, "; plan 2 stages x 2 replicas -> 2 stages x 1 replica"),
     (steps(1, 90, 0.0), (STARTED, {"kind": "end", "end": "stopped"}, {"kind": "resumed", "text": "x", "step": 1}), BEFORE,
-     "; the run had broken off after step 120 without recording an end (killed?)"),
+     "; the run had ended after step 120 without recording why (killed?)"),
 ])  # fmt: skip
 def test_what_did_not_happen_is_not_told(metrics, events, plan, text):
     assert resumption(metrics, events, plan=plan).text == "resumed from the checkpoint after step 120" + text

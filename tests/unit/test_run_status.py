@@ -164,10 +164,10 @@ def test_an_elastic_run_is_told_with_its_members_spares_and_story():
     shown = format_status(of())
     assert "  11      spare               b09ad58f  5011  alpha" in shown
     assert "lost worker 3 (pid 5003, node 70961f5a): killed" in shown
-    assert "stands still" not in shown, "it is over"
-    assert "stands still" in format_status(of(events=EVENTS[:-1]))
+    assert "is paused" not in shown, "it is over"
+    assert "is paused" in format_status(of(events=EVENTS[:-1]))
     resumed = [{**event, "time": 1005.1} for event in (EVENTS[0], EVENTS[4])]
-    assert "stands still" in format_status(of(events=EVENTS + resumed)), "a run that is resumed counts its generations anew"
+    assert "is paused" in format_status(of(events=EVENTS + resumed)), "a run that is resumed counts its generations anew"
     assert "checkpoint b" in shown and "checkpoint a" not in shown
 
 

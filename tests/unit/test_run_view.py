@@ -10,7 +10,7 @@ import pytest
 from helpers.recorded_runs import events_of, history_of, view_of
 
 from raypar.record.events import KINDS, Elements, Event, StepRecord, UnknownEvent, parse_event, read_event
-from raypar.record.fold import RECENT, RunView
+from raypar.record.fold import RECENT_STEPS, RunView
 from raypar.record.history import MOST_MARKS
 from raypar.record.series import MOST_POINTS, IntervalSeries, PointSeries, ValueSample
 from raypar.record.story import LAST_LINES
@@ -61,7 +61,7 @@ def test_a_long_run_takes_as_little_memory_as_a_short_one_and_no_longer_for_each
     assert time.monotonic() - began_s < 30.0
     history = view.history.history()
     sizes = (len(history.steps), len(history.losses), len(view.steps.step_seconds.values))
-    assert max(sizes) <= MOST_POINTS and len(view.story.last) == LAST_LINES and len(view.recent) == RECENT
+    assert max(sizes) <= MOST_POINTS and len(view.story.last) == LAST_LINES and len(view.recent) == RECENT_STEPS
     assert len(view.drained_nodes) <= MOST_MARKS and len(history.marks) <= MOST_MARKS
     assert view.steps.count == 40_000 and view.totals.lost_workers == 5000 and view.story.count == 10_000
     assert max(loss for _, loss in history.losses) == 9.0, "peaks stay where they are"
