@@ -88,7 +88,7 @@ class CpuWaitDeadlineExtension:
 
 
 SILENT_SHARE, SILENT_MEDIANS = 0.5, 3.0
-"""A worker that also answers no pings is given up after this share of the step's limit, or so many median steps."""
+"""A worker that also answers no pings counts as lost after this share of the step's limit, or this many median steps."""
 
 
 def step_deadline_s(m: RunState) -> float:
@@ -141,11 +141,10 @@ def find_mute_workers(m: RunState) -> tuple[int, ...]:
 
 
 def extend_step_for_slow_sample(m: RunState, event: Tick) -> bool:
-    """Begin the limit of the oldest step in flight anew, if the step is over it because a worker that answers pings reads
-    samples for it. True if the step waits for that.
+    """Restart the limit of the oldest step in flight if it has passed while a worker that answers pings still reads samples.
 
-    Such a worker is alive and would not be read for any faster by another one. The step may take `slow_sample_s` in all. The
-    limit of workers that answer no pings does not begin anew.
+    Returns whether the step waits for that. Another worker would read the same samples no faster. The step may take
+    `RunPolicy.slow_sample_s` in all. The limit of workers that answer no pings is not restarted.
     """
     timer, health = m.timer, m.health
     reading = set(find_overdue_workers(m, -1.0)) & event.reading - event.unheard

@@ -107,7 +107,7 @@ class SuspectNodes:
         """Node -> length of its latest suspicion."""
 
     def suspect(self, node: str, now_s: float) -> None:
-        """Suspect a node from now on. If it is suspected already, the same length begins anew, and is not doubled."""
+        """Suspect a node from now on. If it is suspected already, its suspicion restarts with the same length."""
         if node not in self.at(now_s):
             self._lasts_s[node] = min(2 * self._lasts_s.get(node, SUSPECT_S / 2), MOST_SUSPECT_S)
         self._until_s[node] = now_s + self._lasts_s[node]
@@ -118,27 +118,27 @@ class SuspectNodes:
 
 
 YOUNG_S = 120.0
-"""A node that is lost at this age or before is one that flaps."""
+"""The loss of a node of at most this age counts as a flap."""
 LEAST_AGE_S = 30.0
-"""The age that new nodes have to reach after the second node that flapped. Each further one doubles it, up to `YOUNG_S`."""
+"""The age that new nodes must reach after the second flap. Each further flap doubles it, up to `YOUNG_S`."""
 CALM_S = 600.0
-"""This long after the last node that flapped, beyond the age that is asked for, new nodes are trusted again."""
+"""New nodes are trusted again after this time, plus the required age, without a flap."""
 
 
 class FlappingNodes:
-    """Keeps workers off new nodes while nodes flap: join, and are lost soon after.
+    """Keeps workers off new nodes while nodes flap, that is, join and are lost soon after.
 
-    A node that joins again has a new id, and several may share an address, so a machine that flaps is not recognised: while any
-    does, every new node has to reach an age first. Nodes that were there at the first look are not new.
+    A node that joins again has a new id, and several nodes may share an address, so a flapping machine cannot be recognised.
+    Instead every new node must reach an age first while any node flaps. Nodes of the first `see` do not count as new.
     """
 
     def __init__(self) -> None:
         self._seen_s: dict[str, float] = {}
-        """Node -> when it was first seen; -inf for those of the first look."""
+        """Node -> when it was first seen; -inf for those of the first `see`."""
         self._flaps = 0
-        """Number of nodes that have flapped since it was calm."""
+        """Number of flaps since the last calm period."""
         self._last_s = -math.inf
-        """When the last one was lost."""
+        """Time of the last flap."""
 
     def see(self, nodes: Iterable[str], now_s: float) -> None:
         """Note the nodes that live now."""
@@ -147,9 +147,9 @@ class FlappingNodes:
             self._seen_s.setdefault(node, since_s)
 
     def lose(self, node: str, now_s: float) -> float | None:
-        """Note the loss of a node. Returns the age that new nodes have to reach from now on.
+        """Note the loss of a node. Returns the age that new nodes must reach from now on.
 
-        None if the node was old, or the first that was lost young, as any node may be once.
+        None if the loss is no flap, or is the first flap, which may be an accident.
         """
         age_s = now_s - self._seen_s.pop(node, -math.inf)
         if age_s > YOUNG_S:
@@ -159,7 +159,7 @@ class FlappingNodes:
         return self._asked_age_s() or None
 
     def least_age_s(self, now_s: float) -> float:
-        """The age that a new node has to reach before a worker is started on it; 0 where no node has flapped."""
+        """The age that a new node must reach before a worker is started on it; 0 while nodes do not flap."""
         return 0.0 if self._is_calm(now_s) else self._asked_age_s()
 
     def at(self, now_s: float) -> frozenset[str]:

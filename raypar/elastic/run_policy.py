@@ -35,8 +35,8 @@ class RunPolicy:
     step_deadline_times: float = 20.0
     """A step may also take this multiple of the longest recent step."""
     slow_sample_s: float = 120.0
-    """How long a step may take in all while a worker that answers pings reads samples for it. Another worker would read the
-    same samples."""
+    """How long a step may take in all while a worker that answers pings reads samples for it. Replacing that worker would not
+    help, as another one would read the same samples."""
     pass_deadline_s: float = 600.0
     """Limit for a validation pass, a checkpoint, and the planner."""
     root_cause_s: float = 3.0
@@ -44,9 +44,9 @@ class RunPolicy:
     save_grace_s: float = 10.0
     """How long a failed run waits for a checkpoint that is being written."""
     save_wait_s: float = 300.0
-    """How long a run that is done waits for a disk on which its last checkpoint cannot be written; 0: not at all."""
+    """How long a finished run retries its last checkpoint while the disk is full or unavailable; 0: it does not."""
     save_retry_s: float = 10.0
-    """Time from one attempt at that checkpoint to the next."""
+    """Time between two attempts to write that checkpoint."""
     callbacks_s: float = 10.0
     """How long callbacks may take, after the grace of a Ctrl-C, for steps that all workers have applied."""
     abort_s: float = 1.5

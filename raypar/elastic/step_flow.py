@@ -182,9 +182,10 @@ def explain_unsaved_state(m: RunState, error: Exception) -> Exception:
 
 
 def wait_for_disk(m: RunState) -> bool:
-    """Have the last checkpoint written again later, because it could not be written. False if the run waits no longer.
+    """Schedule another attempt at the last checkpoint, which could not be written. False if the run waits no longer.
 
-    The workers hold the state: once the disk has room, or is there again, nothing is lost. After Ctrl-C nobody waits.
+    The workers still hold the state, so nothing is lost if the disk has room, or is available, in time. A run does not wait
+    after Ctrl-C.
     """
     p, now_s = m.progress, m.timer.now_s
     since_s = now_s if p.unsaved_since_s is None else p.unsaved_since_s
@@ -206,9 +207,9 @@ def wait_for_disk(m: RunState) -> bool:
 
 
 def retry_last_checkpoint(m: RunState) -> Phase | None:
-    """Begin the last checkpoint again, which waits for a disk, if it is due, or end the run after Ctrl-C.
+    """Start the next attempt at the last checkpoint if it is due, or end the run after Ctrl-C.
 
-    If it fails again `end_if_saved` decides anew.
+    If the attempt fails, `end_if_saved` decides again.
     """
     p = m.progress
     assert p.retry_save_at_s is not None

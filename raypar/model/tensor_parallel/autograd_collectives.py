@@ -86,6 +86,8 @@ class _Join(torch.autograd.Function):
 
 
 class _ContiguousPart(torch.autograd.Function):
+    """Identity that makes the value, and its gradient, contiguous and aligned."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -159,7 +161,7 @@ def scatter_to_shards(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
 
 
 def as_contiguous_part(x: Tensor) -> Tensor:
-    """This shard's part as `scatter_to_shards` of the joined value gives it, and its gradient likewise: contiguous, aligned."""
+    """This shard's part `x`, contiguous and aligned like the result of `scatter_to_shards`; its gradient likewise."""
     return _ContiguousPart.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -123,7 +123,7 @@ def _replace_layers(root: nn.Module, layer: Layer, layout: TensorParallelLayout,
 
 
 class _StageEdges:
-    """Which values of a stage leave it."""
+    """The values with which a stage's layers hand over to other stages and the loss."""
 
     def __init__(self, graph: Graph, first: int, last: int) -> None:
         made = {value for layer in graph.layers[first:last] for value in layer.outputs}
@@ -136,16 +136,16 @@ class _StageEdges:
 
 
 class _LayerBoundary:
-    """The forward of a layer on a shard: turns plain tensors into values in parts on the way in, and back on the way out.
+    """The forward of a layer on a shard: turns plain tensors into `ShardedValue`s at its inputs, and back at its outputs.
 
-    Values that come into the stage or leave it are whole on every shard. Of a captured model, features that a column layer
-    makes and a later layer reads (both may be modules of one `nn.Sequential`) are in parts there (`values_in_parts` of the
-    layout): kept so within a stage; joined and cut again between stages. Either way layers and gradients see the same part in
-    memory of the same form, so a stage's end does not decide which kernels compute with it.
+    Values that enter or leave a stage are whole on every shard. A captured model's features that a column layer makes and a
+    later layer reads (both may be modules of one `nn.Sequential`) are split over the shards (`values_in_parts` of the layout).
+    They stay split within a stage; between stages they are gathered and split again. Layers and gradients see a part of the
+    same memory layout in both cases, so stage boundaries do not change which kernels compute with it.
 
-    Under sequence parallelism floating point values of 3
-    dims ([batch, sequence, features]) are cut along dim 1 where they come in, stay cut between the layers, and are joined where
-    they leave. What the loss alone reads may leave cut along its last dim; `sharded_loss` reads it so.
+    Under sequence parallelism, floating point values [batch, sequence, features] are split along dim 1 where they enter the
+    stage, stay split between the layers, and are gathered where they leave. A value that only the loss reads may leave split
+    along its last dim, for `sharded_loss`.
     """
 
     def __init__(

@@ -30,14 +30,14 @@ class KeptGradientMemory:
         """The gradient of the last step, from `keep` until `take`."""
 
     def keep(self, weight: Tensor) -> None:
-        """Offer the memory of `weight.grad` [out, in], which nobody needs any more, to the next `take`."""
+        """Offer the memory of `weight.grad` [out, in], which is no longer needed, to the next `take`."""
         self._kept = weight.grad if weight.device == CPU else None
 
     def take(self, gradient: Tensor, x: Tensor) -> Tensor | None:
-        """The kept memory for grad^T x of grad [rows, out] and x [rows, in], once a step; None: allocate other memory.
+        """The kept memory [out, in] for gradient^T x, from `gradient` [rows, out] and `x` [rows, in]; None: use new memory.
 
-        Memory that somebody still holds (an optimizer the last gradient, a hook, a reduction its buckets) is left alone, and so
-        is memory that PyTorch's allocator has not made: another process or numpy may look at it.
+        Gives it once a step. It gives no memory that is still referenced (by an optimizer, a hook, a reduction's buckets), nor
+        memory that PyTorch's allocator has not allocated: another process or numpy may use it.
         """
         kept, self._kept = self._kept, None
         if kept is None or kept.dtype != gradient.dtype or kept.dtype != x.dtype:
@@ -52,12 +52,13 @@ class KeptGradientMemory:
 
 
 def _is_all_of_a_block(tensor: Tensor) -> bool:
+    """Whether a tensor fills its storage, and PyTorch's allocator has allocated that."""
     memory = tensor.untyped_storage()
     return memory.nbytes() == tensor.nbytes and memory.resizable()
 
 
 def _sole() -> tuple[int, int, int, int]:
-    """The numbers of holders of a tensor that one variable holds, as the caller of `count_holders` does."""
+    """The result of `count_holders` for a tensor that only one variable of its caller refers to."""
     alone = torch.empty(1)
     return count_holders(alone) or (0, 0, 0, 0)
 

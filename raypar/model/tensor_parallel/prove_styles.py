@@ -62,10 +62,11 @@ def find_why_styles_fail(
 
 
 def find_values_in_parts(graph: Graph, layout: TensorParallelLayout) -> dict[str, int]:
-    """The values between layers of a captured model that are in parts under this layout, and their cut dims.
+    """Value between layers of a captured model that is split over the shards under this layout -> the dim of the split.
 
-    Layers from each with a column layer and no row layer on, to one with a row layer, run without values. Where users' code
-    does not run so, nothing is found, and a value in parts is an error where it leaves its layer.
+    Found by running layers on tensors without values: from each layer that has column styles and no row style, to the next one
+    that has a row style. If users' code does not run that way, nothing is found, and a value that leaves its layer in parts is
+    an error.
     """
     names = [
         {layout.styles.get(layer.qualify(path), "") for path, _ in shared_skeleton(layer).named_modules()}
@@ -82,21 +83,21 @@ def find_values_in_parts(graph: Graph, layout: TensorParallelLayout) -> dict[str
         try:
             found |= _run(graph, [(first, last)], unknown_parts(layout), 0, values)
         except RayparError:
-            continue  # said where it is checked (`check_shards_on_meta`)
+            continue  # `check_shards_on_meta` reports it
         except USER_CODE_ERRORS as error:
             reraise_ctrl_c(error)
     return found
 
 
 def unknown_parts(layout: TensorParallelLayout) -> TensorParallelLayout:
-    """The layout, of which it is not known yet which values are in parts."""
+    """The layout with `values_in_parts` marked as not yet known."""
     return replace(layout, values_in_parts=None)
 
 
 def _run(
     graph: Graph, stages: Sequence[tuple[int, int]], layout: TensorParallelLayout, shard: int, values: Mapping[str, Tensor]
 ) -> dict[str, int]:
-    """Run the layers as one shard does; returns the values that stayed in parts between them, and their cut dims.
+    """Run the layers as one shard does, without values. Returns: value that stays split between layers -> the dim of the split.
 
     Raises `ModelError` for an operation that is impossible or wrong on a part.
     """
