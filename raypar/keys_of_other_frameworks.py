@@ -20,19 +20,19 @@ _LOOP = "raypar runs the loop: give `model`, `loss`, `data` and `optimizer`"
 _OPTIMIZER = "it is an argument of the optimizer: a key of optimizer.args, such as optimizer.args.lr"
 _ORDER = (
     "the samples of `data` are shuffled anew in every epoch, in an order that depends on `seed` alone; another order, or a "
-    "sampler of your own, is not there yet"
+    "sampler of your own, is not supported yet"
 )
 _PLAN = "the parallel plan is `plan`: plan.stages (pipeline), plan.replicas (data) and plan.shards (tensor parallel)"
 _PRECISION = "parameters are float32 or float64 (`dtype`); mixed precision is precision.compute"
 _RECOMPUTE = "which layers are computed again (activation checkpointing) is plan.recompute: none, full, or patterns of layers"
 _REPLICAS = "data parallelism is plan.replicas"
 _RESOURCES = "a worker takes `threads` processors, or one GPU with `device`; which nodes it may be on is `placement`"
-_SHARDED_STATE = "state that replicas share out (ZeRO, FSDP) is not there yet; plan.stages and plan.shards divide a model"
+_SHARDED_STATE = "state that replicas share out (ZeRO, FSDP) is not supported yet; plan.stages and plan.shards divide a model"
 _STEPS = "the length of a run is `steps`; one epoch is the number of samples divided by batch_size"
 _STOPPING = "a run whose validation loss falls no more is ended by early_stopping; its patience is early_stopping.patience"
 _TRACKING = "experiment trackers are `trackers`: tensorboard, wandb or mlflow"
 _WEIGHT_AVERAGE = (
-    "an average of the weights (EMA, SWA) is not there yet; it can be computed from the newest checkpoint.keep checkpoints"
+    "an average of the weights (EMA, SWA) is not supported yet; it can be computed from the newest checkpoint.keep checkpoints"
 )
 _WORKERS = "the plan says how many workers there are: plan.stages x plan.replicas x plan.shards"
 
@@ -56,15 +56,15 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "interleave",
     "the first layer of stages 1, 2, ... is plan.cuts; without it layers are divided by measured times": "split_points "
     "split_spec pipeline_split_points partition_method",
-    "expert parallelism is not there yet; experts are divided like other layers, by plan.stages and plan.shards": (
+    "expert parallelism is not supported yet; experts are divided like other layers, by plan.stages and plan.shards": (
         "ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size moe"
     ),
-    "context parallelism is not there yet; plan.sequence_parallel divides what lies between the layers of plan.shards": (
+    "context parallelism is not supported yet; plan.sequence_parallel divides what lies between the layers of plan.shards": (
         "cp cp_size context_parallel context_parallel_size sequence_parallel_size ulysses"
     ),
     _SHARDED_STATE: "zero zero_stage zero_optimization fsdp fsdp_config fsdp_plugin sharding_strategy deepspeed "
     "deepspeed_config deepspeed_plugin",
-    "state in another memory (offloading) is not there yet; less memory: plan.stages, plan.shards, plan.recompute": (
+    "state in another memory (offloading) is not supported yet; less memory: plan.stages, plan.shards, plan.recompute": (
         "offload cpu_offload offload_optimizer offload_param"
     ),
     _RECOMPUTE: "gradient_checkpointing activation_checkpointing activation_checkpoint checkpoint_activations "
@@ -80,8 +80,8 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     _DATA: "datasets dataset train_dataset train_dataloader train_dataloaders dataloader dataloaders train_data training_data "
     "eval_dataset val_dataloader val_dataloaders valid_dataset val_dataset val_data validation_data eval_data test_dataset "
     "datamodule data_module",
-    "fields of samples are stacked; a function that collates them is not there yet: pad in the data set that `data` gives, or "
-    "in a wrapper around it": "data_collator collate_fn collate collator collation",
+    "fields of samples are stacked; a function that collates them is not supported yet: pad in the data set that `data` gives, "
+    "or in a wrapper around it": "data_collator collate_fn collate collator collation",
     _ORDER: "sampler batch_sampler train_sampler shuffle shuffled group_by_length use_distributed_sampler replace_sampler_ddp "
     "use_seedable_sampler split_batches even_batches dispatch_batches",
     "no sample is dropped: each step reads batch_size samples, the last of an epoch and the first of the next one": (
@@ -118,19 +118,19 @@ _NAMES_BY_ADVICE: dict[str, str] = {
     "lr_scheduler_type lr_scheduler_kwargs schedulers warmup_steps warmup_ratio lr_decay",
     "the largest norm of the whole gradient is clip_norm": "max_grad_norm gradient_clip_val gradient_clipping clip_grad "
     "grad_clip clip_grad_norm",
-    "gradients are clipped by their norm (clip_norm); by value is not there yet": "gradient_clip_algorithm clip_value "
+    "gradients are clipped by their norm (clip_norm); by value is not supported yet": "gradient_clip_algorithm clip_value "
     "clip_grad_value",
     _PRECISION: "bf16 fp32 amp autocast mixed_precision torch_dtype param_dtype compute_dtype use_amp",
-    "float16, which needs a scaled loss, is not there yet; bfloat16 is precision.compute": "fp16 half grad_scaler scaler "
+    "float16, which needs a scaled loss, is not supported yet; bfloat16 is precision.compute": "fp16 half grad_scaler scaler "
     "loss_scale initial_scale_power",
-    "quantized training is not there yet; bfloat16 is precision.compute": "quantization load_in_8bit load_in_4bit fp8",
-    "compiled models (torch.compile) are not there yet; `model` is computed as it is written": "torch_compile compile "
+    "quantized training is not supported yet; bfloat16 is precision.compute": "quantization load_in_8bit load_in_4bit fp8",
+    "compiled models (torch.compile) are not supported yet; `model` is computed as it is written": "torch_compile compile "
     "dynamo_backend torch_compile_backend",
     "a module with adapters is a model like any other: make it in the function `model` (get_peft_model)": "peft_config lora "
     "lora_config adapters",
     "what requires no gradient is not trained: call requires_grad_(False) in the function `model`": "freeze frozen "
     "trainable_parameters",
-    "norms over the samples of all workers are not there yet: statistics are those of one microbatch, so give larger ones "
+    "norms over the samples of all workers are not supported yet: statistics are those of one microbatch, so give larger ones "
     "(batch_size, `microbatches`)": "sync_batchnorm sync_bn",
     _WEIGHT_AVERAGE: "ema ema_decay use_ema swa weight_averaging",
     "the seed of all random numbers is `seed`": "random_seed data_seed",

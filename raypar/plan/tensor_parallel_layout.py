@@ -71,8 +71,8 @@ class TensorParallelLayout:
     costs: Mapping[str, tuple[ShardWorkShare, ...]] = field(default_factory=dict)
     """Qualified module name -> by shard, its share of the layer."""
     values_in_parts: Mapping[str, int] | None = field(default_factory=dict)
-    """Value between layers that is split evenly over the shards -> the dim of the split. It holds for every plan, also if a stage
-    ends there and the value is sent whole. None: not yet known (`find_values_in_parts`)."""
+    """Value between layers that is split evenly over the shards -> the dim of the split. It holds for every plan, also if a
+    stage ends there and the value is sent whole. None: not yet known (`find_values_in_parts`)."""
 
     def operations(self, *, sequence: bool) -> frozenset[CollectiveName]:
         """The kinds of collectives that the layers run over shards; `sequence`: under sequence parallelism."""

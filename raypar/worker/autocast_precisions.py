@@ -63,7 +63,7 @@ AUTOCAST_PRECISIONS: Mapping[PrecisionName, AutocastPrecision] = {
 """Value of `precision.compute` -> the precision."""
 
 
-NO_FLOAT16 = "float16, which needs a scaled loss, is not there yet"
+NO_FLOAT16 = "float16, which needs a scaled loss, is not supported yet"
 """What is said of float16, for messages."""
 
 

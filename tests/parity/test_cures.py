@@ -124,7 +124,7 @@ def test_of_a_wrapped_model_the_wrapper_is_to_be_left_out(wrap, what, cure, buil
     for made in (nn.Sequential(nn.Linear(2, 2)), TooWide()):
         model = wrap(made)
         said = refused(model=model if built else lambda model=model: model)
-        assert said.startswith(f"{what}, and raypar divides the work itself | {cure}")
+        assert said.startswith(f"{what}, but raypar distributes the work itself | {cure}")
 
 
 @pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, FullyShardedDataParallel, fully_shard])
@@ -194,12 +194,15 @@ def test_the_cure_for_dict_samples_has_their_fields(fields, first, target):
         ({"precision": {"compute": "bfloat16"}}, 'for mixed precision it is {"compute": "bf16"}'),
         ({"precision": {"compute": torch.bfloat16}}, 'for mixed precision it is {"compute": "bf16"}'),
         ({"dtype": torch.bfloat16}, 'set precision to {"compute": "bf16"}'),
-        ({"precision": {"compute": "fp16"}}, "float16, which needs a scaled loss, is not there yet; for mixed precision it is"),
+        (
+            {"precision": {"compute": "fp16"}},
+            "float16, which needs a scaled loss, is not supported yet; for mixed precision it is",
+        ),
         (
             {"dtype": torch.float16},
-            "float16, which needs a scaled loss, is not there yet; for mixed precision leave it float32",
+            "float16, which needs a scaled loss, is not supported yet; for mixed precision leave it float32",
         ),
-        ({"fp16": True}, "float16, which needs a scaled loss, is not there yet; bfloat16 is precision.compute"),
+        ({"fp16": True}, "float16, which needs a scaled loss, is not supported yet; bfloat16 is precision.compute"),
         ({"dtype": torch.float64}, '| write dtype="float64"'),
         ({"device": "cuda"}, '| write device="gpu"'),
         ({"device": torch.device("cuda:0")}, '| write device="gpu"'),

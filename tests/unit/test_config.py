@@ -413,8 +413,8 @@ def test_a_callback_of_another_framework_is_told_what_does_its_work_here():
         ("LearningRateMonitor", "lr"),
         ("WandbCallback", "trackers"),
         ("TQDMProgressBar", "verbose"),
-        ("StochasticWeightAveraging", "not there yet"),
-        ("EMACallback", "not there yet"),
+        ("StochasticWeightAveraging", "not supported yet"),
+        ("EMACallback", "not supported yet"),
         ("SchemaCallback", "derive your class from"),
     ):
         for given in (type(name, (), {}), type(name, (), {})()):

@@ -31,7 +31,7 @@ class ValuesNeeded(Exception):
 
 @without_dynamo
 class AbsentTensor(Tensor):
-    """A meta tensor that claims to be on the CPU, so that users' code and libraries take their usual path."""
+    """A meta tensor that reports a CPU device, so that users' code and libraries take their usual path."""
 
     meta: Tensor
     """The meta tensor, which has the shape, strides and aliases."""
@@ -89,7 +89,7 @@ class AbsentTensor(Tensor):
 
 
 def _integers(index: Tensor | None) -> Sequence[Tensor | None]:
-    """An index, or in the place of a mask whose values are known the integers that it stands for."""
+    """The index tensors that an index stands for: itself, or for a mask with known values its integer indices."""
     if index is None or isinstance(index, AbsentTensor) or index.dtype not in (torch.bool, torch.uint8):
         return [index]
     return index.nonzero().unbind(1)
@@ -108,9 +108,10 @@ def random_like(absent: AbsentTensor, generator: torch.Generator) -> Tensor:
 
 
 def _run_on_random_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
-    """What an operation returns that has no kernel for meta tensors: it runs twice, on small random numbers.
+    """The absent result of an operation that has no kernel for meta tensors. Runs it twice, on different random numbers.
 
-    Raises `ValuesNeeded` if the shapes of its results depend on them, or if it writes or returns its arguments, or numbers.
+    Raises `ValuesNeeded` if the shapes of its results depend on values, or if it writes to its arguments, or returns them or
+    anything but tensors.
     """
     schema = schema_of(func)
     if schema.is_mutable or any(each.alias_info is not None or str(each.type) != "Tensor" for each in schema.returns):
@@ -172,7 +173,7 @@ def has_dynamic_shape(func: Any, args: Sequence[Any]) -> bool:
 
 
 def absent_like(tensor: Tensor) -> AbsentTensor:
-    """An absent tensor of the shape, strides and dtype of `tensor`, which requires a gradient if that does."""
+    """An absent tensor with the shape, strides, dtype and `requires_grad` of `tensor`."""
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
     return AbsentTensor(meta, tensor.requires_grad)
 

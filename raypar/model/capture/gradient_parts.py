@@ -1,4 +1,4 @@
-"""Counts the gradients that autograd adds up for each leaf of a graph: one for each use of it in an operation."""
+"""Counts the gradients that autograd sums for each leaf of a graph: one for each operation that uses it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor, nn
 
 @dataclass
 class UnitsOnRandomNumbers:
-    """What a recording keeps of units that ran on random numbers, at which the graph of what was before them ends."""
+    """Units that a recording ran on random numbers. Autograd's graph of the recording does not pass through them."""
 
     parts: Counter[int] = field(default_factory=Counter)
-    """`id` of a parameter -> gradients that autograd would add up for its uses in these units."""
+    """`id` of a parameter -> number of gradients that autograd would sum for its uses in these units."""
     arguments: list[Any] = field(default_factory=list)
-    """What they were given."""
+    """All arguments of these units, at which the graph of what comes before them ends."""
 
     def gradient_parts(self, model: nn.Module, outputs: Iterable[Any]) -> dict[str, int]:
-        """Parameter -> how many gradients autograd adds up for it in a backward pass from the model's outputs."""
+        """Parameter's name -> number of gradients that autograd sums for it in a backward pass from the model's outputs."""
         parts = self.parts + count_gradient_parts((*outputs, *self.arguments))
         return {name: parts[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in parts}
 
 
 def count_gradient_parts(roots: Iterable[Any]) -> Counter[int]:
-    """`id` of a leaf -> the number of gradients that a backward pass from these tensors adds up for it."""
+    """`id` of a leaf -> number of gradients that a backward pass from these tensors sums for it."""
     found = Counter[int]()
     pending: list[Any] = [root.grad_fn for root in roots if isinstance(root, Tensor) and root.grad_fn is not None]
     seen = set()

@@ -22,7 +22,7 @@ _PLAIN = (
 
 
 _DEPTH = 12
-"""How many functions and containers inside each other are looked into."""
+"""Nesting depth to which functions and containers are searched."""
 
 
 def values_of_function(function: types.FunctionType) -> list[Any]:
@@ -32,7 +32,7 @@ def values_of_function(function: types.FunctionType) -> list[Any]:
 
 
 def may_hide_tensors(value: Any, depth: int = 0) -> bool:
-    """Whether an object that is no tensor may contain tensors or modules, so that a replay would use those of the trace."""
+    """Whether an object may contain tensors or modules. A replay would use those of the trace instead of its own."""
     if isinstance(value, _PLAIN):
         return False
     if depth > _DEPTH or isinstance(value, (Tensor, nn.Module, torch.Generator)):

@@ -210,8 +210,8 @@ def line_about_parameters_added_by_layer(graph: Graph) -> str | None:
     more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
     return (
         f"several layers use {', '.join(names[:3])}{more}, and one of them several times: the gradients of one layer's uses "
-        "are added up first, then those of the layers. This is the same under every plan; a loop of your own adds them one "
-        "after the other, so its last bits may be others (1e-7 of the largest number in float32)"
+        "are summed first, then those of the layers. Every plan does so, with the same bits; a training loop of your own sums "
+        "them one after the other, so its last bits may differ (by 1e-7 of the largest number in float32)"
     )
 
 
@@ -232,8 +232,11 @@ def line_about_evaluation_mode(graph: Graph) -> str | None:
 
 
 def parameters_added_by_layer(cache: TraceCache, ties: Iterable[Sequence[str]]) -> list[str]:
-    """The parameters of several layers of which a layer sums up several gradients, so that all are added in another order than
-    autograd would add them in one process (rule 6 of the numerics contract)."""
+    """Parameters that several layers use, and one of them several times.
+
+    Their gradients are summed within each layer first, which is another order than autograd's in one process (rule 6 of the
+    numerics contract).
+    """
     parts = cache.first_trace.trace.gradient_parts
     first_names = {id(parameter): name for name, parameter in cache.model.named_parameters()}
     return [names[0] for names in ties if parts.get(first_names[id(cache.model.get_parameter(names[0]))], 0) > len(names)]

@@ -19,7 +19,7 @@ from raypar.model.capture.trace import Trace
 from raypar.torch_compat.autograd import custom_function_apply, unvalidated_distributions, vmap_implementation
 
 _VMAP_OPTIONS = 4
-"""How many options of `torch.vmap` come before the arguments: the dims, the randomness, the size of a chunk."""
+"""Number of options of `vmap_impl` before the mapped arguments: in_dims, out_dims, randomness, chunk_size."""
 _ONE_RECORDING = threading.RLock()
 """Held while classes are changed."""
 
@@ -87,7 +87,7 @@ def _change_classes(recorder: Recorder, stack: contextlib.ExitStack) -> None:
 
 
 def _change_of_vmap(recorder: Recorder) -> list[tuple[Any, str, Any]]:
-    """What `_change_class` is to set so that a call of `torch.vmap` between units is one event."""
+    """The changes for `_change_class` with which a call of `torch.vmap` between units is recorded as one event."""
     mapping = vmap_implementation()
     if mapping is None:
         return []
@@ -100,8 +100,9 @@ def _change_of_vmap(recorder: Recorder) -> list[tuple[Any, str, Any]]:
         call = MappedCall(call_mapped, function, options)
         if may_hide_tensors(call.function):
             raise Refused(
-                f"torch.vmap is called between units at {user_location()} with a function that holds what may hide tensors",
-                "give it what it needs as arguments; or call it inside of a module, and make that a unit (model.units)",
+                f"torch.vmap is called between units at {user_location()} with a function that holds a module, or another "
+                "object that may contain tensors",
+                "pass what the function needs as arguments; or call vmap inside a module, and make that a unit (model.units)",
             )
         return recorder.record(call, (call.held, args, kwargs), {}, lambda: call(call.held, args, kwargs))
 

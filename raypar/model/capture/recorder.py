@@ -609,7 +609,7 @@ _SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """A dense tensor itself; those of which a sparse one consists; nothing for other layouts (nested, MKL-DNN)."""
+    """The tensor if it is dense, the dense tensors inside it if it is sparse; none for other layouts (nested, MKL-DNN)."""
     if tensor.layout is torch.strided and not tensor.is_nested:
         return [tensor]
     return [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
@@ -617,7 +617,7 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
 
 def _digest(tensor: Tensor) -> bytes:
     """A digest of a dense tensor's values."""
-    # Of one element `contiguous()` keeps any stride, with which `view` does not take another dtype.
+    # `contiguous()` leaves the strides of a single element as they are, and `view(dtype)` may refuse these.
     flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
     content: Any = flat.view(torch.uint8).numpy()
     return hashlib.blake2b(content).digest()
