@@ -157,8 +157,8 @@ class TriedOptimizer:
 
 
 _CURE_OF_STATE = (
-    "let the optimizer keep all of its state as numbers and tensors in optimizer.state[p], param_groups or its attributes; or "
-    "use another optimizer"
+    "let the optimizer keep all of its state as numbers and tensors: in optimizer.state[p], in param_groups or in its "
+    "attributes; or use another optimizer"
 )
 
 
