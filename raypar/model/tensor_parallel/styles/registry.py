@@ -1,4 +1,4 @@
-"""Sharding styles by name. To add one, write its class in `linear_styles.py`, `head_styles.py` or a file beside them, and add it to the list."""
+"""Sharding styles by name. To add one, write its class in a file of this folder, and add it to the list."""
 
 from __future__ import annotations
 
