@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -143,17 +143,23 @@ def find_mute_workers(m: RunState) -> tuple[int, ...]:
 def extend_step_for_slow_sample(m: RunState, event: Tick) -> bool:
     """Restart the limit of the oldest step in flight if it has passed while a worker that answers pings still reads samples.
 
-    Returns whether the step waits for that. Another worker would read the same samples no faster. The step may take
-    `RunPolicy.slow_sample_s` in all. The limit of workers that answer no pings is not restarted.
+    Returns whether the step waits for that. The limit of workers that answer no pings is not restarted.
+    """
+    over = m.health.slow_sample_from_s is not None or m.timer.elapsed_s > step_deadline_s(m)
+    if not over or not waits_for_slow_sample(m, find_overdue_workers(m, -1.0), event):
+        return False
+    m.timer.since_s = m.timer.now_s
+    return True
+
+
+def waits_for_slow_sample(m: RunState, late: Collection[int], event: Tick) -> bool:
+    """Whether a worker of `late` answers pings and reads samples, and has not been waited for longer than `slow_sample_s`.
+
+    Another worker would read the same samples no faster.
     """
     timer, health = m.timer, m.health
-    reading = set(find_overdue_workers(m, -1.0)) & event.reading - event.unheard
-    over = health.slow_sample_from_s is not None or timer.elapsed_s > step_deadline_s(m)
-    if not reading or not over:
+    if not set(late) & event.reading - event.unheard:
         return False
     if health.slow_sample_from_s is None:
         health.slow_sample_from_s = timer.since_s
-    if timer.now_s - health.slow_sample_from_s > m.policy.slow_sample_s:
-        return False
-    timer.since_s = timer.now_s
-    return True
+    return timer.now_s - health.slow_sample_from_s <= m.policy.slow_sample_s

@@ -167,7 +167,6 @@ def begin_recovery(m: RunState, why: str, *, counts: bool = True, symptom: bool 
         progress.served_flush_point = progress.emitted - 1  # saving and validation are due there again
     progress.forget_open_steps()
     health.probing = health.aborted_by_us = False
-    health.slow_sample_from_s = None
     m.planned.asking = False
     if health.disturbed_at_s is None:
         health.disturbed_at_s = m.timer.now_s

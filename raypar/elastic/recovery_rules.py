@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from raypar.elastic import state_sources
 from raypar.elastic.actions import ApplyKeptGradients, FenceWorkers, KillWorker, TellUser, WarnUser, WriteJournal
-from raypar.elastic.deadlines import answer_deadline_s
+from raypar.elastic.deadlines import answer_deadline_s, waits_for_slow_sample
 from raypar.elastic.desired_capacity import start_missing_workers
 from raypar.elastic.events import (
     CallFailed,
@@ -155,6 +155,7 @@ def settle_open_step_if_all_answered(m: RunState) -> Phase | None:
     r = m.recovery
     if r.expected - set(r.statuses):
         return None
+    m.health.slow_sample_from_s = None
     compare_digests_in_recovery(m)
     if (over := end_run_after_too_many_doubts(m)) is not None:
         return over
@@ -283,6 +284,9 @@ def check_recovery_deadlines(m: RunState, event: Tick) -> Phase | None:
         what = f"{m.phase.value} took more than {timer.elapsed_s:.0f} s"
         cure = "look at the head node, whose control store does not answer; `raypar resume` goes on from the last checkpoint"
         return m.end_run("failed", what, ClusterError(what, cure=cure))
+    if m.phase is Phase.STANDING and waits_for_slow_sample(m, silent, event):
+        timer.deadline_s = max(timer.deadline_s or 0.0, timer.now_s + answer_deadline_s(m))  # its step has to end afterwards
+        return None
     if m.phase is Phase.STANDING:
         return wait_for_or_drop_silent_workers(m, event, silent)
     # Workers that answer pings wait for others, or are slow: the next generation asks for their status.

@@ -274,7 +274,8 @@ class WorkerHealth:
     next_step_least_limit_s: float = 0.0
     """Least limit for the next step: twice the time of its last attempt, if the run waited for a silent worker in it."""
     slow_sample_from_s: float | None = None
-    """When the oldest step in flight began, if it has outlasted its limit in a worker that reads samples; else None."""
+    """When the wait for a worker that reads samples began, in a step that is over its limit or a recovery; None: none is
+    waited for."""
     waited_s: float = 0.0
     """Duration of the last wait in vain for silent workers that hold an only copy."""
     out_of_memory_at: set[tuple[ParallelPlan, int]] = field(default_factory=set)
