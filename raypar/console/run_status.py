@@ -212,7 +212,7 @@ def describe_plan_file(plan: Mapping[str, Any] | None) -> str | None:
 
 def format_status(status: RunStatus) -> str:
     """The status as text for the terminal."""
-    title = f"run {status.run}: {status.phase}"
+    title = f"run {status.run}: {status.end if status.phase == 'ended' and status.end else status.phase}"
     if status.silent_s is not None:
         title = f"run {status.run}: no news for {format_duration(status.silent_s)}: stuck or killed; it was {status.phase}"
     if status.generation is not None:

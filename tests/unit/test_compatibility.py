@@ -260,7 +260,7 @@ def test_objects_that_trainer_is_given_have_the_names_that_checkpoints_hold():
 def test_a_run_folder_is_shown_and_resumed(old: RunFolder, capsys: pytest.CaptureFixture[str]):
     assert main(["status", str(old.path)]) == 0
     shown = capsys.readouterr().out
-    assert "run old: ended, generation 2, step 5 of 8" in shown and "lost worker 1" in shown
+    assert "run old: stopped, generation 2, step 5 of 8" in shown and "lost worker 1" in shown
     job = parse_job(old.job.read_text())
     assert find_unfinished_run(job) == (old, "")
     told: list[Event] = []

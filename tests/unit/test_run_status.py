@@ -280,7 +280,7 @@ def test_a_raylet_that_does_not_run_is_gone_where_the_head_is_seen(monkeypatch):
 def test_an_ended_run_shows_its_last_workers_and_what_it_has_survived():
     done = {"kind": "end", "end": "done", "why": "all 51 steps are done", "step": 51, "time": 1006.0}
     shown = format_status(of(events=[*EVENTS, done], members=MEMBERS | {"driver_pid": 9}, now=9e9))
-    assert shown.startswith("run tiny: ended") and "driver" not in shown
+    assert shown.startswith("run tiny: done, generation") and "driver" not in shown, "as `raypar runs` calls it"
     assert "  survived 1 worker lost; 0.4 s of pauses in all, 0 steps executed again" in shown
     assert "\n  the last workers were\n  worker  place" in shown
     assert "the last workers" not in format_status(of()) and "  driver   pid 9" in format_status(
