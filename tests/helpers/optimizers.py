@@ -95,6 +95,13 @@ class SumsInGroup(Written):
         return gradient * (group["k"] + group["weight_sum"])
 
 
+class DividesByNorm(Written):
+    """Divides by the norm of a parameter's gradient as a number of Python, which raises where that is 0."""
+
+    def way(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[Any, Any]) -> Tensor:
+        return gradient * (1 / float(gradient.norm()))
+
+
 class CountsToTwenty(Written):
     """Counts its steps in an attribute, and begins again."""
 

@@ -193,6 +193,11 @@ def test_an_optimizer_may_refuse_to_go_on_after_its_last_step(total: int):
     assert trial.kind is OptimizerKind.ELEMENTWISE and [key.name for _, key in trial.keeps.shared] == ["done"]
 
 
+def test_an_optimizer_that_takes_no_gradients_of_zero_is_refused_only_for_what_it_does_with_others():
+    """The step that the trial makes without effect divided by zero in D-Adaptation's SGD, which was refused for every plan."""
+    assert try_optimizer(spec(optimizers.DividesByNorm, ()), SHAPES).kind is OptimizerKind.PER_PARAMETER
+
+
 def test_an_optimizer_that_counts_only_steps_with_gradients_is_not_for_stages():
     trial = preflight(job_of(spec(optimizers.CountsSteps))).optimizer
     with pytest.raises(ConfigError, match=r"'k' of the group .* having no gradient in some steps"):

@@ -137,8 +137,8 @@ class _ObservedState:
     given: Mapping[tuple[str, StateKey], Any]
     """Shared values of the new optimizer, hyperparameters included: (pattern of a group, kind and name) -> value."""
     later: Sequence[OptimizerState]
-    """State after a step without effect, after the first step, when it was saved, at the end, and, if possible, after the step
-    counters were set forward."""
+    """State after a step without effect (if possible), after the first step, when it was saved, at the end, and, if possible,
+    after the step counters were set forward."""
     far: int | None
     """Number of steps of the last of these if the counters were set forward, else None."""
 
@@ -169,7 +169,7 @@ def _train_and_resume(whole: TriedOptimizer, gradients: Gradients) -> _ObservedS
     code.put_back(begun)  # as in a new process
     resumed.run(gradients[SAVED_AFTER:])
     whole.check_resumed(resumed, SAVED_AFTER)
-    seen = [_after_step_without_effect(whole, gradients[0]), first, saved_state, copied(whole.state())]
+    seen = [*_after_step_without_effect(whole, gradients[0]), first, saved_state, copied(whole.state())]
     with contextlib.suppress(UserCodeError):  # some optimizers refuse to step after a last step
         resumed.fast_forward(FAR)
         resumed.run(gradients[:1])
@@ -177,11 +177,18 @@ def _train_and_resume(whole: TriedOptimizer, gradients: Gradients) -> _ObservedS
     return _ObservedState(given.shared(), seen, None)
 
 
-def _after_step_without_effect(whole: TriedOptimizer, gradients: Mapping[str, Tensor | None]) -> OptimizerState:
-    """The state of a new optimizer after one step with learning rate 0 and zero gradients. Many schedules begin with rate 0."""
-    still = TriedOptimizer(whole.spec, whole.values())
-    still.run([{name: None if of is None else torch.zeros_like(of) for name, of in gradients.items()}], lambda step: 0.0)
-    return still.state()
+def _after_step_without_effect(whole: TriedOptimizer, gradients: Mapping[str, Tensor | None]) -> list[OptimizerState]:
+    """The state of a new optimizer after one step with learning rate 0 and zero gradients. Many schedules begin with rate 0.
+
+    With the gradients as they are if it divides by their norm; nothing if it cannot make such a step.
+    """
+    zeros = {name: None if of is None else torch.zeros_like(of) for name, of in gradients.items()}
+    for given in (zeros, gradients):
+        with contextlib.suppress(UserCodeError):
+            still = TriedOptimizer(whole.spec, whole.values())
+            still.run([given], lambda step: 0.0)
+            return [still.state()]
+    return []
 
 
 def _expected_state(seen: _ObservedState, *, shapes_are_fixed: bool) -> ExpectedOptimizerState:
