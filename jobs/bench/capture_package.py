@@ -144,7 +144,8 @@ def as_text(found: dict[str, dict[str, Any]]) -> str:
     ]
     notes = (
         "Exact: loss, every output and every gradient of a microbatch in training mode are `torch.equal` to those of the plain "
-        "module, in 3 stages that hand each other copies; random numbers are seeded for each unit in both. Refused: one error "
+        "module, in 3 stages that hand each other copies; random numbers are seeded for each unit in both. Of three "
+        "microbatches none depends on what those before it have left in Python's state (a job's check). Refused: one error "
         "before the run. Crashed: anything else that was raised. Small random configurations; use_cache, layerdrop and the "
         "masks of speech models are switched off, as the guide says. timm: one architecture of each of its model files. "
         "Said: the gradient of a parameter that several layers use, one of them several times, is added layer by layer (rule 6 "

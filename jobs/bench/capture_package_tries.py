@@ -26,8 +26,11 @@ from unseen_models.case import Batch, Case, let_torchvision_be_imported
 
 from raypar.errors import ModelError, RayparError
 from raypar.model.capture.module_graph import parameters_added_by_layer
+from raypar.model.python_state import PythonState
+from raypar.model.random_state import seed_all
+from raypar.worker.check_state_between_microbatches import ComputedMicrobatch, compute_with_and_without_state
 
-STAGES = 3
+STAGES, MICROBATCHES = 3, 3
 MOST_BYTES = 6 << 30
 """A process that tries one model and has more memory than this is ended."""
 
@@ -79,8 +82,11 @@ def tried(given: Case) -> dict[str, Any]:
         return facts | {"verdict": "crashed", "why": said(error), "all": traceback.format_exc()[-3000:]}
     facts |= {"capture_s": time.process_time() - start, "layers": len(captured.layers), "largest": largest_share(captured)}
     try:
+        facts["unread"] = check_state(make(), batch)
         differ = compared(captured, plain, batch, STAGES, draws=draws)
         in_one = compared(captured, plain, batch, 1, draws=draws) if differ else []
+    except ModelError as error:
+        return facts | {"verdict": "refused", "why": said(error), "all": str(error)[-3000:]}
     except Exception as error:
         return facts | {"verdict": "crashed", "why": f"run in stages: {said(error)}", "all": traceback.format_exc()[-3000:]}
     if differ:
@@ -90,6 +96,33 @@ def tried(given: Case) -> dict[str, Any]:
         why = f"{len(differ)} differ: {', '.join(differ[:4])}; in one stage {one_stage}"
         return facts | {"verdict": "said" if is_said else "wrong", "why": why}
     return facts | {"verdict": "exact"}
+
+
+def check_state(model: nn.Module, batch: Batch) -> str | None:
+    """Raises `ModelError`, as a job does before its run, if a microbatch depends on what those before it have left in Python.
+
+    Returns a place that could not be looked through whole, if there is one. A microbatch is the batch, rolled.
+    """
+    parts = [(part, dict(part._buffers)) for part in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    state = PythonState({"": model})
+
+    def compute(number: int) -> ComputedMicrobatch:
+        for part, buffers in parts:
+            part._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+        model.zero_grad(set_to_none=True)
+        seed_all(number)
+        loss = loss_of(model(**{key: value.roll(number, 0) if value.dim() else value.clone() for key, value in batch.items()}))
+        loss.backward()
+        return ComputedMicrobatch(
+            float(loss), 1.0, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        )
+
+    compute_with_and_without_state(state, compute, [None] * MICROBATCHES, MICROBATCHES)
+    return state.unread
 
 
 LAST_BITS = 1e-6
