@@ -6,9 +6,15 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from raypar.actors.driver_parts import DriverParts
+from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.hello_and_failure_messages import CallFailure
+from raypar.actors.run_recorder import RunRecorder
+from raypar.actors.side_effect_thread import SideEffectThread
+from raypar.actors.worker_calls import WorkerCalls
+from raypar.actors.worker_pool import WorkerPool
+from raypar.elastic import actions as do
 from raypar.elastic import events as on
+from raypar.elastic.run_machine import RunMachine
 from raypar.errors import RayparError, StateNotKeptError, error_first_line
 
 
@@ -17,56 +23,68 @@ class CheckpointTask:
     """Saves checkpoints. Posts `AllWorkersCopiedState`, after which training may continue, then `CheckpointSaved`; or
     `CheckpointFailed`."""
 
-    parts: DriverParts
-    """The objects of the driver."""
+    machine: RunMachine
+    """Makes all decisions of the run."""
+    pool: WorkerPool
+    """Placement groups and actors of the workers."""
+    recorder: RunRecorder
+    """Writes the run folder and calls the callbacks."""
+    side_effects: SideEffectThread
+    """The thread in which the recorder runs."""
+    calls: WorkerCalls
+    """Calls to workers, whose answers become events."""
+    tasks: BackgroundTasks
+    """Work beside the event loop."""
 
     def __post_init__(self) -> None:
         self._disk = ThreadPoolExecutor(1, "raypar-disk")
 
+    def start_checkpoint(self, action: do.StartCheckpoint, reason: str) -> None:
+        """Begin a checkpoint."""
+        self.tasks.spawn(self.save(action.done))
+
     async def save(self, done: int) -> None:
         """Take a snapshot on every worker; then, while training continues, wait for the files and commit the checkpoint."""
-        parts = self.parts
-        generation, recorder = parts.machine.membership.generation, parts.recorder
+        generation, recorder = self.machine.membership.generation, self.recorder
         try:
             begun = await asyncio.to_thread(recorder.checkpoint_begin, done)
         except RayparError as error:
-            parts.tasks.post(on.CheckpointFailed(done, error))
+            self.tasks.post(on.CheckpointFailed(done, error))
             return
-        members = {n: parts.pool.workers[n] for n in parts.machine.membership.members if n in parts.pool.workers}
-        asked = [parts.calls.ask(number, w.save.remote(generation, done, str(begun))) for number, w in members.items()]
+        members = {n: self.pool.workers[n] for n in self.machine.membership.members if n in self.pool.workers}
+        asked = [self.calls.ask(number, w.save.remote(generation, done, str(begun))) for number, w in members.items()]
         taken = await asyncio.gather(*asked)
         if not any(isinstance(answer, CallFailure) for answer in taken):
-            parts.tasks.post(on.AllWorkersCopiedState(done))
-            taken = await asyncio.gather(*(parts.calls.ask(n, w.save_result.remote()) for n, w in members.items()))
+            self.tasks.post(on.AllWorkersCopiedState(done))
+            taken = await asyncio.gather(*(self.calls.ask(n, w.save_result.remote()) for n, w in members.items()))
         failed = [answer for answer in taken if isinstance(answer, CallFailure)]
         if failed:
             await asyncio.to_thread(recorder.checkpoint_drop, begun)
             cause = next((f.error for f in failed if isinstance(f.error, StateNotKeptError)), failed[0].error)
             if isinstance(cause, StateNotKeptError):
                 cause = await self._save_weights(done, cause)
-            parts.tasks.post(on.CheckpointFailed(done, cause))
+            self.tasks.post(on.CheckpointFailed(done, cause))
             return
         try:
             await asyncio.get_running_loop().run_in_executor(self._disk, recorder.checkpoint_end, done, begun, taken)
         except Exception as error:
-            parts.tasks.post(on.CheckpointFailed(done, error))
+            self.tasks.post(on.CheckpointFailed(done, error))
             return
-        parts.side_effects.perform(
-            lambda: recorder.checkpoint_seen(done), lambda _: parts.side_effects.seen(on.CheckpointSaved(done))
+        self.side_effects.perform(
+            lambda: recorder.checkpoint_seen(done), lambda _: self.side_effects.seen(on.CheckpointSaved(done))
         )
 
     async def _save_weights(self, done: int, error: StateNotKeptError) -> StateNotKeptError:
         """Save parameters and buffers, because the optimizer has state that cannot be saved; the error with where they are."""
-        parts = self.parts
-        generation, recorder = parts.machine.membership.generation, parts.recorder
-        workers = {n: parts.pool.workers[n] for n in parts.machine.membership.members if n in parts.pool.workers}
+        generation, recorder = self.machine.membership.generation, self.recorder
+        workers = {n: self.pool.workers[n] for n in self.machine.membership.members if n in self.pool.workers}
         what = f"the state after {done} steps cannot be saved: {error.what}"
         try:
             begun = await asyncio.to_thread(recorder.checkpoint_begin, done, only_weights=True)
-            asked = [parts.calls.ask(n, w.save.remote(generation, done, str(begun), True)) for n, w in workers.items()]
+            asked = [self.calls.ask(n, w.save.remote(generation, done, str(begun), True)) for n, w in workers.items()]
             taken = await asyncio.gather(*asked)
             if not any(isinstance(answer, CallFailure) for answer in taken):
-                taken = await asyncio.gather(*(parts.calls.ask(n, w.save_result.remote()) for n, w in workers.items()))
+                taken = await asyncio.gather(*(self.calls.ask(n, w.save_result.remote()) for n, w in workers.items()))
             if failed := [answer for answer in taken if isinstance(answer, CallFailure)]:
                 await asyncio.to_thread(recorder.checkpoint_drop, begun)
                 raise failed[0].error

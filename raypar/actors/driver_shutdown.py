@@ -13,11 +13,16 @@ from typing import Any
 
 import ray
 
-from raypar.actors.driver_parts import DriverParts
+from raypar.actors.background_tasks import BackgroundTasks
+from raypar.actors.driver_storage_session import DriverStorageSession
+from raypar.actors.event_feed import EventFeed
 from raypar.actors.hello_and_failure_messages import pickle_error_for_client
-from raypar.actors.run_state_in_ray_kv import DriverReplaced
-from raypar.actors.worker_pool import remove_leftover_placement_groups
+from raypar.actors.run_recorder import RunRecorder
+from raypar.actors.run_state_in_ray_kv import DriverReplaced, Journal
+from raypar.actors.side_effect_thread import SideEffectThread
+from raypar.actors.worker_pool import WorkerPool, remove_leftover_placement_groups
 from raypar.elastic import actions as do
+from raypar.elastic.run_machine import RunMachine
 from raypar.errors import ClusterError
 from raypar.record.events import EndOfRun, RunWarning
 
@@ -50,14 +55,33 @@ def record_and_exit(record: Callable[[], None]) -> None:
 class DriverShutdown:
     """Ends the run on the cluster and this driver with it."""
 
-    parts: DriverParts
-    """The objects of the driver."""
+    machine: RunMachine
+    """Makes all decisions of the run."""
+    journal: Journal
+    """The state of the run that outlives this driver."""
+    pool: WorkerPool
+    """Placement groups and actors of the workers."""
+    recorder: RunRecorder
+    """Writes the run folder and calls the callbacks."""
+    side_effects: SideEffectThread
+    """The thread in which the recorder runs."""
+    tasks: BackgroundTasks
+    """Work beside the event loop."""
+    feed: EventFeed
+    """What the client is told."""
+    storage_session: DriverStorageSession | None
+    """Lease and upload of a run on shared storage; None for one in a folder."""
     write_members_file: Callable[[], None]
     """Writes members.json."""
+    count_step_calls: Callable[[], int]
+    """The number of calls to workers for steps so far."""
+
+    def tear_down(self, action: do.Teardown, reason: str) -> None:
+        """End the run."""
+        self.tasks.spawn(self.end_run(action, self.count_step_calls()))
 
     async def end_run(self, teardown: do.Teardown, step_calls: int) -> None:
         """Remove everything, tell the client, and exit once the client has seen the end or is gone."""
-        parts = self.parts
         if teardown.end != "deposed" and await self._is_replaced(teardown.done):
             why = "another driver has taken over, which goes on with the run"
             teardown = do.Teardown("deposed", why, teardown.done)
@@ -68,41 +92,41 @@ class DriverShutdown:
             "error": pickle_error_for_client(teardown.error),
         }
         if teardown.end == "deposed":  # another driver uses the workers, the journal and the run folder
-            parts.feed.tell(EndOfRun(**facts))
-            if parts.storage_session is not None:
-                parts.storage_session.upload.abandon()
+            self.feed.tell(EndOfRun(**facts))
+            if self.storage_session is not None:
+                self.storage_session.upload.abandon()
             return
         with contextlib.suppress(Exception):
-            await asyncio.to_thread(parts.journal.end, facts)
+            await asyncio.to_thread(self.journal.end, facts)
         try:
-            await parts.pool.close()
+            await self.pool.close()
         except Exception as error:
-            parts.feed.tell(RunWarning(text=f"not every worker could be removed: {error}"))
+            self.feed.tell(RunWarning(text=f"not every worker could be removed: {error}"))
         limit_s = HURRIED_CALLBACKS_S if teardown.end == "interrupted" else LAST_CALLBACKS_S
-        if await parts.side_effects.abandon_if_busy(limit_s):
+        if await self.side_effects.abandon_if_busy(limit_s):
             text = f"a callback has not returned {limit_s:.0f} s after the end of the run: no callback is called any more"
-            parts.feed.tell(RunWarning(text=f"{text}\n  cure: mend the callback; what it waits for needs a time limit"))
-        recording = asyncio.ensure_future(parts.side_effects.awaited(lambda: parts.recorder.record_end(teardown, step_calls)))
+            self.feed.tell(RunWarning(text=f"{text}\n  cure: mend the callback; what it waits for needs a time limit"))
+        recording = asyncio.ensure_future(self.side_effects.awaited(lambda: self.recorder.record_end(teardown, step_calls)))
         try:
             if not (await asyncio.wait([recording], timeout=END_CALLBACKS_S))[0]:
-                await parts.side_effects.abandon_if_busy(0.0)
+                await self.side_effects.abandon_if_busy(0.0)
                 text = f"a callback has not returned from on_end for {END_CALLBACKS_S:.0f} s: the run ends without it"
-                parts.feed.tell(RunWarning(text=f"{text}\n  cure: mend the callback; what it waits for needs a time limit"))
+                self.feed.tell(RunWarning(text=f"{text}\n  cure: mend the callback; what it waits for needs a time limit"))
             else:
                 recording.result()
         except Exception as error:
-            parts.feed.tell(RunWarning(text=f"the end of the run could not be recorded: {error}"))
+            self.feed.tell(RunWarning(text=f"the end of the run could not be recorded: {error}"))
         self.write_members_file()
-        await parts.side_effects.awaited(lambda: None)
-        parts.feed.pass_on(parts.recorder.new_events())
-        if parts.storage_session is not None:
-            await parts.storage_session.finish(parts.feed.tell)
+        await self.side_effects.awaited(lambda: None)
+        self.feed.pass_on(self.recorder.new_events())
+        if self.storage_session is not None:
+            await self.storage_session.finish(self.feed.tell)
         await self._leave(facts)
 
     async def _is_replaced(self, done: int) -> bool:
         """Whether another driver has claimed the run, which the last quick steps may not have looked for."""
         try:
-            await asyncio.to_thread(self.parts.journal.check_claim, done)
+            await asyncio.to_thread(self.journal.check_claim, done)
         except DriverReplaced:
             return True
         except Exception:
@@ -114,34 +138,31 @@ class DriverShutdown:
 
         Calls the recorder from another thread than the one that calls it otherwise, because that one waits for the store.
         """
-        parts = self.parts
         error = ClusterError(why, cure="`raypar resume` goes on from the last checkpoint")
-        parts.recorder.record_end(do.Teardown("failed", why, parts.machine.progress.emitted, error), None)
+        self.recorder.record_end(do.Teardown("failed", why, self.machine.progress.emitted, error), None)
 
     async def finish_former_end(self, facts: dict[str, Any]) -> None:
         """Finish the end that a former driver had begun when it was killed; a failing part does not stop the others."""
-        parts = self.parts
-        for work in (lambda: remove_leftover_placement_groups(parts.pool.run), lambda: parts.recorder.record_former_end(facts)):
+        for work in (lambda: remove_leftover_placement_groups(self.pool.run), lambda: self.recorder.record_former_end(facts)):
             try:
                 await asyncio.to_thread(work)
             except Exception as error:
-                parts.feed.tell(RunWarning(text=f"the end of the run, which a former driver had begun: {error}"))
-        parts.feed.pass_on(parts.recorder.new_events())
-        if parts.storage_session is not None:
-            await parts.storage_session.finish(parts.feed.tell)
+                self.feed.tell(RunWarning(text=f"the end of the run, which a former driver had begun: {error}"))
+        self.feed.pass_on(self.recorder.new_events())
+        if self.storage_session is not None:
+            await self.storage_session.finish(self.feed.tell)
         await self._leave(facts)
 
     async def _leave(self, facts: dict[str, Any]) -> None:
         """Tell the client of the end; once it has seen that or is gone, erase the journal and end this actor."""
-        parts = self.parts
-        parts.feed.tell(EndOfRun(**facts))
-        parts.feed.heard_s = time.monotonic()
-        while time.monotonic() - parts.feed.heard_s < CLIENT_GONE_S:
+        self.feed.tell(EndOfRun(**facts))
+        self.feed.heard_s = time.monotonic()
+        while time.monotonic() - self.feed.heard_s < CLIENT_GONE_S:
             await asyncio.sleep(1.0)
-        if parts.storage_session is not None:
-            await asyncio.to_thread(parts.storage_session.remove_folder)
+        if self.storage_session is not None:
+            await asyncio.to_thread(self.storage_session.remove_folder)
         while True:  # `exit_actor` takes effect after a call only, and nobody calls this actor any more
             with contextlib.suppress(Exception):
-                await asyncio.to_thread(parts.journal.erase)
+                await asyncio.to_thread(self.journal.erase)
                 await asyncio.to_thread(ray.kill, ray.get_runtime_context().current_actor, no_restart=True)
             await asyncio.sleep(1.0)

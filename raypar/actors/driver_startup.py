@@ -12,16 +12,25 @@ from typing import Any
 import ray
 
 from raypar.actors import membership_event_text
+from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.cluster_info import NodeResources, list_live_node_resources, memory_per_worker
-from raypar.actors.driver_parts import DriverParts
+from raypar.actors.event_feed import EventFeed
 from raypar.actors.first_placement import FirstPlacement, make_groups
 from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
-from raypar.actors.run_state_in_ray_kv import MembershipRecord
-from raypar.actors.worker_pool import remove_leftover_placement_groups
+from raypar.actors.plan_cache import PlanCache
+from raypar.actors.run_recorder import RunRecorder
+from raypar.actors.run_request import RunRequest
+from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
+from raypar.actors.side_effect_thread import SideEffectThread
+from raypar.actors.step_reports import StepReports
+from raypar.actors.worker_calls import WorkerCalls
+from raypar.actors.worker_pool import WorkerPool, remove_leftover_placement_groups
+from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic import events as on
 from raypar.elastic.desired_capacity import StartLimits, least_workers_at_start
 from raypar.elastic.mirror import assign_buddies
 from raypar.elastic.placement_constraints import match_labels
+from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.seating import WorkerPlaces, spread_replicas_over_nodes
 from raypar.elastic.state_trust import InitialDigestCheck
 from raypar.errors import ClusterError
@@ -40,43 +49,64 @@ class DriverStartup:
     `start` and `take_over` return the event for which the run machine waits, or raise the error that ends the run.
     """
 
-    parts: DriverParts
-    """The objects of the driver."""
+    request: RunRequest
+    """What the client sent: everything about the run."""
+    machine: RunMachine
+    """Makes all decisions of the run."""
+    journal: Journal
+    """The state of the run that outlives this driver."""
+    plans: PlanCache
+    """The plan for each number of workers, with its schedule, assignments and predicted memory."""
+    pool: WorkerPool
+    """Placement groups and actors of the workers."""
+    registry: WorkerRegistry
+    """Which workers have started, are silent, have to leave or are lost."""
+    recorder: RunRecorder
+    """Writes the run folder and calls the callbacks."""
+    side_effects: SideEffectThread
+    """The thread in which the recorder runs."""
+    reports: StepReports
+    """Workers' reports of steps that the user has not seen."""
+    calls: WorkerCalls
+    """Calls to workers, whose answers become events."""
+    tasks: BackgroundTasks
+    """Work beside the event loop."""
+    feed: EventFeed
+    """What the client is told."""
 
     async def start(self) -> on.RunEvent | None:
         """Place and start the workers of the job's plan, and build their stages.
 
         None if a worker was lost meanwhile: the machine has been told, and an elastic run continues with the others.
         """
-        parts = self.parts
-        request, recorder = parts.request, parts.recorder
+        request, recorder = self.request, self.recorder
         await self._clear_up()
         plan, members = await self._place_workers()
         for number in members:
-            parts.pool.start_worker(number, request.spec, request.listen_host, request.orphan_timeout_s)
+            self.pool.start_worker(number, request.spec, request.listen_host, request.orphan_timeout_s)
         hellos: dict[int, WorkerHello] = await self._everybody(members, lambda number, w: w.hello.remote(), "start")
         for number, hello in hellos.items():
-            parts.registry.add_started_worker(number, hello)
-            await asyncio.to_thread(parts.journal.store_hello, number, hello)
-        nodes = parts.registry.nodes_of_workers(hellos)
+            self.registry.add_started_worker(number, hello)
+            await asyncio.to_thread(self.journal.store_hello, number, hello)
+        nodes = self.registry.nodes_of_workers(hellos)
         pids = ", ".join(str(hellos[n].pid) for n in members if n in hellos)
         text = f"{count_noun(len(hellos), 'worker')} on {count_noun(len(set(nodes.values())), 'node')}: pids {pids}"
         facts = membership_event_text.training_facts(request.contract)
         first = next((hellos[n].fingerprint for n in members if n in hellos), {})
         facts["fingerprint"] = dict(first)  # of one worker: differences between workers are warnings
-        parts.side_effects.note(RunStart(text=text, workers=[parts.registry.worker_facts(n) for n in members], **facts))
-        parts.side_effects.aside(recorder.note_generation, plan, [hellos[n].node[:8] for n in members if n in hellos])
+        self.side_effects.note(RunStart(text=text, workers=[self.registry.worker_facts(n) for n in members], **facts))
+        self.side_effects.aside(recorder.note_generation, plan, [hellos[n].node[:8] for n in members if n in hellos])
         for line in recorder.compare_fingerprints(list(hellos.values())):
-            parts.side_effects.note(RunWarning(text=line))
-        await parts.side_effects.awaited(recorder.start_callbacks)
-        schedule = request.schedule_name if plan == request.plan else parts.plans.schedule(plan)
-        await asyncio.to_thread(parts.journal.record, MembershipRecord(1, plan, members, schedule))
+            self.side_effects.note(RunWarning(text=line))
+        await self.side_effects.awaited(recorder.start_callbacks)
+        schedule = request.schedule_name if plan == request.plan else self.plans.schedule(plan)
+        await asyncio.to_thread(self.journal.record, MembershipRecord(1, plan, members, schedule))
         if len(hellos) < plan.world:
             return None
         addresses = [hellos[number].address for number in members]
         deadline_s, done = request.start_deadline_s, request.policy.steps_before_run
         ranks = {number: rank for rank, number in enumerate(members)}
-        keepers = assign_buddies([nodes[number] for number in members], same_state_keys(parts.machine.held_pieces(plan)))
+        keepers = assign_buddies([nodes[number] for number in members], same_state_keys(self.machine.held_pieces(plan)))
         assignments = await asyncio.to_thread(self._assignments, plan)
 
         def part(rank: int) -> bytes:
@@ -97,34 +127,32 @@ class DriverStartup:
             if different is not None:
                 raise different
         megabytes = ", ".join(f"{described[n]['bytes'] / 1e6:.1f}" for n in members)
-        parts.feed.tell(StagesBuilt(text=f"stages built and connected; parameters by worker in MB: {megabytes}"))
-        await parts.side_effects.awaited(recorder.restart_step_timer)
+        self.feed.tell(StagesBuilt(text=f"stages built and connected; parameters by worker in MB: {megabytes}"))
+        await self.side_effects.awaited(recorder.restart_step_timer)
         return on.WorkersReady()
 
     async def _clear_up(self) -> None:
         """Record that the run was resumed, if it was, and remove what an earlier driver has left in Ray."""
-        parts = self.parts
-        await parts.side_effects.awaited(parts.recorder.record_resumption)
-        parts.feed.pass_on(parts.recorder.new_events())
-        for line in parts.request.warnings:
-            parts.side_effects.note(RunWarning(text=line))
-        swept = await asyncio.to_thread(remove_leftover_placement_groups, parts.request.run)
+        await self.side_effects.awaited(self.recorder.record_resumption)
+        self.feed.pass_on(self.recorder.new_events())
+        for line in self.request.warnings:
+            self.side_effects.note(RunWarning(text=line))
+        swept = await asyncio.to_thread(remove_leftover_placement_groups, self.request.run)
         if swept:
             what = count_noun(swept, "placement group")
-            parts.feed.tell(RunWarning(text=f"removed {what} that an earlier driver of this run had left"))
+            self.feed.tell(RunWarning(text=f"removed {what} that an earlier driver of this run had left"))
 
     def _assignments(self, plan: ParallelPlan) -> tuple[ProgramAssignment, ...]:
         """By rank: the worker's assignment under the first plan."""
-        request = self.parts.request
-        return tuple(map(pickle.loads, request.assignments)) if plan == request.plan else self.parts.plans.assignments(plan)
+        request = self.request
+        return tuple(map(pickle.loads, request.assignments)) if plan == request.plan else self.plans.assignments(plan)
 
     async def _place_workers(self) -> tuple[ParallelPlan, tuple[int, ...]]:
         """Ask for all workers of the job's plan and wait until the run can begin; returns (its first plan, worker by rank).
 
         Posts `FirstWorkersPlaced`. The other workers start in the background once the cluster has a place for them.
         """
-        parts = self.parts
-        request, policy, pool = parts.request, parts.request.policy, parts.pool
+        request, policy, pool = self.request, self.request.policy, self.pool
         wanted = request.plan.world
         least = least_workers_at_start(request.plan, policy.min_workers) if policy.elastic else wanted
         limits = StartLimits(wanted, least, policy.grow_after_s, request.wait_for_workers_s)
@@ -132,20 +160,20 @@ class DriverStartup:
         chosen = [request.plan]
 
         def fits(placed: Mapping[int, str], facts: Mapping[str, NodeResources]) -> bool:
-            found = parts.plans.first(len(placed), memory_per_worker(placed, facts))
+            found = self.plans.first(len(placed), memory_per_worker(placed, facts))
             chosen[0] = found or request.plan
             return found is not None
 
-        await asyncio.to_thread(parts.journal.store_worker_number, wanted - 1)
+        await asyncio.to_thread(self.journal.store_worker_number, wanted - 1)
         on_demand = tuple(n for group in groups if group.on_demand for n in group.numbers)
-        await asyncio.to_thread(parts.journal.store_on_demand_workers, on_demand)
-        first = FirstPlacement(pool, groups, limits, lambda text: parts.feed.tell(Wait(text=text)), fits)
+        await asyncio.to_thread(self.journal.store_on_demand_workers, on_demand)
+        first = FirstPlacement(pool, groups, limits, lambda text: self.feed.tell(Wait(text=text)), fits)
         nodes = await first.wait()
         plan = request.plan if len(nodes) == wanted else chosen[0]
         placed = [group for group in groups if group.numbers[0] in nodes]
         await asyncio.to_thread(self._warn_of_spot_node)
-        await parts.registry.update_zones()
-        places = WorkerPlaces(nodes, parts.registry.zone_of_node, on_demand)
+        await self.registry.update_zones()
+        places = WorkerPlaces(nodes, self.registry.zone_of_node, on_demand)
         members = spread_replicas_over_nodes(plan, places, [group.numbers for group in placed])
         spare = [group for group in placed if group.numbers[0] not in members]
         pending = [group for group in groups if group not in placed]
@@ -157,24 +185,24 @@ class DriverStartup:
             tuple(group.numbers for group in groups),
             on_demand,
         )
-        parts.tasks.post(told)
+        self.tasks.post(told)
         if pending or spare:
             text = f"the run begins with {count_noun(plan.world, 'worker')} of {wanted} ({plan.describe()})"
-            parts.side_effects.note(Note(text=f"{text}; the others join when they are there"))
-            parts.side_effects.aside(parts.recorder.write_plan_file, plan, parts.plans.schedule(plan))
+            self.side_effects.note(Note(text=f"{text}; the others join when they are there"))
+            self.side_effects.aside(self.recorder.write_plan_file, plan, self.plans.schedule(plan))
         for group in (*spare, *pending):
-            parts.tasks.spawn(parts.registry.start_workers(group.numbers, request, requested=True))
+            self.tasks.spawn(self.registry.start_workers(group.numbers, request, requested=True))
         return plan, members
 
     def _warn_of_spot_node(self) -> None:
         """Warn if the job asks for workers on on-demand nodes but the driver itself is on a node of another kind."""
-        placement, home = self.parts.request.placement, ray.get_runtime_context().get_node_id()
+        placement, home = self.request.placement, ray.get_runtime_context().get_node_id()
         labels = list_live_node_resources().get(home, NodeResources()).labels
         wanted = {key: value for key, value in placement.on_demand_label_selector.items() if key in labels}
         if placement.on_demand and not match_labels(labels, wanted):
             has = ", ".join(f"{key}={labels[key]}" for key in wanted)
             text = f"the driver is on node {home[:8]} ({has}), which may be taken away: start raypar on an on-demand node"
-            self.parts.side_effects.note(RunWarning(text=text))
+            self.side_effects.note(RunWarning(text=text))
 
     async def _everybody(self, members: Sequence[int], call: Callable[[int, Any], Any], what: str) -> dict[int, Any]:
         """Call every worker of `members`; worker number -> answer. `what`: what they are asked to do, for messages.
@@ -182,16 +210,15 @@ class DriverStartup:
         If several calls fail, a failure of user code is raised first, then one of raypar, then a loss. An elastic run reports
         lost workers to the machine instead, and leaves them out of the answers.
         """
-        parts = self.parts
-        numbers = [number for number in members if number in parts.pool.workers]
-        asking = [asyncio.ensure_future(parts.calls.ask(n, call(n, parts.pool.workers[n]))) for n in numbers]
+        numbers = [number for number in members if number in self.pool.workers]
+        asking = [asyncio.ensure_future(self.calls.ask(n, call(n, self.pool.workers[n]))) for n in numbers]
         waiting, start_s = set(asking), time.monotonic()
-        elastic = parts.request.policy.elastic
-        while waiting and time.monotonic() - start_s < parts.request.start_deadline_s:
+        elastic = self.request.policy.elastic
+        while waiting and time.monotonic() - start_s < self.request.start_deadline_s:
             done, waiting = await asyncio.wait(waiting, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
             for number, task in zip(numbers, asking, strict=True):
-                if task.done() and number in parts.pool.workers:  # keeps it from exiting as an orphan while it waits
-                    parts.pool.workers[number].ping.remote()
+                if task.done() and number in self.pool.workers:  # keeps it from exiting as an orphan while it waits
+                    self.pool.workers[number].ping.remote()
             lost = any(isinstance(task.result(), CallFailure) and task.result().kind == "lost" for task in done)
             if lost and elastic and what != "start":
                 break  # the others wait for it in vain: the next generation frees them
@@ -203,53 +230,52 @@ class DriverStartup:
         for kind in blamed:
             for number, failure in failed.items():
                 if failure.kind == kind:
-                    raise await asyncio.to_thread(parts.calls.explain_out_of_memory, number, failure.error)
+                    raise await asyncio.to_thread(self.calls.explain_out_of_memory, number, failure.error)
         for number, failure in failed.items():  # the only sign of a worker that has died after building
             generation = None if failure.kind == "lost" else 1
-            parts.tasks.post(on.CallFailed(failure.kind, failure.error, number, generation))
-        if waiting and not failed and parts.machine.membership.generation == 1:
+            self.tasks.post(on.CallFailed(failure.kind, failure.error, number, generation))
+        if waiting and not failed and self.machine.membership.generation == 1:
             silent = [n for n, task in zip(numbers, asking, strict=True) if task in waiting]
-            stacks = await parts.calls.stacks(silent)
+            stacks = await self.calls.stacks(silent)
             raise ClusterError(
-                f"{format_worker_numbers(silent)} did not {what} within {parts.request.start_deadline_s:.0f} s\n{stacks}",
+                f"{format_worker_numbers(silent)} did not {what} within {self.request.start_deadline_s:.0f} s\n{stacks}",
                 cure="look at the stacks above and at Ray's logs on those nodes",
             )
         return {n: a for n, a in answers.items() if n not in failed}
 
     async def take_over(self, record: MembershipRecord) -> on.RunEvent:
         """Find the workers of the former driver, and how much of the run the user has seen; the event for the run machine."""
-        parts = self.parts
-        request, recorder = parts.request, parts.recorder
-        hellos = await asyncio.to_thread(parts.journal.hellos)
-        found_groups = await asyncio.to_thread(parts.pool.find, {*hellos, *record.members})
-        workers = dict(parts.pool.workers)
+        request, recorder = self.request, self.recorder
+        hellos = await asyncio.to_thread(self.journal.hellos)
+        found_groups = await asyncio.to_thread(self.pool.find, {*hellos, *record.members})
+        workers = dict(self.pool.workers)
         for number, hello in hellos.items():
             if number in workers or number in record.members:
-                parts.registry.add_started_worker(number, hello)
-        starting = tuple(n for n in workers if n not in parts.registry.hellos)
+                self.registry.add_started_worker(number, hello)
+        starting = tuple(n for n in workers if n not in self.registry.hellos)
         for number in starting:
-            parts.tasks.spawn(parts.registry.await_hello(number, workers[number], request.start_deadline_s))
+            self.tasks.spawn(self.registry.await_hello(number, workers[number], request.start_deadline_s))
         for group in found_groups.pending:
-            parts.tasks.spawn(parts.registry.start_workers(group, request, requested=True))
+            self.tasks.spawn(self.registry.start_workers(group, request, requested=True))
         pending = tuple(number for group in found_groups.pending for number in group)
-        parts.plans.schedules[record.plan] = record.schedule
-        seen = await parts.side_effects.awaited(recorder.take_over)  # in its thread, which alone writes these files
-        parts.reports.outcomes, parts.reports.in_journal = dict(seen.outcomes), dict(seen.unseen)
-        parts.feed.pass_on(recorder.new_events())
-        generation = await asyncio.to_thread(parts.journal.newest_claimed_generation)
+        self.plans.schedules[record.plan] = record.schedule
+        seen = await self.side_effects.awaited(recorder.take_over)  # in its thread, which alone writes these files
+        self.reports.outcomes, self.reports.in_journal = dict(seen.outcomes), dict(seen.unseen)
+        self.feed.pass_on(recorder.new_events())
+        generation = await asyncio.to_thread(self.journal.newest_claimed_generation)
         numbers_given = max(
-            await asyncio.to_thread(parts.journal.count_worker_numbers), *(n + 1 for n in (*workers, *pending, *record.members))
+            await asyncio.to_thread(self.journal.count_worker_numbers), *(n + 1 for n in (*workers, *pending, *record.members))
         )
         found = len(workers) - len(starting)
         text = f"the driver was lost; a new one has found {found} workers and goes on after step {seen.steps}"
-        parts.side_effects.note(DriverLoss(text=text, generation=generation, step=seen.steps))
+        self.side_effects.note(DriverLoss(text=text, generation=generation, step=seen.steps))
         for rank, number in enumerate(record.members):
             if number not in workers and number not in seen.lost:
-                who = parts.registry.worker_facts(number)
+                who = self.registry.worker_facts(number)
                 why = "it died while there was no driver"
-                parts.side_effects.note(membership_event_text.worker_lost_event(record.plan.coordinate(rank), who, why))
+                self.side_effects.note(membership_event_text.worker_lost_event(record.plan.coordinate(rank), who, why))
         # Not waited for: what callbacks import may take seconds, and the workers can begin without them.
-        parts.side_effects.perform(recorder.start_callbacks, lambda _: on.Tick())
+        self.side_effects.perform(recorder.start_callbacks, lambda _: on.Tick())
         return on.DriverFailover(
             tuple(workers),
             generation,
@@ -261,8 +287,8 @@ class DriverStartup:
             starting,
             pending,
             (*found_groups.pending, *found_groups.started),
-            await asyncio.to_thread(parts.journal.on_demand_workers),
-            await asyncio.to_thread(parts.journal.useful_workers),
+            await asyncio.to_thread(self.journal.on_demand_workers),
+            await asyncio.to_thread(self.journal.useful_workers),
             numbers_given,
             None if seen.last_s is None else max(0.0, time.time() - seen.last_s),
         )

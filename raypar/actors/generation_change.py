@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypar.actors import membership_event_text
-from raypar.actors.driver_parts import DriverParts
-from raypar.actors.run_state_in_ray_kv import MembershipRecord
+from raypar.actors.background_tasks import BackgroundTasks
+from raypar.actors.plan_cache import PlanCache
+from raypar.actors.run_recorder import RunRecorder
+from raypar.actors.run_request import RunRequest
+from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
+from raypar.actors.side_effect_thread import SideEffectThread
+from raypar.actors.step_reports import StepReports
+from raypar.actors.worker_calls import WorkerCalls
+from raypar.actors.worker_pool import WorkerPool
+from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.mirror import assign_buddies
+from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.state_trust import InitialDigestCheck
 from raypar.elastic.user_messages import plain_failure_text
 from raypar.errors import WorkerLost
@@ -26,8 +35,28 @@ from raypar.record.events import GenerationStart, Recovery
 class GenerationChange:
     """Claims a generation, releases the workers from the former one, and gives each its part of the new plan."""
 
-    parts: DriverParts
-    """The objects of the driver."""
+    request: RunRequest
+    """What the client sent: everything about the run."""
+    machine: RunMachine
+    """Makes all decisions of the run."""
+    journal: Journal
+    """The state of the run that outlives this driver."""
+    plans: PlanCache
+    """The plan for each number of workers, with its schedule, assignments and predicted memory."""
+    pool: WorkerPool
+    """Placement groups and actors of the workers."""
+    registry: WorkerRegistry
+    """Which workers have started, are silent, have to leave or are lost."""
+    recorder: RunRecorder
+    """Writes the run folder and calls the callbacks."""
+    side_effects: SideEffectThread
+    """The thread in which the recorder runs."""
+    reports: StepReports
+    """Workers' reports of steps that the user has not seen."""
+    calls: WorkerCalls
+    """Calls to workers, whose answers become events."""
+    tasks: BackgroundTasks
+    """Work beside the event loop."""
     last_order: do.AdoptPlan | None = None
     """The action with which this driver's last generation began; None before the first."""
     first_step: int = -1
@@ -37,81 +66,92 @@ class GenerationChange:
     reported_plan: ParallelPlan | None = None
     """The plan of that generation."""
 
-    async def claim_generation(self, generation: int) -> None:
-        """Claim `generation` in the journal; posts `GenerationClaimed`. Does not wait for callbacks, which may take long."""
-        parts = self.parts
-        try:
-            ok = await asyncio.to_thread(parts.journal.claim, generation)
-        except Exception as error:
-            parts.tasks.post(on.CallFailed("error", error))
-        else:
-            parts.tasks.post(on.GenerationClaimed(generation, ok))
+    def claim_generation(self, action: do.ClaimGeneration, reason: str) -> None:
+        """Claim a generation in the journal; posts `GenerationClaimed`. Does not wait for callbacks, which may take long."""
+        self.side_effects.note(Recovery(text=plain_failure_text(reason), generation=action.generation))
+        self.tasks.spawn(self._claim_generation(action.generation))
 
-    def fence_worker(self, generation: int, number: int, reason: str) -> None:
-        """Announce a new generation to a worker, which stops its step; ask for its status. Posts `WorkerStatusReported`."""
-        parts = self.parts
-        worker, keep_reports = parts.pool.workers[number], parts.reports.keep_reports_from_status
-        parts.calls.call_until_answered(
+    async def _claim_generation(self, generation: int) -> None:
+        try:
+            ok = await asyncio.to_thread(self.journal.claim, generation)
+        except Exception as error:
+            self.tasks.post(on.CallFailed("error", error))
+        else:
+            self.tasks.post(on.GenerationClaimed(generation, ok))
+
+    def fence_workers(self, action: do.FenceWorkers, reason: str) -> None:
+        """Announce a new generation to workers, and ask for their status. Posts `WorkerStatusReported` of each."""
+        for worker in action.workers:
+            self._fence_worker(action.generation, worker, reason)
+
+    def _fence_worker(self, generation: int, number: int, reason: str) -> None:
+        """Announce a new generation to a worker, which stops its step; ask for its status."""
+        worker, keep_reports = self.pool.workers[number], self.reports.keep_reports_from_status
+        self.calls.call_until_answered(
             number, generation, lambda: worker.announce_generation.remote(generation, reason), lambda number, _: on.Tick()
         )
-        parts.calls.call_until_answered(
+        self.calls.call_until_answered(
             number,
             generation,
             lambda: worker.report_status.remote(generation),
             lambda _, status: on.WorkerStatusReported(generation, keep_reports(status)),
         )
 
-    def apply_kept_gradients(self, order: do.ApplyKeptGradients) -> None:
+    def apply_kept_gradients(self, order: do.ApplyKeptGradients, reason: str) -> None:
         """Have workers that are a step behind apply the gradients they have kept. Posts `KeptGradientsApplied` for each."""
-        parts = self.parts
-        keep_reports = parts.reports.keep_reports_from_status
+        keep_reports = self.reports.keep_reports_from_status
         for number in order.workers:
-            ref = parts.pool.workers[number].apply_kept_gradients.remote(order.generation, order.step, order.vote_result)
-            parts.calls.call(
+            ref = self.pool.workers[number].apply_kept_gradients.remote(order.generation, order.step, order.vote_result)
+            self.calls.call(
                 number, order.generation, ref, lambda _, status: on.KeptGradientsApplied(order.generation, keep_reports(status))
             )
 
-    async def choose_plan(self, generation: int, workers: int) -> None:
-        """Choose the plan for `workers` workers. Posts `PlanChosen`.
+    def choose_plan(self, action: do.ChoosePlan, reason: str) -> None:
+        """Choose the plan for so many workers. Posts `PlanChosen`."""
+        self.tasks.spawn(self._choose_plan(action.generation, action.workers))
+
+    async def _choose_plan(self, generation: int, workers: int) -> None:
+        """Choose the plan.
 
         A larger plan is lowered here already, while training continues, which shortens the pause of the move to it.
         """
-        parts = self.parts
-        now = parts.machine.membership.plan
-        chosen = await asyncio.to_thread(parts.plans.choose, generation, workers, now)
+        now = self.machine.membership.plan
+        chosen = await asyncio.to_thread(self.plans.choose, generation, workers, now)
         if chosen.plan is not None and now is not None and chosen.plan.world > now.world:
-            await asyncio.to_thread(parts.plans.assignments, chosen.plan)
-        parts.tasks.post(chosen)
+            await asyncio.to_thread(self.plans.assignments, chosen.plan)
+        self.tasks.post(chosen)
 
-    async def adopt_plan(self, order: do.AdoptPlan, reason: str) -> None:
-        """Lower the plan; have every worker connect, exchange state and build its stages. Each posts `PlanAdopted`."""
-        parts = self.parts
-        request, plan = parts.request, order.plan
-        parts.reports.drop_uncommitted()
-        assignments = await asyncio.to_thread(parts.plans.assignments, plan)
-        schedule = parts.plans.schedule(plan)
+    def adopt_plan(self, order: do.AdoptPlan, reason: str) -> None:
+        """Lower the plan; have every worker connect, exchange state and build its stages. Posts `PlanAdopted` of each."""
+        self.tasks.spawn(self._adopt_plan(order, reason))
+
+    async def _adopt_plan(self, order: do.AdoptPlan, reason: str) -> None:
+        request, plan = self.request, order.plan
+        self.reports.drop_uncommitted()
+        assignments = await asyncio.to_thread(self.plans.assignments, plan)
+        schedule = self.plans.schedule(plan)
         if self.reported_schedule is None or self.reported_plan is None:
-            self.reported_plan = parts.machine.membership.plan or request.plan
-            self.reported_schedule = parts.plans.schedule(self.reported_plan)
-        await asyncio.to_thread(parts.journal.record, MembershipRecord(order.generation, plan, order.members, schedule))
+            self.reported_plan = self.machine.membership.plan or request.plan
+            self.reported_schedule = self.plans.schedule(self.reported_plan)
+        await asyncio.to_thread(self.journal.record, MembershipRecord(order.generation, plan, order.members, schedule))
         workers = (*order.members, *order.seatless_sources)
         for number in workers:
-            if number not in parts.pool.workers:
-                parts.tasks.post(on.CallFailed("lost", WorkerLost(f"worker {number} is gone"), number))
+            if number not in self.pool.workers:
+                self.tasks.post(on.CallFailed("lost", WorkerLost(f"worker {number} is gone"), number))
                 return
         ranks = {number: rank for rank, number in enumerate(workers)}
-        addresses = [parts.registry.hellos[number].address for number in workers]
-        nodes = [parts.registry.hellos[number].node for number in order.members]
-        keepers = assign_buddies(nodes, same_state_keys(parts.machine.held_pieces(plan)))
+        addresses = [self.registry.hellos[number].address for number in workers]
+        nodes = [self.registry.hellos[number].node for number in order.members]
+        keepers = assign_buddies(nodes, same_state_keys(self.machine.held_pieces(plan)))
         load = None
         if order.from_checkpoint and order.done:
-            load = str(parts.recorder.last_checkpoint or request.resume)
+            load = str(self.recorder.last_checkpoint or request.resume)
         self.last_order = order
-        parts.side_effects.aside(parts.recorder.note_generation, plan, [node[:8] for node in nodes])
+        self.side_effects.aside(self.recorder.note_generation, plan, [node[:8] for node in nodes])
         text = (
             f"generation {order.generation}: {membership_event_text.describe_generation(order)}; {plain_failure_text(reason)}"
         )
-        parts.side_effects.note(Recovery(text=text, **membership_event_text.generation_facts(order, schedule)))
+        self.side_effects.note(Recovery(text=text, **membership_event_text.generation_facts(order, schedule)))
         initial = InitialDigestCheck()
 
         def adopted(number: int, described: dict[str, Any] | None) -> on.RunEvent:
@@ -136,32 +176,31 @@ class GenerationChange:
                 mirror_keepers=keepers,
             )
             coordinate = plan.coordinate(rank) if seated else f"worker {number}"
-            ref = parts.pool.workers[number].adopt.remote(
+            ref = self.pool.workers[number].adopt.remote(
                 order.generation, pickle.dumps(part), coordinate, addresses, request.start_deadline_s
             )
-            parts.calls.call(number, order.generation, ref, adopted)
+            self.calls.call(number, order.generation, ref, adopted)
 
-    def report_first_step(self, found: do.ReportFirstStepAfterRecovery) -> None:
+    def report_first_step(self, found: do.ReportFirstStepAfterRecovery, reason: str) -> None:
         """Report the new generation to the user: its first step is committed."""
-        parts = self.parts
         self.first_step = found.step
         order = self.last_order
         if order is None:
             return
-        schedule = parts.plans.schedule(order.plan)
+        schedule = self.plans.schedule(order.plan)
         text = membership_event_text.recovery_finished_text(order, found.seconds, found.steps_again)
         told: dict[str, Any] = {"text": text, "pause_s": found.seconds, "again": found.steps_again}
         if schedule != self.reported_schedule:
-            told |= {"schedule_was": self.reported_schedule, "schedule_why": parts.plans.why(order.plan)}
+            told |= {"schedule_was": self.reported_schedule, "schedule_why": self.plans.why(order.plan)}
             self.reported_schedule = schedule
         if self.reported_plan is not None and self.reported_plan.shards_by_layer != order.plan.shards_by_layer:
             told["shards_was"] = membership_event_text.format_shards(self.reported_plan)
         self.reported_plan = order.plan
-        parts.side_effects.note(GenerationStart(**told, **membership_event_text.generation_facts(order, schedule)))
-        parts.side_effects.aside(parts.recorder.write_plan_file, order.plan, schedule)
-        parts.tasks.spawn(self._search_next_plan(len(order.members)))
+        self.side_effects.note(GenerationStart(**told, **membership_event_text.generation_facts(order, schedule)))
+        self.side_effects.aside(self.recorder.write_plan_file, order.plan, schedule)
+        self.tasks.spawn(self._search_next_plan(len(order.members)))
 
     async def _search_next_plan(self, workers: int) -> None:
         """Search the plan for one worker less before it is needed."""
         if workers > 1:
-            await asyncio.to_thread(self.parts.plans.prepare, workers - 1)
+            await asyncio.to_thread(self.plans.prepare, workers - 1)

@@ -6,9 +6,12 @@ import asyncio
 from dataclasses import dataclass
 from functools import partial
 
-from raypar.actors.driver_parts import DriverParts
 from raypar.actors.metrics_publisher import PUBLISH_S
+from raypar.actors.run_recorder import RunRecorder
+from raypar.actors.side_effect_thread import SideEffectThread
+from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic.phases import Phase
+from raypar.elastic.run_machine import RunMachine
 from raypar.record.events import RunWarning
 from raypar.telemetry.run_telemetry import WorkerCounts, count_workers
 
@@ -17,26 +20,31 @@ from raypar.telemetry.run_telemetry import WorkerCounts, count_workers
 class MetricsPublishingLoop:
     """Publishes the metrics of a run every `PUBLISH_S`, in the driver's thread for side effects."""
 
-    parts: DriverParts
-    """The objects of the driver."""
+    machine: RunMachine
+    """Makes all decisions of the run."""
+    pool: WorkerPool
+    """Placement groups and actors of the workers."""
+    recorder: RunRecorder
+    """Writes the run folder and calls the callbacks."""
+    side_effects: SideEffectThread
+    """The thread in which the recorder runs."""
 
     async def watch(self) -> None:
         """Publish until the run is over. Publications do not pile up behind a slow side effect: each waits for the one before.
 
         An error is told in one line; it ends the publication, not the run.
         """
-        parts = self.parts
         try:
-            while parts.machine.phase is not Phase.OVER:
-                await parts.side_effects.awaited(partial(parts.recorder.publish_metrics, self.counts()))
+            while self.machine.phase is not Phase.OVER:
+                await self.side_effects.awaited(partial(self.recorder.publish_metrics, self.counts()))
                 await asyncio.sleep(PUBLISH_S)
         except Exception as error:
             text = f"metrics are not published any more ({type(error).__name__}: {error}); training is not touched by that"
-            parts.side_effects.note(RunWarning(text=text))
+            self.side_effects.note(RunWarning(text=text))
 
     def counts(self) -> WorkerCounts:
         """The workers of the run at present."""
-        membership, pool = self.parts.machine.membership, self.parts.pool
+        membership, pool = self.machine.membership, self.pool
         return count_workers(
             members=membership.members,
             gone=membership.gone,

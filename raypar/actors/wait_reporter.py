@@ -8,8 +8,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypar.actors.driver_parts import DriverParts
+from raypar.actors.event_feed import EventFeed
+from raypar.actors.run_request import RunRequest
+from raypar.actors.worker_calls import WorkerCalls
+from raypar.actors.worker_pool import WorkerPool
+from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic.phases import Phase
+from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.user_messages import SILENCE_S, WaitAnnouncer, describe_waited_workers
 from raypar.worker.process.thread_activity import IDLE, STARTING, WAITING_FOR_WORKERS, describe_thread_activity
 
@@ -25,8 +30,18 @@ SILENT_STEPS = 2.0
 class WaitReporter:
     """Reports silences from the start of a driver to the end of its run."""
 
-    parts: DriverParts
-    """The objects of the driver."""
+    request: RunRequest
+    """What the client sent: everything about the run."""
+    machine: RunMachine
+    """Makes all decisions of the run."""
+    pool: WorkerPool
+    """Placement groups and actors of the workers."""
+    registry: WorkerRegistry
+    """Which workers have started, are silent, have to leave or are lost."""
+    calls: WorkerCalls
+    """Calls to workers, whose answers become events."""
+    feed: EventFeed
+    """What the client is told."""
     announcer: WaitAnnouncer = field(default_factory=WaitAnnouncer)
     """Decides when a line is due."""
     last_start_activity: dict[int, str] = field(default_factory=dict)
@@ -36,37 +51,35 @@ class WaitReporter:
 
     async def watch(self) -> None:
         """Report what is waited for until the run is over."""
-        parts = self.parts
-        while parts.machine.phase is not Phase.OVER:
+        while self.machine.phase is not Phase.OVER:
             await asyncio.sleep(POLL_S)
-            since_s, patience_s = parts.feed.told_s, self._patience_s()
+            since_s, patience_s = self.feed.told_s, self._patience_s()
             if time.monotonic() - since_s < patience_s:
                 continue
             doing = await self._what_is_waited_for()
             line = self.announcer.due_line(doing, time.monotonic(), since_s, patience_s)
-            if line is not None and parts.feed.told_s == since_s:
-                parts.feed.tell_wait(line)
+            if line is not None and self.feed.told_s == since_s:
+                self.feed.tell_wait(line)
 
     def _patience_s(self) -> float:
         """How long a silence may last. Longer where steps are long: each of them ends with a progress line anyway."""
-        longest_s = self.parts.machine.step_times.longest_s(len(self.parts.machine.membership.members) or 1)
+        longest_s = self.machine.step_times.longest_s(len(self.machine.membership.members) or 1)
         return max(SILENCE_S, SILENT_STEPS * (longest_s or 0.0))
 
     async def _what_is_waited_for(self) -> str | None:
         """What workers that owe an answer or still start up are doing; else what a thread for files or callbacks does."""
-        parts = self.parts
-        waited = {number for number in parts.calls.unanswered if number in parts.pool.workers}
-        waited = waited or {number for number in parts.pool.workers if number not in parts.registry.hellos}
+        waited = {number for number in self.calls.unanswered if number in self.pool.workers}
+        waited = waited or {number for number in self.pool.workers if number not in self.registry.hellos}
         if not waited:
             ours = [thread.ident for thread in threading.enumerate() if thread.name.startswith("raypar-") and thread.ident]
             return next(filter(None, map(describe_thread_activity, ours)), None)
-        said = await self._ask({number: parts.pool.workers[number] for number in sorted(waited)})
-        starting = waited - parts.registry.hellos.keys()
+        said = await self._ask({number: self.pool.workers[number] for number in sorted(waited)})
+        starting = waited - self.registry.hellos.keys()
         # a worker that has just said hello has no call, and waits for the others
         said = {number: WAITING_FOR_WORKERS if doing == IDLE else doing for number, doing in said.items()}
         self.last_start_activity |= {number: doing for number, doing in said.items() if number in starting}
         silent = {n: self.last_start_activity.get(n, STARTING) if n in starting else "not answering" for n in waited}
-        plan = parts.machine.membership.plan or parts.request.plan
+        plan = self.machine.membership.plan or self.request.plan
         return describe_waited_workers({**silent, **said}, plan.world, WAITING_FOR_WORKERS)
 
     async def _ask(self, workers: dict[int, Any]) -> dict[int, str]:

@@ -8,10 +8,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from helpers.partial_objects import make_with
 from ray.exceptions import ActorUnavailableError
 
 from raypar.actors import driver_actor as module
-from raypar.actors import driver_shutdown
+from raypar.actors import driver_shutdown, membership_actions
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.driver_actor import DriverActor
 from raypar.actors.event_feed import STEP_POLLS_BURST, EventFeed
@@ -20,7 +21,8 @@ from raypar.actors.run_state_in_ray_kv import DriverReplaced
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.elastic.actions import Teardown
 from raypar.elastic.deadlines import CpuWaitDeadlineExtension
-from raypar.elastic.events import StopRequested
+from raypar.elastic.events import CallFailed, StopRequested
+from raypar.errors import WorkerLost
 from raypar.record.events import StepRecord, WorkerLoss
 
 
@@ -127,9 +129,7 @@ def test_a_driver_whose_client_is_gone_leaves_when_the_run_has_ended(monkeypatch
     async def scene():
         news = EventFeed()
         with contextlib.suppress(asyncio.CancelledError):
-            await driver_shutdown.DriverShutdown(
-                SimpleNamespace(journal=journal, feed=news, storage_session=None), None
-            )._leave({"end": "done"})
+            await make_with(driver_shutdown.DriverShutdown, journal=journal, feed=news)._leave({"end": "done"})
         return [event["kind"] for event in news._kept]
 
     assert asyncio.run(scene()) == ["end"]
@@ -145,10 +145,10 @@ def test_a_driver_that_was_replaced_in_its_last_steps_removes_nothing():
 
     journal = SimpleNamespace(check_claim=check_claim, end=lambda facts: done.append("end"), erase=lambda: done.append("erase"))
     pool = SimpleNamespace(close=lambda: done.append("close"))
-    parts = SimpleNamespace(journal=journal, feed=feed, pool=pool, storage_session=None)
 
     async def scene():
-        await driver_shutdown.DriverShutdown(parts, None).end_run(Teardown("done", "all 8 steps are done", 8), 8)
+        shutdown = make_with(driver_shutdown.DriverShutdown, journal=journal, feed=feed, pool=pool)
+        await shutdown.end_run(Teardown("done", "all 8 steps are done", 8), 8)
         return [(event["kind"], event["end"], event["done"]) for event in feed._kept]
 
     assert asyncio.run(scene()) == [("end", "deposed", 8)] and done == []
@@ -166,10 +166,15 @@ def test_the_end_of_a_run_waits_for_a_callback_that_hangs_for_a_limited_time_and
         assert not await effects.abandon_if_busy(10.0), "it has nothing to do"
         effects.aside(hangs.wait)
         effects.perform(lambda: done.append("a later step"), lambda _: None)
-        parts = SimpleNamespace(feed=feed, storage_session=None, side_effects=effects, recorder=recorder)
-        parts.journal = SimpleNamespace(check_claim=lambda steps: None, end=lambda facts: None)
-        parts.pool = SimpleNamespace(close=lambda: asyncio.sleep(0))
-        shutdown = driver_shutdown.DriverShutdown(parts, lambda: None)
+        shutdown = make_with(
+            driver_shutdown.DriverShutdown,
+            feed=feed,
+            side_effects=effects,
+            recorder=recorder,
+            journal=SimpleNamespace(check_claim=lambda steps: None, end=lambda facts: None),
+            pool=SimpleNamespace(close=lambda: asyncio.sleep(0)),
+            write_members_file=lambda: None,
+        )
         shutdown._leave = lambda facts: asyncio.sleep(0)
         await asyncio.wait_for(shutdown.end_run(Teardown("interrupted", "Ctrl-C", 4), 8), 10.0)
         hangs.set()
@@ -187,10 +192,15 @@ def test_a_callback_that_hangs_at_the_very_end_keeps_no_run_from_its_end(monkeyp
 
     async def scene():
         effects = SideEffectThread(recorder, None, feed, BackgroundTasks(lambda event: None))
-        parts = SimpleNamespace(feed=feed, storage_session=None, side_effects=effects, recorder=recorder)
-        parts.journal = SimpleNamespace(check_claim=lambda steps: None, end=lambda facts: None)
-        parts.pool = SimpleNamespace(close=lambda: asyncio.sleep(0))
-        shutdown = driver_shutdown.DriverShutdown(parts, lambda: None)
+        shutdown = make_with(
+            driver_shutdown.DriverShutdown,
+            feed=feed,
+            side_effects=effects,
+            recorder=recorder,
+            journal=SimpleNamespace(check_claim=lambda steps: None, end=lambda facts: None),
+            pool=SimpleNamespace(close=lambda: asyncio.sleep(0)),
+            write_members_file=lambda: None,
+        )
         shutdown._leave = lambda facts: asyncio.sleep(0)
         await asyncio.wait_for(shutdown.end_run(Teardown("done", "all 4 steps are done", 4), 8), 10.0)
         hangs.set()
@@ -204,17 +214,15 @@ def test_the_time_that_a_run_may_take_is_counted_over_all_its_drivers(age_s, sto
     """Each new driver gave it the whole time again."""
     driver = DriverActor.__new__(DriverActor)
     driver.feed, driver.queue = EventFeed(), asyncio.Queue()
-    driver.parts = SimpleNamespace(
-        request=SimpleNamespace(max_time_s=3600.0),
-        recorder=SimpleNamespace(age_s=age_s),
-        registry=SimpleNamespace(
-            unheard_workers=frozenset,
-            ended_workers=frozenset,
-            reading_workers=frozenset,
-            cpu_wait=CpuWaitDeadlineExtension(),
-        ),
-        machine=SimpleNamespace(phase=module.Phase.RUNNING),
+    driver.request = SimpleNamespace(max_time_s=3600.0)
+    driver.recorder = SimpleNamespace(age_s=age_s)
+    driver.registry = SimpleNamespace(
+        unheard_workers=frozenset,
+        ended_workers=frozenset,
+        reading_workers=frozenset,
+        cpu_wait=CpuWaitDeadlineExtension(),
     )
+    driver.machine = SimpleNamespace(phase=module.Phase.RUNNING)
 
     async def scene():
         ticking = asyncio.ensure_future(driver._tick())
@@ -240,16 +248,17 @@ def test_after_the_kernel_has_ended_workers_for_lack_of_memory_none_is_started_f
     on_one_machine, killed, avoided, monkeypatch
 ):
     """In a container with room for two of four workers the new ones brought death to those that were left, and to the run."""
-    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "head"))
+    monkeypatch.setattr(membership_actions.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "head"))
     told, nodes = [], set()
-    driver = DriverActor.__new__(DriverActor)
-    driver.memory_kills = SimpleNamespace(new=lambda: killed)
-    driver.parts = SimpleNamespace(
+    members = make_with(
+        membership_actions.MembershipActions,
+        memory_kills=SimpleNamespace(new=lambda: killed),
         request=SimpleNamespace(on_one_machine=on_one_machine),
         registry=SimpleNamespace(node_of_worker={1: "other"}, avoid_nodes=nodes.update),
         side_effects=SimpleNamespace(note=lambda event: told.append(event.text)),
+        pool=SimpleNamespace(workers={}),
     )
-    driver._look_for_memory_kills()
+    members.note_failure(CallFailed("lost", WorkerLost("gone"), 1))
     assert nodes == avoided
     assert [text.splitlines()[0] for text in told] == [
         "the kernel has ended 2 processes of this machine because memory is short: no worker is started for 90 s or more"

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.partial_objects import make_with
 from helpers.shard_grid import Cell
 from helpers.trainee import Trainee, kill
 
@@ -41,15 +42,17 @@ def plans_of(plan: ParallelPlan) -> PlanCache:
 def told(now: ParallelPlan, then: ParallelPlan) -> GenerationStart:
     """The event of the generation that goes from one plan to another."""
     events: list[GenerationStart] = []
-    parts = SimpleNamespace(
+    made = make_with(
+        GenerationChange,
         plans=plans_of(FOUR),
         side_effects=SimpleNamespace(note=events.append, aside=lambda *given: None),
         recorder=SimpleNamespace(write_plan_file=None),
         tasks=SimpleNamespace(spawn=lambda routine: routine.close()),
+        last_order=do.AdoptPlan(2, then, tuple(range(then.world)), (), 7, ()),
+        reported_schedule="1f1b",
+        reported_plan=now,
     )
-    order = do.AdoptPlan(2, then, tuple(range(then.world)), (), 7, ())
-    made = GenerationChange(parts, order, reported_schedule="1f1b", reported_plan=now)
-    made.report_first_step(do.ReportFirstStepAfterRecovery(7, 0.5, 0))
+    made.report_first_step(do.ReportFirstStepAfterRecovery(7, 0.5, 0), "training goes on")
     assert made.reported_plan == then
     return events[0]
 

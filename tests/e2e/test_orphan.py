@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from helpers.partial_objects import make_with
 
 from raypar.actors import worker_actor as module
 from raypar.actors.driver_startup import DriverStartup
@@ -81,13 +82,11 @@ def test_who_has_started_is_kept_alive_while_another_loads_its_code():
     async def ask(number, ref):
         return await ref
 
-    parts = SimpleNamespace(
+    startup = make_with(
+        DriverStartup,
         request=SimpleNamespace(policy=SimpleNamespace(elastic=True), start_deadline_s=10.0),
         pool=SimpleNamespace(workers={0: worker(0, 0.0), 1: worker(1, 2.5)}),
         calls=SimpleNamespace(ask=ask),
-        tasks=None,
-        machine=None,
     )
-    startup = DriverStartup(parts)
     assert len(asyncio.run(startup._everybody((0, 1), lambda number, worker: worker.hello(), "start"))) == 2
     assert pinged.count(0) >= 2

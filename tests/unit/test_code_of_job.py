@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.partial_objects import make_with
 from helpers.tiny_job import write_job
 
 from raypar.actors import driver_startup
@@ -200,11 +201,12 @@ def test_the_driver_tells_and_records_the_warnings_of_its_request(monkeypatch):
     async def awaited(call):
         call()
 
-    parts = SimpleNamespace(
+    startup = make_with(
+        driver_startup.DriverStartup,
         side_effects=SimpleNamespace(awaited=awaited, note=lambda event: told.append((event.kind, event.text))),
         recorder=SimpleNamespace(record_resumption=lambda: None, new_events=list),
         feed=SimpleNamespace(pass_on=lambda events: None),
         request=SimpleNamespace(run="r", warnings=("other code",)),
     )
-    asyncio.run(driver_startup.DriverStartup(parts)._clear_up())
+    asyncio.run(startup._clear_up())
     assert told == [("warning", "other code")]

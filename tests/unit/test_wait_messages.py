@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.partial_objects import make_with
 
 import raypar
 from raypar.actors import wait_reporter
@@ -197,7 +198,8 @@ def reported(monkeypatch, unanswered: set[int], hellos: set[int], tells: bool = 
     async def run() -> list[str]:
         plan = SimpleNamespace(world=4)
         feed = EventFeed()
-        parts = SimpleNamespace(
+        reporter = make_with(
+            WaitReporter,
             machine=SimpleNamespace(
                 phase=Phase.RUNNING, step_times=steps, membership=SimpleNamespace(members=(0, 1, 2, 3), plan=plan)
             ),
@@ -206,12 +208,12 @@ def reported(monkeypatch, unanswered: set[int], hellos: set[int], tells: bool = 
             pool=SimpleNamespace(workers={n: Worker(each) for n, each in enumerate(doing)}),
             registry=SimpleNamespace(hellos=dict.fromkeys(hellos)),
         )
-        watching = asyncio.ensure_future(WaitReporter(parts).watch())
+        watching = asyncio.ensure_future(reporter.watch())
         for _ in range(20):
             await asyncio.sleep(0.03)
             if tells:
                 feed.tell(STEP)
-        parts.machine.phase = Phase.OVER
+        reporter.machine.phase = Phase.OVER
         await asyncio.wait_for(watching, 5)
         return [event["text"] for event in (await feed.after(0, 0, 0.0))[0] if event["kind"] == "waiting_for"]
 
@@ -230,7 +232,8 @@ def test_a_driver_names_the_workers_that_it_waits_for(monkeypatch):
 def test_a_worker_that_is_too_busy_loading_to_answer_is_not_said_to_start_up_again(monkeypatch):
     """Lines went back from `loading PyTorch` to `starting up`, and forth."""
     loading = Worker("loading PyTorch and the job's code")
-    parts = SimpleNamespace(
+    reporter = make_with(
+        WaitReporter,
         machine=SimpleNamespace(membership=SimpleNamespace(plan=SimpleNamespace(world=2))),
         calls=SimpleNamespace(unanswered=()),
         pool=SimpleNamespace(workers={0: loading, 1: Worker(None)}),
@@ -239,7 +242,6 @@ def test_a_worker_that_is_too_busy_loading_to_answer_is_not_said_to_start_up_aga
     monkeypatch.setattr(wait_reporter, "ANSWER_TIMEOUT_S", 0.05)
 
     async def looks() -> list[str]:
-        reporter = WaitReporter(parts)
         first = await reporter._what_is_waited_for()
         loading.doing = None
         return [first, await reporter._what_is_waited_for()]
@@ -264,7 +266,7 @@ def test_a_call_that_fails_after_its_worker_was_given_up_prints_nothing():
 
     async def scene():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context))
-        reporter = WaitReporter(SimpleNamespace())
+        reporter = make_with(WaitReporter)
         activity = SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: answers[0]))
         assert await reporter._ask({0: SimpleNamespace(activity=activity)}) == {}
         answers.pop().set_exception(RuntimeError("it was killed"))

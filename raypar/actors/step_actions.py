@@ -1,0 +1,140 @@
+"""Carries out what the run machine decides about steps: call the workers, keep the journal, show what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from raypar.actors.background_tasks import BackgroundTasks
+from raypar.actors.event_feed import EventFeed
+from raypar.actors.generation_change import GenerationChange
+from raypar.actors.hello_and_failure_messages import StepCall
+from raypar.actors.run_recorder import RunRecorder
+from raypar.actors.run_state_in_ray_kv import Journal
+from raypar.actors.side_effect_thread import SideEffectThread
+from raypar.actors.step_reports import Report, StepReports
+from raypar.actors.worker_calls import WorkerCalls
+from raypar.elastic import actions as do
+from raypar.elastic import events as on
+from raypar.elastic.run_machine import RunMachine
+from raypar.errors import RayparError
+from raypar.record.events import Note, ReplayProgress, RunWarning, Wait
+
+
+@dataclass
+class StepActions:
+    """Steps, validations, aborts, and what people are told about them. Outcomes become events of the run machine."""
+
+    machine: RunMachine
+    """Knows the generation and its members."""
+    calls: WorkerCalls
+    """Calls the workers."""
+    reports: StepReports
+    """Keeps the workers' reports until people have seen the step."""
+    journal: Journal
+    """Gets every committed step."""
+    recorder: RunRecorder
+    """Writes metrics and calls callbacks."""
+    side_effects: SideEffectThread
+    """The thread in which the recorder runs."""
+    tasks: BackgroundTasks
+    """Work beside the event loop; posts events."""
+    feed: EventFeed
+    """What the client is told."""
+    generations: GenerationChange
+    """Knows the first step of the present generation."""
+    traced_steps: Collection[int]
+    """Steps whose instructions are timed."""
+    step_calls: int = 0
+    """Calls to workers for steps, for the report at the end."""
+
+    def run_step(self, action: do.RunStep, reason: str) -> None:
+        """Call every worker for a step."""
+        step, generation = action.step, self.machine.membership.generation
+        call = StepCall(generation, step, step in self.traced_steps, action.into_mirror).to_bytes()
+        self.step_calls += len(self.machine.membership.members)
+        self.calls.call_all(
+            lambda w: w.step.remote(call),
+            lambda number, report: self.reports.keep_step_report(number, generation, step, self._show_warnings(number, report)),
+        )
+
+    def write_journal(self, action: do.WriteJournal, reason: str) -> None:
+        """Write a committed step to the journal."""
+        step = action.step
+        self.reports.mark_committed(step)
+        facts = {"time": time.time(), **self.reports.merged_report(step)}
+        self.side_effects.perform(lambda: self.journal.commit(step, facts), lambda _: on.StepJournalled(step))
+
+    def emit_step(self, action: do.EmitStep, reason: str) -> None:
+        """Write the metrics of a step and call the callbacks."""
+        step = action.step
+        reports, fresh = self.reports.take_reports(step), step == self.generations.first_step
+        self.side_effects.perform(
+            lambda: self.recorder.record_step(step, reports, fresh=fresh),
+            lambda stop: self.side_effects.seen(on.StepEmitted(step, stop)),
+        )
+
+    def validate(self, action: do.Validate, reason: str) -> None:
+        """Call every worker for a validation pass."""
+        done, generation = action.done, self.machine.membership.generation
+        self.reports.validations = {}
+        self.calls.call_all(
+            lambda w: w.validate.remote(generation, done),
+            lambda number, report: self.reports.keep_validation_report(
+                number, generation, done, self._show_warnings(number, report)
+            ),
+        )
+
+    def emit_validation(self, action: do.EmitValidation, reason: str) -> None:
+        """Write the validation loss and call the callbacks."""
+        done, found = action.done, list(self.reports.validations.values())
+        self.side_effects.perform(
+            lambda: self.recorder.record_validation(done, found),
+            lambda stop: self.side_effects.seen(on.ValidationEmitted(done, stop)),
+        )
+
+    def abort_groups(self, action: do.AbortGroups, reason: str) -> None:
+        """Abort the transports of all workers."""
+        self.tasks.spawn(self.calls.abort(action.why))
+
+    def request_stacks(self, action: do.RequestStacks, reason: str) -> None:
+        """Ask workers for the stacks of their threads."""
+        self.tasks.spawn(self.calls.probe(action.ranks))
+
+    def warn_user(self, action: do.WarnUser, reason: str) -> None:
+        """Show a warning; while the run waits for something, say what for."""
+        self.side_effects.note(Wait(text=action.text) if self.machine.waits else RunWarning(text=action.text))
+
+    def tell_user(self, action: do.TellUser, reason: str) -> None:
+        """Show a decision."""
+        self.side_effects.note(Note(text=action.text))
+
+    def compare_replayed_step(self, action: do.CompareReplayedStep, reason: str) -> None:
+        """Compare a replayed step with its first execution, and tell how far the replay has come."""
+        self._check_replay(action.step, action.doubted)
+        self.feed.tell(ReplayProgress(step=action.step + 1, until=self.machine.progress.journalled))
+
+    def _check_replay(self, step: int, doubted: bool) -> None:
+        """End the run if the step differs; `doubted`: the first execution may have been wrong, so only warn."""
+        difference = self.reports.replay_difference(step)
+        if difference is None:
+            return
+        before, found = difference
+        if doubted:
+            self.side_effects.note(
+                RunWarning(text=f"step {step + 1}: (loss, norm) {before} was seen, {found} is right from now on")
+            )
+            self.reports.outcomes[step] = found
+        else:
+            error = RayparError(
+                f"step {step + 1} was executed again and gave (loss, norm) {found} instead of {before}",
+                cure="the job is not reproducible: look for randomness of its own, or for workers that compute differently",
+            )
+            self.tasks.post(on.CallFailed("error", error))
+
+    def _show_warnings(self, number: int, report: Report) -> Report:
+        """Show the warnings in a worker's report that no other worker has given; returns the report."""
+        for line in self.reports.new_warnings(report):
+            self.side_effects.note(RunWarning(text=f"{self.calls.coordinate(number)}: {line}"))
+        return report
