@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -42,6 +41,7 @@ from raypar.actors.step_actions import StepActions
 from raypar.actors.step_reports import StepReports
 from raypar.actors.wait_reporter import WaitReporter
 from raypar.actors.worker_calls import WorkerCalls
+from raypar.actors.worker_failures import PostedEvent, WorkerFailures
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.comm.tcp.handshake import RunCredential
@@ -49,7 +49,7 @@ from raypar.elastic import actions as do
 from raypar.elastic import events as on
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
-from raypar.errors import ClusterError, OutOfMemory, RayparError
+from raypar.errors import ClusterError, RayparError
 from raypar.fences.fence import send_warnings_to
 from raypar.plan.ownership import Ownership
 from raypar.ray_compat.settings import BLOCKING_GET_VARIABLE
@@ -83,7 +83,7 @@ class DriverActor:
         """The state of the run that outlives this driver."""
         self.feed = EventFeed()
         """What the client is told."""
-        self.queue: asyncio.Queue[on.RunEvent] = asyncio.Queue()
+        self.queue: asyncio.Queue[PostedEvent] = asyncio.Queue()
         """Events for the run machine. Made before the request is known: Ctrl-C may come first."""
         self.tasks = BackgroundTasks(self.queue.put_nowait)
         """Work beside the event loop."""
@@ -111,6 +111,8 @@ class DriverActor:
         """Writes the run folder and calls the callbacks."""
         self.side_effects: SideEffectThread
         """The thread in which the recorder runs."""
+        self.failures: WorkerFailures
+        """Makes the events about workers that have failed."""
         self.registry: WorkerRegistry
         """Which workers have started, are silent, have to leave or are lost."""
         self.calls: WorkerCalls
@@ -159,11 +161,12 @@ class DriverActor:
         publisher = MetricsPublisher(request.run, request.policy.job_steps, request.price_per_worker_hour)
         self.recorder = recorder = RunRecorder(request, journal, self.storage_session, publisher)
         self.side_effects = side_effects = SideEffectThread(recorder, machine, feed, tasks)
+        self.failures = failures = WorkerFailures(machine, plans, self.queue.put_nowait)
         self.registry = registry = WorkerRegistry(
-            pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members
+            pool, journal, tasks.post, side_effects.note, lambda number: number in machine.membership.members, failures
         )
         machine.membership.nodes, machine.membership.zones = registry.node_of_worker, registry.zone_of_node
-        self.calls = WorkerCalls(machine, pool, plans, tasks, registry.hellos)
+        self.calls = WorkerCalls(machine, pool, failures, tasks, registry.hellos)
         send_warnings_to(self._show_line_of_fence)
         self.members_text = MembersFileText(request)
         self._make_actions()
@@ -172,13 +175,13 @@ class DriverActor:
         """Make the objects that carry out the machine's decisions, and the table that says which one does what."""
         request, machine, journal, plans = self.request, self.machine, self.journal, self.plans
         pool, registry, recorder, side_effects = self.pool, self.registry, self.recorder, self.side_effects
-        calls, tasks, feed = self.calls, self.tasks, self.feed
+        failures, calls, tasks, feed = self.failures, self.calls, self.tasks, self.feed
         reports = StepReports(machine, plans)
         self.startup = DriverStartup(
-            request, machine, journal, plans, pool, registry, recorder, side_effects, reports, calls, tasks, feed
+            request, machine, journal, plans, pool, registry, recorder, side_effects, reports, failures, calls, tasks, feed
         )
         generations = GenerationChange(
-            request, machine, journal, plans, pool, registry, recorder, side_effects, reports, calls, tasks
+            request, machine, journal, plans, pool, registry, recorder, side_effects, reports, failures, calls, tasks
         )
         self.steps = StepActions(
             machine, calls, reports, journal, recorder, side_effects, tasks, feed, generations, request.traced_steps
@@ -305,13 +308,9 @@ class DriverActor:
         self.tasks.spawn(self.registry.watch(self.request.silent_s, self._is_over))
         try:
             while self.machine.phase is not Phase.OVER:
-                event = await self.queue.get()
-                if isinstance(event, on.CallFailed) and event.worker is not None and isinstance(event.error, OutOfMemory):
-                    event = replace(
-                        event, error=await asyncio.to_thread(self.calls.explain_out_of_memory, event.worker, event.error)
-                    )
-                if isinstance(event, on.CallFailed) and event.kind == "lost" and (lost := event.worker) is not None:
-                    event = replace(event, preempted=self.registry.preempted(lost, event.error))
+                posted = await self.queue.get()
+                event = await posted if isinstance(posted, asyncio.Future) else posted
+                if isinstance(event, on.CallFailed):
                     self.members.note_failure(event)
                 for decision in self.machine.handle(event, time.monotonic()):
                     self.actions[type(decision.action)](decision.action, decision.reason)

@@ -24,6 +24,7 @@ from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_reports import StepReports
 from raypar.actors.worker_calls import WorkerCalls
+from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_pool import WorkerPool, remove_leftover_placement_groups
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic import events as on
@@ -67,6 +68,8 @@ class DriverStartup:
     """The thread in which the recorder runs."""
     reports: StepReports
     """Workers' reports of steps that the user has not seen."""
+    failures: WorkerFailures
+    """Makes the events about workers that have failed."""
     calls: WorkerCalls
     """Calls to workers, whose answers become events."""
     tasks: BackgroundTasks
@@ -230,10 +233,9 @@ class DriverStartup:
         for kind in blamed:
             for number, failure in failed.items():
                 if failure.kind == kind:
-                    raise await asyncio.to_thread(self.calls.explain_out_of_memory, number, failure.error)
+                    raise await asyncio.to_thread(self.failures.explain_out_of_memory, number, failure.error)
         for number, failure in failed.items():  # the only sign of a worker that has died after building
-            generation = None if failure.kind == "lost" else 1
-            self.tasks.post(on.CallFailed(failure.kind, failure.error, number, generation))
+            self.failures.post(failure.kind, failure.error, number, None if failure.kind == "lost" else 1)
         if waiting and not failed and self.machine.membership.generation == 1:
             silent = [n for n, task in zip(numbers, asking, strict=True) if task in waiting]
             stacks = await self.calls.stacks(silent)

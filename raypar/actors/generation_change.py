@@ -16,6 +16,7 @@ from raypar.actors.run_state_in_ray_kv import Journal, MembershipRecord
 from raypar.actors.side_effect_thread import SideEffectThread
 from raypar.actors.step_reports import StepReports
 from raypar.actors.worker_calls import WorkerCalls
+from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic import actions as do
@@ -53,6 +54,8 @@ class GenerationChange:
     """The thread in which the recorder runs."""
     reports: StepReports
     """Workers' reports of steps that the user has not seen."""
+    failures: WorkerFailures
+    """Makes the events about workers that have failed."""
     calls: WorkerCalls
     """Calls to workers, whose answers become events."""
     tasks: BackgroundTasks
@@ -137,7 +140,7 @@ class GenerationChange:
         workers = (*order.members, *order.seatless_sources)
         for number in workers:
             if number not in self.pool.workers:
-                self.tasks.post(on.CallFailed("lost", WorkerLost(f"worker {number} is gone"), number))
+                self.failures.post("lost", WorkerLost(f"worker {number} is gone"), number)
                 return
         ranks = {number: rank for rank, number in enumerate(workers)}
         addresses = [self.registry.hellos[number].address for number in workers]

@@ -14,13 +14,13 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, wait_for_answers
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.hello_and_failure_messages import CallFailure
-from raypar.actors.plan_cache import PlanCache
+from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_pool import WorkerPool
 from raypar.actors.worker_registry import gather_answers_within
 from raypar.elastic import events as on
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.step_flow import MAX_OPEN_STEPS
-from raypar.errors import ClusterError, CommError, OutOfMemory, error_first_line
+from raypar.errors import ClusterError, CommError, error_first_line
 from raypar.plan import ParallelPlan
 from raypar.ray_compat.actor_errors import worker_lost_error
 from raypar.ray_compat.memory_monitor import memory_monitor_kill_error
@@ -53,14 +53,14 @@ class WorkerCalls:
     """Calls to the workers of a run: one per worker and step, whatever the number of microbatches."""
 
     def __init__(
-        self, machine: RunMachine, pool: WorkerPool, plans: PlanCache, tasks: BackgroundTasks, started: Container[int]
+        self, machine: RunMachine, pool: WorkerPool, failures: WorkerFailures, tasks: BackgroundTasks, started: Container[int]
     ) -> None:
         self.machine = machine
         """Knows the members and their seats."""
         self.pool = pool
         """Has the handles of the workers."""
-        self.plans = plans
-        """Knows what a worker that is out of memory holds."""
+        self.failures = failures
+        """Posts the events of failed calls."""
         self.tasks = tasks
         """Awaits answers, and posts events to the run machine."""
         self.started = started
@@ -137,7 +137,7 @@ class WorkerCalls:
             self.tasks.post(event(number, answer))
         else:
             of = None if answer.kind == "lost" else generation
-            self.tasks.post(on.CallFailed(answer.kind, answer.error, number, of))
+            self.failures.post(answer.kind, answer.error, number, of)
 
     @property
     def unanswered(self) -> set[int]:
@@ -178,16 +178,6 @@ class WorkerCalls:
     def coordinate(self, number: int) -> str:
         """The worker's seat in words, or its number if it has no seat."""
         return describe_seat(self._seats(), number)
-
-    def explain_out_of_memory(self, number: int, error: Exception) -> Exception:
-        """The error, if it is out of memory with what the worker holds and what would fit. Slow: call it in a thread."""
-        members, plan = self.machine.membership.members, self.machine.membership.plan
-        if not isinstance(error, OutOfMemory) or plan is None or number not in members:
-            return error
-        held, fits = self.plans.memory(plan, members.index(number))
-        if "\n" in error.what:  # with the user's traceback
-            return OutOfMemory(f"{error.what}\n{held}", fits)
-        return OutOfMemory(f"{error.what}; {held}", f"{fits}; else {error.cure}")
 
     async def abort(self, why: str) -> None:
         """Abort all transports, wait for the calls in flight to return, and post how many steps each member has done.

@@ -20,11 +20,12 @@ from raypar.actors.hello_and_failure_messages import CallFailure, WorkerHello
 from raypar.actors.liveness_connection import LivenessConnections
 from raypar.actors.node_loss import NodeLossTracker
 from raypar.actors.run_state_in_ray_kv import Journal
+from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_pool import WorkerPool
 from raypar.elastic import events as on
 from raypar.elastic.deadlines import CpuWaitDeadlineExtension
 from raypar.elastic.placement_constraints import FlappingNodes, SuspectNodes
-from raypar.errors import ClusterError, NodeLost
+from raypar.errors import ClusterError
 from raypar.ray_compat.actor_errors import keep_death_reasons, worker_lost_error
 from raypar.ray_compat.memory_monitor import memory_monitor_kill_error
 from raypar.ray_compat.nodes import list_draining_nodes
@@ -66,6 +67,7 @@ class WorkerRegistry:
         post: Callable[[on.RunEvent], None],
         note: Callable[[Event], None],
         has_seat: Callable[[int], bool],
+        failures: WorkerFailures,
     ) -> None:
         keep_death_reasons()
         self.pool = pool
@@ -78,6 +80,8 @@ class WorkerRegistry:
         """Shows an event (kind, facts) and writes it to events.jsonl."""
         self.has_seat = has_seat
         """Whether a worker has a seat."""
+        self.failures = failures
+        """Posts the events of workers that have died; knows which were asked to leave."""
         self.node_losses = NodeLossTracker()
         """Recognises that a whole node was lost."""
         self.liveness = LivenessConnections()
@@ -104,8 +108,6 @@ class WorkerRegistry:
         """Worker -> time of its last answer, of workers that have not been dismissed."""
         self._reading: set[int] = set()
         """Workers that were reading samples when they last answered."""
-        self._leaving: set[int] = set()
-        """Workers that were asked to leave."""
         self._drained: set[str] = set()
         """Nodes that were being drained: their death is expected."""
         self._reported_silent: set[int] = set()
@@ -213,10 +215,6 @@ class WorkerRegistry:
         task = asyncio.ensure_future(asyncio.to_thread(self.pool.dismiss(number)))
         self._dismissing.add(task)
         task.add_done_callback(self._dismissing.discard)
-
-    def preempted(self, number: int, error: Exception) -> bool:
-        """Whether the death of a worker is no fault: it was asked to leave, or died with its node."""
-        return number in self._leaving or isinstance(error, NodeLost)
 
     def note_lost_worker(self, number: int, with_node: bool) -> NodeLoss | None:
         """The node-lost event, if this lost worker was its node's last one and the node is gone with it."""
@@ -355,9 +353,9 @@ class WorkerRegistry:
         worker may live.
         """
         if isinstance(error, OutOfMemoryError):
-            self.post(on.CallFailed("lost", memory_monitor_kill_error(f"worker {number}", error), number))
+            self.failures.post("lost", memory_monitor_kill_error(f"worker {number}", error), number)
         elif isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
-            self.post(on.CallFailed("lost", worker_lost_error(f"worker {number}", error), number))
+            self.failures.post("lost", worker_lost_error(f"worker {number}", error), number)
 
     async def _look_at_nodes(self) -> None:
         """Ask Ray which nodes are draining or dead; report workers that have to leave, and nodes that are lost."""
@@ -391,8 +389,8 @@ class WorkerRegistry:
 
     def report_leaving_worker(self, number: int, why: str) -> None:
         """Report that a worker has to leave; posts `DrainRequested`. Idempotent."""
-        if number not in self._leaving:
-            self._leaving.add(number)
+        if number not in self.failures.leaving:
+            self.failures.leaving.add(number)
             self.note(
                 WorkerDrain(
                     text=f"worker {number} has to leave: {why}",

@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 from raypar.actors.hello_and_failure_messages import WorkerHello
+from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic import events as on
 
@@ -64,7 +65,8 @@ def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatc
 
     async def scene():
         over = []
-        registry = WorkerRegistry(SimpleNamespace(workers=workers), None, told.append, lambda event: None, workers.__contains__)
+        failures, pool = WorkerFailures(None, None, told.append), SimpleNamespace(workers=workers)
+        registry = WorkerRegistry(pool, None, told.append, lambda event: None, workers.__contains__, failures)
         for number in workers:
             registry.add_started_worker(number, WorkerHello("127.0.0.1:1", "node", 1, {}))
         watching = asyncio.ensure_future(registry.watch(1.0, lambda: bool(over)))
@@ -92,6 +94,7 @@ def test_people_are_told_of_nodes_that_flap_whenever_the_age_that_new_ones_have_
         told.append,
         lambda event: told.append((event.kind, event.line().removeprefix("warning: "))),
         {}.__contains__,
+        WorkerFailures(None, None, told.append),
     )
     registry._look_for_flapping_nodes({"head"}, {"dead before"})
     for number in range(1, 7):

@@ -11,6 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from raypar.actors import answer_batch, worker_calls
 from raypar.actors.background_tasks import BackgroundTasks
 from raypar.actors.worker_calls import AnswerLost, WorkerCalls
+from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic.events import CallFailed, GroupsAborted, Tick
 
@@ -25,7 +26,8 @@ class Scene:
         self.membership = SimpleNamespace(members=(0,), plan=None, generation=2)
         self.pool = SimpleNamespace(workers={0: SimpleNamespace(ping=SimpleNamespace(remote=self.answer))})
         machine = SimpleNamespace(membership=self.membership, policy=SimpleNamespace(elastic=True))
-        self.calls = WorkerCalls(machine, self.pool, None, BackgroundTasks(self.posted.append), {0})
+        failures = WorkerFailures(machine, None, self.posted.append)
+        self.calls = WorkerCalls(machine, self.pool, failures, BackgroundTasks(self.posted.append), {0})
 
     async def answer(self):
         found = self.answers.pop(0)
@@ -159,7 +161,8 @@ def test_a_call_of_all_members_when_none_is_left_ends_nothing():
 def registry_of(workers, posted):
     """Pings `workers` (number -> what its ping returns); appends what it posts to `posted`."""
     handles = {number: SimpleNamespace(ping=SimpleNamespace(remote=answer)) for number, answer in workers.items()}
-    return WorkerRegistry(SimpleNamespace(workers=handles), None, posted.append, None, lambda number: True), handles
+    failures, pool = WorkerFailures(None, None, posted.append), SimpleNamespace(workers=handles)
+    return WorkerRegistry(pool, None, posted.append, None, lambda number: True, failures), handles
 
 
 def test_a_ping_whose_connection_broke_is_silence_and_one_that_cannot_be_sent_keeps_none_of_the_others_back(monkeypatch):

@@ -237,7 +237,7 @@ def test_both_shards_of_a_group_start_and_are_reported_once_it_has_a_place(ray, 
     monkeypatch.setattr(
         worker_registry, "list_live_node_resources", lambda: {"node": NodeResources({}, {"ray.io/availability-zone": "a"})}
     )
-    registry = WorkerRegistry(asked, None, posted.append, lambda kind, **facts: None, lambda number: False)
+    registry = WorkerRegistry(asked, None, posted.append, lambda kind, **facts: None, lambda number: False, None)
 
     async def hello(number, worker, start_s):
         posted.append(on.WorkerJoined(number))
