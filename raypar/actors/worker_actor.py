@@ -17,7 +17,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -26,13 +27,23 @@ from raypar.actors.liveness_connection import LivenessListener
 from raypar.actors.removed_working_dir import WorkingDirGuard
 from raypar.comm.tcp.acceptor import THREAD as ACCEPT_THREAD
 from raypar.comm.tcp.handshake import RunCredential
-from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration
+from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration, WorkerStatus
 from raypar.errors import CommError, OutOfMemory, RayparError, UserCodeError, exception_chain
 from raypar.fences.fence import send_warnings_to
 from raypar.storage.filesystems import register_pickled_filesystems
 from raypar.user_code.user_code_errors import error_text
 from raypar.worker.process.thread_activity import IDLE, STARTING, describe_thread_activity, reads_samples
 from raypar.worker.process.thread_cpu_wait import thread_cpu_wait_s
+
+if TYPE_CHECKING:  # torch is loaded by `hello`
+    from raypar.comm.worker_endpoint import WorkerEndpoint
+    from raypar.worker.backend import DeviceBackend
+    from raypar.worker.elastic_worker import ElasticWorker
+    from raypar.worker.job_spec import JobSpec
+    from raypar.worker.process.torch_state_guard import TorchStateGuard
+    from raypar.worker.worker_core import WorkerCore
+
+Answer = TypeVar("Answer")
 
 ORPHAN_THREAD = "raypar-orphan"
 STEP_TIMEOUT_S = 900.0
@@ -47,6 +58,7 @@ LOADING_PARTS = ("loading PyTorch", "loading Ray")
 """Activities that are told as `LOADING`: they alternate with others, and users would see them come and go."""
 WRITING = "writing"
 """What a worker does that writes its part of a checkpoint, beside its steps."""
+HELLO_FIRST = "the driver calls `hello` first"
 ALLOCATORS_SAY = ("can't allocate memory", "not enough memory", "out of memory")
 """Texts of out-of-memory RuntimeErrors: PyTorch's on a CPU, Windows's, and a GPU's before torch 2.5."""
 
@@ -78,22 +90,22 @@ class WorkerActor:
         """The worker's seat in words, for messages."""
         self.working_dir = WorkingDirGuard()
         """Keeps the current directory valid."""
-        self.spec: Any = None
-        """The `JobSpec`; None, like all that follows to `endpoint`, before `hello`."""
+        self.spec: JobSpec
+        """The job. `hello` sets it, and the two below."""
+        self.backend: DeviceBackend
+        """The kind of device this worker computes on."""
+        self.generation_guard: GenerationGuard
+        """Refuses calls of old generations."""
         self.host = host
         """The address to listen on; None: the node's address."""
-        self.core: Any = None
-        """The `WorkerCore`: stages, transport, data."""
-        self.torch_guard: Any = None
-        """The `TorchStateGuard` around user code."""
-        self.elastic_worker: Any = None
-        """The core's side of the elastic protocol (`ElasticWorker`)."""
-        self.generation_guard: Any = None
-        """Refuses calls of old generations (`GenerationGuard`)."""
-        self.backend: Any = None
-        """The kind of device this worker computes on (`DeviceBackend`)."""
-        self.endpoint: Any = None
-        """The `WorkerEndpoint`: connects with the other workers of each generation."""
+        self.core: WorkerCore | None = None
+        """Stages, transport, data; None, like all that follows to `endpoint`, before `hello`."""
+        self.torch_guard: TorchStateGuard | None = None
+        """What surrounds user code."""
+        self.elastic_worker: ElasticWorker | None = None
+        """The core's side of the elastic protocol."""
+        self.endpoint: WorkerEndpoint | None = None
+        """Connects with the other workers of each generation."""
         self.heard_s = time.monotonic()
         """When the driver last called."""
         self.orphan_timeout_s = orphan_timeout_s
@@ -123,8 +135,7 @@ class WorkerActor:
 
         `joining`: the worker starts during a run, so that others would wait for whatever is not done here.
         """
-        answer: WorkerHello | CallFailure = self._run_call(LOADING, lambda: self._hello(joining))
-        return answer
+        return self._run_call(LOADING, lambda: self._hello(joining))
 
     def _hello(self, joining: bool) -> WorkerHello:
         if self.hello_sent is not None:
@@ -154,10 +165,10 @@ class WorkerActor:
         self.backend.check_precision(self.spec.precision)
         self.endpoint = self.backend.listen(host, self.credential)
         guard.accept()
-        self.core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
-        self.elastic_worker = ElasticWorker(self.core, self.number)
+        self.core = core = WorkerCore(self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S)
+        self.elastic_worker = ElasticWorker(core, self.number)
         self.generation_guard = GenerationGuard(self.number, self.elastic_worker)
-        warm_up_process(self.core, data=joining)
+        warm_up_process(core, data=joining)
         freeze_existing_objects(collect=True)
         node = ray.get_runtime_context().get_node_id()
         self.liveness_listener = LivenessListener(host)
@@ -181,6 +192,7 @@ class WorkerActor:
 
             def connect() -> Any:
                 rank = made.rank_of_worker[self.number]
+                assert self.endpoint is not None and self.core is not None, HELLO_FIRST
                 return self.endpoint.connect(
                     rank=rank,
                     size=len(addresses),
@@ -196,14 +208,13 @@ class WorkerActor:
             if made.run_begins or made.checkpoint_folder:  # built from whole layers or files
                 return_unused_memory()  # not during a run: other workers would wait for this
             self.coordinate = coordinate
-            described: dict[str, Any] | None = self.elastic_worker.adopt_description
-            return described
+            assert self.elastic_worker is not None, HELLO_FIRST
+            return self.elastic_worker.adopt_description
 
-        answer: dict[str, Any] | CallFailure | None = self._run_call("building its stages", build)
-        return answer
+        return self._run_call("building its stages", build)
 
     @ray.method(concurrency_group="step")
-    def step(self, call: bytes) -> Any:
+    def step(self, call: bytes) -> dict[str, Any] | CallFailure:
         """One training step: a `StepReport` as a dict (spans: label, start and end in ms), or `CallFailure`.
 
         `call`: an encoded `StepCall`.
@@ -213,42 +224,45 @@ class WorkerActor:
         from raypar.comm.transport import run_routine
 
         asked = StepCall.from_bytes(call)
-        self.elastic_worker.trace, self.step_thread_id = asked.trace, threading.get_native_id()
+        core, elastic_worker = self._loaded
+        elastic_worker.trace, self.step_thread_id = asked.trace, threading.get_native_id()
         routine = self.generation_guard.step(asked.generation, asked.step, asked.into_mirror)
-        report = self._run_call(f"in step {asked.step + 1}", lambda: run_routine(routine, self.core.step_timeout_s))
+        report = self._run_call(f"in step {asked.step + 1}", lambda: run_routine(routine, core.step_timeout_s))
         if isinstance(report, CallFailure):
             self._free_peers()
             return report
         return {**vars(report), "spans": [(s.label, s.start_ns / 1e6, s.end_ns / 1e6) for s in report.spans]}
 
     @ray.method(concurrency_group="step")
-    def validate(self, generation: int, done: int) -> Any:
+    def validate(self, generation: int, done: int) -> dict[str, Any] | CallFailure:
         """One validation pass: a `ValidationReport` as a dict, or `CallFailure`."""
         from raypar.comm.transport import run_routine
 
+        core, _ = self._loaded
         return self._run_call(
             f"in the validation after {done} steps",
-            lambda: vars(run_routine(self.generation_guard.validate(generation), self.core.step_timeout_s)),
+            lambda: vars(run_routine(self.generation_guard.validate(generation), core.step_timeout_s)),
         )
 
     @ray.method(concurrency_group="step")
-    def report_status(self, generation: int) -> Any:
+    def report_status(self, generation: int) -> WorkerStatus | CallFailure:
         """This worker's status (`elastic.generation_guard.WorkerStatus`), after its calls in progress have ended."""
         return self._run_call("saying where it stands", lambda: self.generation_guard.report_status(generation))
 
     @ray.method(concurrency_group="step")
-    def apply_kept_gradients(self, generation: int, step: int, vote_result: Any) -> Any:
+    def apply_kept_gradients(self, generation: int, step: int, vote_result: Any) -> WorkerStatus | CallFailure:
         """Apply `step` late, with the gradients that were kept; returns the worker's status after that."""
         return self._run_call(
             f"settling step {step + 1}", lambda: self.generation_guard.apply_kept_gradients(generation, step, vote_result)
         )
 
     @ray.method(concurrency_group="step")
-    def save(self, generation: int, done: int, checkpoint: str, only_weights: bool = False) -> Any:
+    def save(self, generation: int, done: int, checkpoint: str, only_weights: bool = False) -> CallFailure | None:
         """Copy the state after `done` steps and start writing it in the background; `save_result` returns the outcome."""
 
         def copy() -> None:
-            self.core.save(checkpoint, only_weights=only_weights)
+            core, _ = self._loaded
+            core.save(checkpoint, only_weights=only_weights)
 
         return self._run_call("saving", lambda: self.generation_guard.save(generation, done, copy))
 
@@ -257,7 +271,8 @@ class WorkerActor:
     @ray.method(concurrency_group="io")
     def save_result(self) -> Any:
         """Wait for the writer: its record, or `CallFailure` with the error of the disk."""
-        return self._run_call(WRITING, self.core.save_result)
+        core, _ = self._loaded
+        return self._run_call(WRITING, core.save_result)
 
     @ray.method(concurrency_group="ctl")
     def ping(self) -> tuple[int, str, bool, float, bool]:
@@ -281,7 +296,7 @@ class WorkerActor:
             return f"{doing}, {found}" if found and doing.startswith("in ") else found or doing
         return self.doing
 
-    def _asked_to_leave(self, number: int, frame: Any) -> None:
+    def _asked_to_leave(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGTERM, a cloud's notice: the next ping tells the driver, which moves the work. Exit if no driver pings."""
         if self.leaving and time.monotonic() - self.heard_s > LEAVE_S:
             os._exit(0)
@@ -293,13 +308,14 @@ class WorkerActor:
         return 0 if self.elastic_worker is None else self.elastic_worker.applied()
 
     @ray.method(concurrency_group="ctl")
-    def announce_generation(self, generation: int, reason: str) -> Any:
+    def announce_generation(self, generation: int, reason: str) -> CallFailure | None:
         """Begin a new generation: abort the work of older generations, and refuse their calls from now on."""
         self.heard_s = time.monotonic()
         try:
             self.generation_guard.enter_generation(generation, reason)
         except StaleGeneration as error:
             return CallFailure("aborted", error)
+        assert self.endpoint is not None, HELLO_FIRST
         self.endpoint.abort_connect(reason)
         self._end_if_stuck()
         return None
@@ -340,7 +356,13 @@ class WorkerActor:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _run_call(self, doing: str, call: Callable[[], Any]) -> Any:
+    @property
+    def _loaded(self) -> tuple[WorkerCore, ElasticWorker]:
+        """The core and its side of the elastic protocol, which `hello` has made."""
+        assert self.core is not None and self.elastic_worker is not None, HELLO_FIRST
+        return self.core, self.elastic_worker
+
+    def _run_call(self, doing: str, call: Callable[[], Answer]) -> Answer | CallFailure:
         """The result of `call`, or its failure as a `CallFailure`. `doing`: what the worker does, for pings and messages."""
         self.heard_s = time.monotonic()
         self.doing = self.calls[threading.get_ident()] = doing
@@ -386,7 +408,8 @@ class WorkerActor:
     def _free_peers(self) -> None:
         """Close the connections, from which waiting peers learn of this worker's failure."""
         with contextlib.suppress(Exception):
-            self.core.abort(f"{self.coordinate} has failed")
+            core, _ = self._loaded
+            core.abort(f"{self.coordinate} has failed")
         self._end_if_stuck()
 
     def _end_if_stuck(self) -> None:
