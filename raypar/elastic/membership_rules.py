@@ -1,22 +1,20 @@
-"""Rules for workers that join a run or are asked to leave, and for moving to a larger plan."""
+"""Rules for workers that join a run, are asked to leave or are too slow, and for moving to a larger plan."""
 
 from __future__ import annotations
 
-from raypar.elastic.actions import ChoosePlan, KillWorker, StoreUsefulWorkers, TellUser, WarnUser
+from collections.abc import Mapping
+
+from raypar.elastic.actions import ChoosePlan, KillWorker, ReportStraggler, StoreUsefulWorkers, TellUser, WarnUser
 from raypar.elastic.deadlines import usual_step_s
-from raypar.elastic.desired_capacity import (
-    DesiredCapacity,
-    count_available_workers,
-    desired_capacity_of_run,
-    retry_pause_s,
-    spares_of_complete_replicas,
-)
+from raypar.elastic.desired_capacity import DesiredCapacity, retry_pause_s
 from raypar.elastic.events import DrainRequested, PlanChosen, WorkerJoined, WorkerPlaced, WorkerStartFailed
 from raypar.elastic.failures import begin_recovery, mark_worker_lost
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_state import RunState
 from raypar.elastic.seating import find_seats_for_on_demand_workers
 from raypar.elastic.step_flow import issue_steps
+from raypar.elastic.stragglers import StragglerFinding
+from raypar.elastic.worker_hiring import count_available_workers, desired_capacity_of_run, spares_of_complete_replicas
 from raypar.errors import error_first_line
 from raypar.plan.wording import count_noun, format_worker_numbers, word_form
 
@@ -196,3 +194,51 @@ def drain_later(m: RunState, event: DrainRequested) -> None:
     """Mark the worker as leaving: the next plan is made without it, or a plan after the one that is being adopted."""
     if event.worker not in m.membership.gone:
         m.membership.leaving.add(event.worker)
+
+
+def begin_straggler_watch(m: RunState) -> None:
+    """Begin to compare the workers of a new generation with those that compute the same."""
+    if m.membership.plan is None:
+        return
+    places: dict[tuple[int, int], list[int]] = {}
+    for worker, place in zip(m.membership.members, m.membership.plan.compute_keys, strict=True):
+        places.setdefault(place, []).append(worker)
+    m.health.stragglers.begin(list(places.values()))
+
+
+def check_stragglers(m: RunState, busy_s: Mapping[int, float]) -> None:
+    """Report stragglers after a committed step, and ask one of them to leave if the job wants that and another can come.
+
+    Only one leaves at a time, and only one of a node: if the worker that came in its place is slow too, the node is.
+    """
+    watch, slow_nodes, nodes = m.health.stragglers, m.health.slow_nodes, m.membership.nodes
+    found = watch.step(busy_s)
+    leaver = next(iter(watch.now()), None) if _can_replace(m) else None
+    if leaver is not None and nodes.get(leaver.worker, f"of worker {leaver.worker}") in slow_nodes:
+        leaver = None
+    for finding in found:
+        if leaver is None or finding.worker != leaver.worker:
+            m.decide(
+                _report(finding), "its replicas wait for it in every step" if not finding.recovered else "it has caught up"
+            )
+    if leaver is None:
+        return
+    slow_nodes.add(nodes.get(leaver.worker, f"of worker {leaver.worker}"))
+    m.decide(_report(leaver, leaves=True), "elastic.stragglers is replace")
+    m.membership.leaving.add(leaver.worker)
+    m.planned.reason = f"worker {leaver.worker} leaves: it takes {leaver.slowdown:.1f} times as long as it should"
+
+
+def _can_replace(m: RunState) -> bool:
+    """Whether one worker may leave now, and another can come."""
+    policy, who = m.policy, m.membership
+    if not policy.elastic or not policy.replace_stragglers:
+        return False
+    if who.leaving or m.planned.reason is not None or m.stopping.request is not None:
+        return False
+    another = bool(who.spares) or policy.hires
+    return another and len(who.members) + len(who.spares) - 1 >= policy.min_workers and len(who.members) > 1
+
+
+def _report(finding: StragglerFinding, leaves: bool = False) -> ReportStraggler:
+    return ReportStraggler(finding.worker, finding.slowdown, finding.steps, finding.alone, finding.recovered, leaves)

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from raypar.elastic import state_sources
 from raypar.elastic.actions import ApplyKeptGradients, FenceWorkers, KillWorker, TellUser, WarnUser, WriteJournal
 from raypar.elastic.deadlines import answer_deadline_s, waits_for_slow_sample
-from raypar.elastic.desired_capacity import start_missing_workers
 from raypar.elastic.events import (
     CallFailed,
     CheckpointFailed,
@@ -41,9 +40,10 @@ from raypar.elastic.failures import (
 )
 from raypar.elastic.phases import Phase
 from raypar.elastic.plan_rules import end_run_between_generations, find_plan, tell_what_is_awaited
-from raypar.elastic.run_state import RunState
-from raypar.elastic.state_trust import ShardCountHistory, compare_digests_in_recovery, end_run_after_too_many_doubts
+from raypar.elastic.run_state import RunState, ShardCountHistory
+from raypar.elastic.state_trust import compare_digests_in_recovery, end_run_after_too_many_doubts
 from raypar.elastic.step_flow import record_emitted_step
+from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import ClusterError, error_first_line
 from raypar.plan.wording import format_worker_numbers
 

@@ -2,25 +2,92 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from raypar.elastic.actions import Action, ActionWithReason, AdoptPlan, EndKind, Teardown
-from raypar.elastic.deadlines import StepTimes
 from raypar.elastic.events import CallFailed, RunEvent, StopRequested
 from raypar.elastic.generation_guard import WorkerStatus
 from raypar.elastic.mirror import MirrorSchedule
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_policy import RunPolicy
-from raypar.elastic.state_trust import ShardCountHistory
 from raypar.elastic.stragglers import StragglerWatch
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Digest, Piece
 
 Due = Literal["save", "validate", "end"]
 """Work that can be due at a flush point, which is a moment without steps in flight."""
+KEPT_STEPS = 100
+"""Steps whose times are remembered."""
+MIN_OWN_STEPS = 3
+"""Least steps with the present number of workers whose median is used alone: a generation's first step is longer."""
+
+
+@dataclass
+class StepTimes:
+    """The seconds of the last steps, each with the number of workers that executed it.
+
+    Measured times are kept unscaled. So a run that shrinks and grows again expects the times of its beginning.
+    """
+
+    _steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    """(seconds, number of workers) of each step."""
+
+    def add(self, seconds: float, workers: int) -> None:
+        """Add a step that `workers` workers have executed."""
+        self._steps.append((seconds, workers))
+
+    @property
+    def known(self) -> bool:
+        """Whether a step has been measured."""
+        return bool(self._steps)
+
+    def longest_s(self, workers: int) -> float | None:
+        """The longest step, scaled to `workers` workers; None before the first step.
+
+        Fewer workers are taken to need more time in proportion; more workers are not taken to be faster.
+        """
+        return max((self._scaled_s(seconds, had, workers) for seconds, had in self._steps), default=None)
+
+    def usual_s(self, workers: int) -> float:
+        """The median of the steps of so many workers, or of all steps scaled to that number; 0 before the first step."""
+        own = [seconds for seconds, had in self._steps if had == workers]
+        found = own if len(own) >= MIN_OWN_STEPS else [self._scaled_s(s, had, workers) for s, had in self._steps]
+        return statistics.median(found) if found else 0.0
+
+    @staticmethod
+    def _scaled_s(seconds: float, had: int, workers: int) -> float:
+        return seconds * max(1.0, had / workers)
+
+
+Shards = tuple[int, ...]
+"""The number of shards of every layer (`ParallelPlan.shards_by_layer`)."""
+
+
+class ShardCountHistory:
+    """Remembers the number of shards of every layer with which each step was executed last."""
+
+    def __init__(self, first: int, shards: Shards | None) -> None:
+        """`shards`: numbers of shards for the steps from `first` on; None: not known, which counts as different from any."""
+        self._since: list[tuple[int, Shards | None]] = [(first, shards)]
+        """(step, shards of the steps from there on), in ascending order."""
+
+    def begin(self, done: int, shards: Shards, seen: int) -> range:
+        """Record that the run goes on after `done` steps with `shards`. Returns the steps whose results may change.
+
+        They are the first replayed step that was executed with other shards, and all steps after it that were seen, up to
+        step number `seen`.
+        """
+        ends = [*(start for start, _ in self._since[1:]), seen]
+        others = (max(start, done) for (start, was), end in zip(self._since, ends, strict=True) if was != shards and end > done)
+        first = next(others, seen)
+        self._since = [part for part in self._since if part[0] < done]
+        if not self._since or self._since[-1][1] != shards:
+            self._since.append((done, shards))
+        return range(min(first, seen), seen)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ from raypar.elastic.deadlines import (
     silent_deadline_s,
     step_deadline_s,
 )
-from raypar.elastic.desired_capacity import desired_capacity_of_run, release_workers, start_workers
 from raypar.elastic.events import (
     AllWorkersCopiedState,
     CallFailed,
@@ -38,7 +37,13 @@ from raypar.elastic.failures import (
     fail_run,
     recover_from_failure,
 )
-from raypar.elastic.membership_rules import ask_for_larger_plan, give_up_larger_plan, seat_on_demand_workers
+from raypar.elastic.membership_rules import (
+    ask_for_larger_plan,
+    begin_straggler_watch,
+    check_stragglers,
+    give_up_larger_plan,
+    seat_on_demand_workers,
+)
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_state import RunState
 from raypar.elastic.silent_worker_rules import check_silent_worker_wait, waits_for_silent_workers
@@ -53,7 +58,7 @@ from raypar.elastic.step_flow import (
     record_emitted_step,
     retry_last_checkpoint,
 )
-from raypar.elastic.stragglers import begin_straggler_watch, check_stragglers
+from raypar.elastic.worker_hiring import desired_capacity_of_run, release_workers, start_workers
 from raypar.errors import CommTimeout, RayparError
 from raypar.plan.wording import format_worker_numbers, word_form
 

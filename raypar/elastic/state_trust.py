@@ -1,25 +1,21 @@
-"""Which state and results can be trusted: comparison of replicas' digests, and replayed steps whose shard count changed.
+"""Which state can be trusted: comparison of replicas' digests, which finds silent corruption.
 
 Workers that hold the same state must have equal bits; they report a digest of it with every mirror snapshot. The first error
 cannot be told from its consequences: wrong weights give wrong gradients, which all replicas add. So all go back to the last
-snapshot whose digests agreed. The number of shards of a layer decides the order of its sums, so it is remembered too; nothing
-else of a plan changes the results.
+snapshot whose digests agreed.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from raypar.elastic.actions import WarnUser
+from raypar.elastic.phases import Phase
+from raypar.elastic.run_state import RunState
 from raypar.errors import ModelError, WorkerLost
 from raypar.plan.pieces import Digest
 from raypar.plan.wording import format_worker_numbers
-
-if TYPE_CHECKING:
-    from raypar.elastic.phases import Phase
-    from raypar.elastic.run_state import RunState
 
 MAX_DOUBTS = 3
 """Roll-backs in a row because of differing digests; after one more the run fails, because it is no accident."""
@@ -117,30 +113,3 @@ def compare_digests_in_recovery(m: RunState) -> None:
     for step in sorted(done - m.trust.untrusted_snapshots):
         if step > m.trust.agreed and not m.trust.doubt:
             compare_replica_digests(m, step, {w: s.digests[step] for w, s in statuses.items() if step in s.digests})
-
-
-Shards = tuple[int, ...]
-"""The number of shards of every layer (`ParallelPlan.shards_by_layer`)."""
-
-
-class ShardCountHistory:
-    """Remembers the number of shards of every layer with which each step was executed last."""
-
-    def __init__(self, first: int, shards: Shards | None) -> None:
-        """`shards`: numbers of shards for the steps from `first` on; None: not known, which counts as different from any."""
-        self._since: list[tuple[int, Shards | None]] = [(first, shards)]
-        """(step, shards of the steps from there on), in ascending order."""
-
-    def begin(self, done: int, shards: Shards, seen: int) -> range:
-        """Record that the run goes on after `done` steps with `shards`. Returns the steps whose results may change.
-
-        They are the first replayed step that was executed with other shards, and all steps after it that were seen, up to
-        step number `seen`.
-        """
-        ends = [*(start for start, _ in self._since[1:]), seen]
-        others = (max(start, done) for (start, was), end in zip(self._since, ends, strict=True) if was != shards and end > done)
-        first = next(others, seen)
-        self._since = [part for part in self._since if part[0] < done]
-        if not self._since or self._since[-1][1] != shards:
-            self._since.append((done, shards))
-        return range(min(first, seen), seen)

@@ -18,11 +18,11 @@ from raypar.elastic.actions import (
     WarnUser,
     WriteJournal,
 )
-from raypar.elastic.desired_capacity import start_missing_workers
 from raypar.elastic.events import StepEmitted, StopRequested
 from raypar.elastic.failures import begin_recovery, is_caused_by_worker_loss
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_state import Due, RunState
+from raypar.elastic.worker_hiring import start_missing_workers
 from raypar.errors import CheckpointError, StateNotKeptError
 
 MAX_OPEN_STEPS = 2

@@ -1,6 +1,6 @@
 """Which steps come out otherwise when they are executed again with other shards."""
 
-from raypar.elastic.state_trust import ShardCountHistory
+from raypar.elastic.run_state import ShardCountHistory
 from raypar.plan import ParallelPlan
 
 ONE, TWO, UNEVEN = (1, 1), (2, 2), (1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypar.elastic.deadlines import StepTimes
+from raypar.elastic.run_state import StepTimes
 
 
 def test_nothing_is_known_before_the_first_step():

@@ -19,8 +19,8 @@ from raypar.actors import wait_reporter
 from raypar.actors.event_feed import EventFeed
 from raypar.actors.wait_reporter import WaitReporter
 from raypar.console.event_printer import EventPrinter
-from raypar.elastic.deadlines import StepTimes
 from raypar.elastic.phases import Phase
+from raypar.elastic.run_state import StepTimes
 from raypar.elastic.user_messages import WaitAnnouncer, describe_waited_workers
 from raypar.launch.activity_reporter import ActivityReporter
 from raypar.record.events import ActivityNotice, Note, StepRecord
