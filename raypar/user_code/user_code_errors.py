@@ -32,6 +32,10 @@ STOP_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHU
 """The signals that ask a process to end, and their names for people."""
 
 
+REPEAT_SIGNAL_S = 0.05
+"""Time after which a signal comes again whose `StopSignal` was ignored: the code that ignores it is over by then."""
+
+
 class StopHandler:
     """A signal handler that raises `StopSignal`."""
 
@@ -46,14 +50,30 @@ def heard_stop_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def stop_signals_raise() -> Iterator[None]:
-    """Within the body Ctrl-C, SIGTERM and SIGHUP raise `StopSignal` in the main thread; in other threads nothing changes."""
+    """Within the body Ctrl-C, SIGTERM and SIGHUP raise `StopSignal` in the main thread; in other threads nothing changes.
+
+    Also where Python ignores what is raised, as in `__del__` and callbacks of weak references: then the signal comes again.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    hook = sys.unraisablehook
+
+    def repeat_ignored_signal(ignored: sys.UnraisableHookArgs) -> None:
+        error = ignored.exc_value
+        if not isinstance(error, StopSignal):
+            hook(ignored)
+            return
+        number = next(number for number, name in STOP_SIGNALS.items() if name == error.args[0])
+        if isinstance(signal.getsignal(number), StopHandler):  # else a handler that has noted the signal
+            threading.Timer(REPEAT_SIGNAL_S, os.kill, (os.getpid(), number)).start()
+
     before = {number: signal.signal(number, StopHandler()) for number in heard_stop_signals()}
+    sys.unraisablehook = repeat_ignored_signal
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -151,6 +151,40 @@ def test_a_signal_that_ray_swallows_or_takes_for_itself_still_ends_the_start(num
         assert signal.getsignal(number) is handler
 
 
+class SignalledAtItsEnd:
+    """An object whose process gets a signal while Python removes it: what is raised there goes no further."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", NAMES)
+def test_a_signal_in_code_whose_exceptions_python_ignores_still_ends_the_body(number, monkeypatch, capfd):
+    """It was lost, and Python printed `Exception ignored in` and a traceback."""
+    monkeypatch.setattr(sys, "unraisablehook", hook := sys.__unraisablehook__)
+    with pytest.raises(StopSignal, match=NAMES[number]), stop_signals_raise():
+        SignalledAtItsEnd(number)
+        time.sleep(5)
+        pytest.fail("the body went on")
+    assert sys.unraisablehook is hook and not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_such_code_while_ray_starts_ends_the_start_once(number, monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    monkeypatch.setattr(ray, "init", lambda **arguments: SignalledAtItsEnd(number))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with stop_signals_raise():
+        with pytest.raises(StopSignal, match=NAMES[number]), start_local_ray(1):
+            pytest.fail("the run went on")
+        time.sleep(0.5)  # no second one follows
+    assert not capfd.readouterr().err
+
+
 SCRIPT = """
 import raypar
 raypar.Trainer.from_yaml({job!r}).fit()
