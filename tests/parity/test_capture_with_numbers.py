@@ -815,5 +815,5 @@ def said_of_bank(**args: Any) -> list[str]:
 @pytest.mark.parametrize("asks", [False, True])
 def test_gradients_that_are_not_added_in_the_order_of_autograd_are_said(asks: bool):
     (line,) = said_of_bank(uses=2, asks=asks)
-    assert "several layers use blocks.0.bank, and one of them several times" in line and "the same under every plan" in line
+    assert "several layers use blocks.0.bank, and one of them several times" in line and "with the same bits" in line
     assert said_of_bank(uses=1, asks=asks) == []
